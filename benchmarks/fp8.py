@@ -22,8 +22,8 @@ from bundle.recipe.recipe import FP8
 
 if torch.cuda.is_available():
     load_libraries()  # before megatron is imported, as in a job
-from bundle.backends.cpu.layers import product
-from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, operands
+from bundle.backends.cpu.layers import multiply_in_fp8
+from bundle.backends.cpu.scaling import E4M3, E5M2, Phase, build_quantisers
 from bundle.mcore import context
 
 TOKENS, INPUTS, OUTPUTS = 528, 1040, 784
@@ -67,12 +67,12 @@ def _outlying(rows: int, columns: int) -> Tensor:
 
 def emulated(fp8: FP8, dtype: torch.dtype) -> Triple:
     """Output, input gradient and weight gradient of the last call, by the cpu backend."""
-    quantisers = operands(fp8, None)
+    quantisers = build_quantisers(fp8, None)
     for step in calls(dtype):
-        with context.run.set(object()):
+        with context.schedule_run.set(object()):
             for given in step:
                 x, weight = (value.requires_grad_() for value in given[:2])
-                output = product(x, weight, None, quantisers, Phase.TRAINED)
+                output = multiply_in_fp8(x, weight, None, quantisers, Phase.TRAINED)
                 found = (output.detach(), *torch.autograd.grad(output, (x, weight), given[2]))
     return found
 
@@ -105,7 +105,7 @@ def unequal(fp8: FP8, dtype: torch.dtype) -> tuple[int, int]:
     Delayed scaling: by the scale of a first call. The last bit of a scale is no difference where it moves no
     value to its neighbour, a hundred times further away.
     """
-    ours, given = operands(fp8, None), calls(dtype)[-1][-1]
+    ours, given = build_quantisers(fp8, None), calls(dtype)[-1][-1]
     found, whole = 0, 0
     for index, (quantiser, value) in enumerate(
         zip((ours.input, ours.weight, ours.gradient), given, strict=True)
@@ -176,7 +176,7 @@ def main() -> int:
     print(f"| {'scaling':<10} | {'format':<6} | {'product':<15} | ours - TE | ours - exact | TE - exact |")
     print("|---|---|---|---|---|---|")
     for fp8 in _all():
-        if refusal := CUDA.fp8_refusal(fp8.scaling, fp8.format, generation):
+        if refusal := CUDA.explain_fp8_refusal(fp8.scaling, fp8.format, generation):
             print(f"| {fp8.scaling:<10} | {fp8.format:<6} | not run: {refusal} | | | |")
             continue
         differing, whole = unequal(fp8, dtype)

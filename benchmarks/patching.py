@@ -23,15 +23,15 @@ IMPORTS = (
 CHILD = """
 import importlib, sys, time
 import torch
-from bundle.patches import applying, plan
-from bundle.planning import plan_for
+from bundle.patches import patcher
+from bundle.planning import build_plan
 from bundle.recipe import load
 
 recipe, patched, *modules = sys.argv[1:]
-found = plan.make(plan_for(load(recipe), backend="cpu").survey)
+found = build_plan(load(recipe), backend="cpu").patch_plan
 begin = time.process_time()
 if patched == "patched":
-    applying.apply(found)
+    patcher.apply(found)
 for module in modules:
     importlib.import_module(module)
 print(time.process_time() - begin, len(found.steps))

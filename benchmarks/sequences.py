@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import per_sequence
+from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
 
 ALIGNMENT = Alignment(cp=2, tp=2, sequence_parallel=True, scaling="blockwise")
 SEQUENCES = (8, 64, 512)
@@ -51,7 +51,7 @@ class Inputs:
 
     @classmethod
     def draw(cls, lengths: list[int], layers: int, topk: int) -> "Inputs":
-        tokens, (_, rows) = sum(lengths), Packing.of(lengths, ALIGNMENT, rank=0).shape
+        tokens, (_, rows) = sum(lengths), Packing.from_lengths(lengths, ALIGNMENT, rank=0).shape
         return cls(
             lengths,
             torch.randint(1, 1000, (tokens,)),
@@ -74,7 +74,7 @@ def by_plan(x: Inputs) -> dict[str, Callable[[Packing], Any]]:
 def by_loop(x: Inputs) -> dict[str, Callable[[], Any]]:
     """The same work by loops over the sequences."""
     cp = ALIGNMENT.cp
-    cu = Packing.of(x.lengths, ALIGNMENT, rank=0).cu_seqlens_padded.tolist()
+    cu = Packing.from_lengths(x.lengths, ALIGNMENT, rank=0).cu_seqlens_padded.tolist()
     parts = x.lengths + [0] * (len(cu) - 1 - len(x.lengths))  # the tail is a sequence without tokens here
     ids, mask = x.ids.split(parts), x.mask.split(parts)
     return {
@@ -121,7 +121,7 @@ def measure(x: Inputs, repeats: int) -> None:
             return [loops[name]() for name in names]
 
         def plan(names: list[str] = names) -> list[Any]:
-            packing = Packing.of(x.lengths, ALIGNMENT, rank=0)
+            packing = Packing.from_lengths(x.lengths, ALIGNMENT, rank=0)
             return [plans[name](packing) for name in names]
 
         if not same(loop(), plan()):

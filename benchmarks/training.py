@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import Recipe, load
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 
 OVERRIDES = (
     "parallel.ep=1",
@@ -52,7 +52,7 @@ def main() -> None:
         parser.error("--blocks: the bound needs at least 20")
     torch.set_num_threads(1)
     recipe = load("demo", (*OVERRIDES, f"train.steps={chosen.steps}", f"train.log_interval={chosen.steps}"))
-    runtime = patched_runtime(plan_for(recipe, backend="cpu", per_node=1).patch_plan, "cpu")
+    runtime = prepare_runtime(build_plan(recipe, backend="cpu", per_node=1).patch_plan, "cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
         bundle, bare = arms(recipe, runtime, Path(directory))
@@ -68,26 +68,26 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.distributed.world import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
-    from bundle.runs.metrics import JsonLines, Metrics
+    from bundle.runs.metrics import JsonLines, MetricsWriter
     from bundle.training import loop
     from bundle.training.loop import Batches, Progress
 
     cpu = torch.device("cpu")
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     feed = data.Loader(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)
-    metrics = Metrics([JsonLines(directory / "metrics.jsonl")])
+    metrics = MetricsWriter([JsonLines(directory / "metrics.jsonl")])
     stop = StopRequest(cpu)
     hooks = loop.Hooks(
         save=lambda at: None,
-        should_stop=stop.agreed,
-        alive=lambda step: None,
-        profiled=lambda step: nullcontext(),
-        flops=lambda: 0.0,
-        gauges=lambda flops, seconds: {},
-        of_rank_0=lambda loss: loss,
+        should_stop=stop.agree_to_stop,
+        send_heartbeat=lambda step: None,
+        profile_step=lambda step: nullcontext(),
+        count_flops=lambda: 0.0,
+        compute_gauges=lambda flops, seconds: {},
+        broadcast_from_rank_0=lambda loss: loss,
     )
 
     def bundle() -> None:
@@ -116,8 +116,8 @@ def bare(recipe: Recipe, engine: Any, feed: Any) -> None:
         return output, loss
 
     for step in range(recipe.train.steps):
-        batches = feed.training(step * recipe.train.global_batch_size)
-        with engine.runtime.megatron():
+        batches = feed.read_training_step(step * recipe.train.global_batch_size)
+        with engine.runtime.megatron_calls():
             model.train()
             model.zero_grad_buffer()
             engine.optimizer.zero_grad()

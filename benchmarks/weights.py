@@ -30,10 +30,17 @@ import torch.distributed as dist
 from bundle import pretrained
 from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
-from bundle.planning import plan_for
-from bundle.pretrained.writing import File, Published, Stored, names_of_files, shares, write_index
+from bundle.planning import build_plan
+from bundle.pretrained.writing import (
+    OutputTensor,
+    PublishedModel,
+    SafetensorsWriter,
+    build_file_names,
+    split_into_files,
+    write_index,
+)
 from bundle.recipe import Recipe, from_mapping
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 
 # Seconds as a multiple of the copy's; the growth of memory as a multiple of the largest tensor.
 BOUNDS = {
@@ -77,7 +84,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
         config = written(root / "model", options.gib)
-        found = pretrained.of_directory(root / "model", config, from_config(config))
+        found = pretrained.find_model_weights(root / "model", config, from_config(config))
         largest = max(entry.stop - entry.start for entry in found.entries.values())
         print(f"{found}; the largest tensor has {largest / 2**20:.0f} MiB")
         copy = measured(lambda: copied(root / "model", root / "copy"), root / "copy")
@@ -98,29 +105,31 @@ def told(way: str, of: Measured, copy: Measured, largest: int) -> int:
 def ways(root: Path, config: dict) -> Iterator[tuple[str, Measured]]:
     """Each way with what it took; what it wrote is removed."""
     job = recipe(root / "model")
-    runtime = patched_runtime(plan_for(job, backend="cpu", per_node=1).patch_plan, "cpu")
+    runtime = prepare_runtime(build_plan(job, backend="cpu", per_node=1).patch_plan, "cpu")
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
-    with runtime.megatron():
+    with runtime.megatron_calls():
         from bundle.mcore import groups
-        from bundle.mcore.gpt import transformer_config
-        from bundle.mcore.torch_dist import Directory
+        from bundle.mcore.gpt import build_transformer_config
+        from bundle.mcore.torch_dist import TorchDistCheckpoint
         from bundle.models import conversion, exporting, gpt, loading
 
         # Before there is a model, whose memory would be taken again rather than grow.
-        weights, table = pretrained.of_recipe(job), Tensors(job.architecture)
+        weights, table = pretrained.find_recipe_weights(job), Tensors(job.architecture)
         assert weights is not None
         imported, exported = root / "megatron", root / "hf"
         yield "weights import", measured(lambda: conversion.to_torch_dist(weights, table, imported), imported)
         conversion.to_torch_dist(weights, table, imported)
-        checkpoint = Directory(conversion.newest(imported))
-        model = Published(config, job.architecture)
+        checkpoint = TorchDistCheckpoint(conversion.find_newest(imported))
+        model = PublishedModel(config, job.architecture)
         yield (
             "weights export",
             measured(lambda: conversion.to_hugging_face(checkpoint, model, exported, "bf16"), exported),
         )
         shutil.rmtree(imported)
         made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-        chunks = gpt.build(job, transformer_config(job, runtime.options(job)), runtime, made)
+        chunks = gpt.build_chunks(
+            job, build_transformer_config(job, runtime.build_config_options(job)), runtime, made
+        )
         yield "load", measured(lambda: loading.load(chunks, made, weights, table))
         yield "export", measured(lambda: exporting.export(exported, job, chunks, made), exported)
 
@@ -128,20 +137,20 @@ def ways(root: Path, config: dict) -> Iterator[tuple[str, Measured]]:
 def written(directory: Path, gib: float) -> dict:
     """Writes random weights of about that size; returns their config."""
     one = Tensors(from_config(SHAPE | {"num_hidden_layers": 1}))
-    layer = 2 * sum(tensor.elements for tensor in one.layer(0))
+    layer = 2 * sum(tensor.elements for tensor in one.build_layer(0))
     around = 2 * 2 * SHAPE["vocab_size"] * SHAPE["hidden_size"]
     config = SHAPE | {"num_hidden_layers": max(1, round((gib * 2**30 - around) / layer))}
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     stored = [
-        Stored(name, "BF16", shape)
+        OutputTensor(name, "BF16", shape)
         for tensor in Tensors(from_config(config))
-        for name, shape in tensor.published_shapes()
+        for name, shape in tensor.list_published_shapes()
     ]
-    files = list(shares(stored, FILE))
-    of = dict(zip(names_of_files(len(files)), files, strict=True))
+    files = list(split_into_files(stored, FILE))
+    of = dict(zip(build_file_names(len(files)), files, strict=True))
     for name, share in of.items():
-        file = File(directory / name, share)
+        file = SafetensorsWriter(directory / name, share)
         for tensor in share:
             values = (0.02 * torch.randn(tensor.shape)).bfloat16().flatten()
             file.append(memoryview(values.view(torch.uint8).numpy()))

@@ -69,25 +69,25 @@ class Preempted(BundleError):
     code = ExitCode.PREEMPTED
 
 
-def by_key(error: "ValidationError") -> list[str]:
+def format_validation_errors(error: "ValidationError") -> list[str]:
     """What is wrong with a document, "packages.torch: Input should be a valid string", key by key.
 
     Keys are somebody else's: of each so much that a line holds it, and no control character.
     """
     lines = []
-    for found in error.errors(include_url=False):
-        key = ".".join(map(str, found["loc"]))[:200].encode("unicode_escape").decode()
-        lines.append(f"{key}: {found['msg']}")
+    for violation in error.errors(include_url=False):
+        key = ".".join(map(str, violation["loc"]))[:200].encode("unicode_escape").decode()
+        lines.append(f"{key}: {violation['msg']}")
     return lines
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as a message quotes it: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def bytes_shown(amount: float | None) -> str:
+def format_bytes(amount: float | None) -> str:
     """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
     if amount is None:
         return "an unknown size"
@@ -99,11 +99,11 @@ def bytes_shown(amount: float | None) -> str:
     return f"{amount:.0f} B"
 
 
-def nearest(name: str, known: Collection[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:
+def find_nearest(name: str, known: Collection[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:
     """The known names spelled most like `name`, the likest first; `cutoff` is from 0, all, to 1, equal."""
     return difflib.get_close_matches(name[:100], sorted(known), n=most, cutoff=cutoff)
 
 
-def did_you_mean(names: Sequence[str]) -> str:
+def format_suggestion(names: Sequence[str]) -> str:
     """The end of a message that names them: "; did you mean a or b?", or nothing."""
     return f"; did you mean {' or '.join(names)}?" if names else ""

@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import JobFailed, UsageError, bytes_shown
+from bundle.errors import JobFailed, UsageError, format_bytes
 
 # Bytes of a large file that are handed over at a time, and those after which it goes to the disk.
-_PIECE, _AHEAD = 1 << 20, 1 << 26
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PIECE_BYTES, _AHEAD_BYTES = 1 << 20, 1 << 26
+DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def content(path: Path, limit: int) -> bytes:
+def read_content(path: Path, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit` bytes.
 
     Raises OSError, whose `strerror` says why there are none: a pipe would keep us waiting, a device may have
@@ -41,20 +41,20 @@ def content(path: Path, limit: int) -> bytes:
     return data
 
 
-def json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> dict[str, Any]:
+def read_json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes; else UsageError, with what was `expected` there."""
     try:
-        found = json.loads(content(path, limit))
+        document = json.loads(read_content(path, limit))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}{f'; {expected}' if expected else ''}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: must hold a JSON object, holds a {type(found).__name__}")
-    return found
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: must hold a JSON object, holds a {type(document).__name__}")
+    return document
 
 
-def printable(name: object) -> str:
+def to_printable(name: object) -> str:
     """A name from somebody else's tree as it may be printed: no control character reaches a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
@@ -75,7 +75,7 @@ def is_directory(path: Path) -> bool:
         return False
 
 
-def read(path: Path, limit: int = 4 << 20) -> str | None:
+def read_text(path: Path, limit: int = 4 << 20) -> str | None:
     """The file's text (bad bytes replaced); None when it is no regular file, too big or unreadable."""
     data = read_bytes(path, limit)
     return None if data is None else data.decode("utf-8", errors="replace")
@@ -84,7 +84,7 @@ def read(path: Path, limit: int = 4 << 20) -> str | None:
 def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
     """The file's bytes; None when it is no regular file (a pipe would wait), too big or unreadable."""
     try:
-        return content(path, limit)
+        return read_content(path, limit)
     except OSError:
         return None
 
@@ -103,7 +103,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise failed(path, error) from error
+        raise build_write_error(path, error) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -111,33 +111,33 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
-def json_digest(value: object) -> str:
+def digest_json(value: object) -> str:
     """16 hexadecimal digits over a value's JSON, whatever the order of its keys: two who have it agree."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class _InPieces(io.FileIO):
+class _PiecewiseFile(io.FileIO):
     """A file that takes a part of what it is given, as any may: whoever writes comes back with the rest.
 
     For more at once Linux takes large pages, which the host of a virtual machine may have to find first:
     that was seen to take two to five times as long.
     """
 
-    _begun = _written = 0
+    _flushed = _written = 0
 
     def write(self, data: Any) -> int:
-        taken = super().write(memoryview(data)[:_PIECE])
+        taken = super().write(memoryview(data)[:_PIECE_BYTES])
         self._written += taken
-        if self._written - self._begun >= _AHEAD and hasattr(os, "posix_fadvise"):
+        if self._written - self._flushed >= _AHEAD_BYTES and hasattr(os, "posix_fadvise"):
             # By which the kernel begins to put it on the disk, and waits for nothing.
-            os.posix_fadvise(self.fileno(), self._begun, _AHEAD, os.POSIX_FADV_DONTNEED)
-            self._begun = self._written
+            os.posix_fadvise(self.fileno(), self._flushed, _AHEAD_BYTES, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._written
         return taken
 
 
-def opened(path: Path) -> io.BufferedWriter:
+def open_writer(path: Path) -> io.BufferedWriter:
     """The file, empty, for large writes. Raises OSError."""
-    return io.BufferedWriter(_InPieces(path, "wb"))
+    return io.BufferedWriter(_PiecewiseFile(path, "wb"))
 
 
 def sync_directory(directory: Path) -> None:
@@ -150,33 +150,33 @@ def sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Raises JobFailed, in one message, for what keeps `path` from being written in the block."""
     try:
         yield
     except OSError as error:
-        raise failed(path, error) from error
+        raise build_write_error(path, error) from error
 
 
-def failed(path: Path, error: BaseException) -> JobFailed:
+def build_write_error(path: Path, error: BaseException) -> JobFailed:
     """The error to raise when `path` could not be written."""
-    if no_room(error):
+    if is_disk_full(error):
         return JobFailed(
-            f"{path}: no room left to write ({bytes_shown(free(path))} free on its disk):"
+            f"{path}: no room left to write ({format_bytes(find_free_bytes(path))} free on its disk):"
             " free some, raise the quota, or lower checkpoint.keep"
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
 
 
-def free(path: Path) -> int:
+def find_free_bytes(path: Path) -> int:
     """Bytes that are free where `path` is, or would be."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(there).free
+    existing_path = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
+    return shutil.disk_usage(existing_path).free
 
 
-def no_room(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk, a quota or a size limit is behind `error`."""
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
         return True
     # torch wraps the errors of writers in a text of its own.
-    return any(os.strerror(number) in str(error) for number in NO_ROOM)
+    return any(os.strerror(number) in str(error) for number in DISK_FULL_ERRORS)

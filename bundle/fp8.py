@@ -7,12 +7,12 @@ Format = Literal["e4m3", "hybrid"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
-class Rule(NamedTuple):
+class ScalingRule(NamedTuple):
     """What the rows of a matrix, and its features, must be a multiple of before a kernel takes it, and who
     says so; and the number format that is taken where nobody names one.
     """
 
-    rows: int
+    row_multiple: int
     source: str
     format: Format
 
@@ -23,9 +23,9 @@ _MEASURED = (
 )
 _BLOCKS = "one scale for each block of 32 rows or columns (OCP MX); not measured: no device"
 # Gradients want the width of e5m2 under one scale for a whole tensor; fine scales do without.
-SCALINGS: dict[Scaling, Rule] = {
-    "delayed": Rule(16, _MEASURED, "hybrid"),
-    "tensorwise": Rule(16, _MEASURED, "hybrid"),
-    "blockwise": Rule(16, _MEASURED, "e4m3"),
-    "mxfp8": Rule(32, _BLOCKS, "e4m3"),
+SCALINGS: dict[Scaling, ScalingRule] = {
+    "delayed": ScalingRule(16, _MEASURED, "hybrid"),
+    "tensorwise": ScalingRule(16, _MEASURED, "hybrid"),
+    "blockwise": ScalingRule(16, _MEASURED, "e4m3"),
+    "mxfp8": ScalingRule(32, _BLOCKS, "e4m3"),
 }

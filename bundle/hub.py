@@ -8,12 +8,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bundle.errors import EnvironmentUnfit, UsageError, bytes_shown
-from bundle.files import NO_ROOM
+from bundle.errors import EnvironmentUnfit, UsageError, format_bytes
+from bundle.files import DISK_FULL_ERRORS
 
 Kind = Literal["model", "dataset"]
 # Files that hold numbers, text and settings. Pickles and code are never downloaded.
-SAFE = {
+SAFE_PATTERNS = {
     "model": ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"),
     "dataset": tuple(
         f"*.{name}{packed}"
@@ -27,7 +27,7 @@ _PLAIN = re.compile(rf"(?:hf://)?(?P<name>{_NAME})(?:@(?P<revision>[\w.-]+))?(?P
 _DATA = re.compile(rf"hf://datasets/(?P<name>{_NAME})(?:@(?P<revision>[\w.-]+))?(?:/(?P<inside>.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILE_NAME = re.compile(r"\.[a-z]+$")  # of a path that is not there, rather than of a repository
-_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 
 class Reference(NamedTuple):
@@ -49,15 +49,19 @@ class Reference(NamedTuple):
         """The names of its files that are downloaded."""
         if self.inside and self._has_safe_name(self.inside):
             return [self.inside]
-        return [f"{self.inside}{ending}" for ending in SAFE[self.kind]]
+        return [f"{self.inside}{ending}" for ending in SAFE_PATTERNS[self.kind]]
 
     def _has_safe_name(self, name: str) -> bool:
-        return any(fnmatch(name, pattern) for pattern in SAFE[self.kind])
+        return any(fnmatch(name, pattern) for pattern in SAFE_PATTERNS[self.kind])
 
-    def wants(self, name: str) -> bool:
+    def is_downloaded(self, name: str) -> bool:
         """Return whether a file of the repository is downloaded."""
         is_inside = self.kind == "dataset" or "/" not in name
-        return is_inside and self._has_safe_name(name) and any(fnmatch(name, each) for each in self.patterns)
+        return (
+            is_inside
+            and self._has_safe_name(name)
+            and any(fnmatch(name, pattern) for pattern in self.patterns)
+        )
 
 
 def find_reference(text: str, kind: Kind) -> Reference | None:
@@ -82,13 +86,13 @@ def is_reference(text: str, kind: Kind) -> bool:
     return find_reference(text, kind) is not None
 
 
-def repository(text: str | None) -> str | None:
+def strip_revision(text: str | None) -> str | None:
     """Return the name of a model of the Hub without its revision; any other text as it is."""
     reference = find_reference(text, "model") if text else None
     return reference.name if reference else text
 
 
-def local_path(text: str, kind: Kind = "model") -> str:
+def find_local_path(text: str, kind: Kind = "model") -> str:
     """Return where a pinned repository lies in the cache; any other text is returned as it is."""
     reference = find_reference(text, kind) if "@" in text else None
     if reference is None or not _COMMIT.fullmatch(reference.revision):
@@ -122,27 +126,33 @@ def pin(text: str, kind: Kind) -> str:
     if _COMMIT.fullmatch(reference.revision) and _find_cached(huggingface_hub, reference):
         return str(reference)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return _from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
+        return _pin_from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
     try:
         info = huggingface_hub.HfApi().repo_info(
             reference.name,
             repo_type=reference.kind,
             revision=reference.revision or None,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             files_metadata=True,
         )
     except Exception as error:  # noqa: BLE001 (of the HTTP library that this release of huggingface_hub uses)
         _refuse(huggingface_hub, reference, error)
-        return _from_cache(huggingface_hub, reference, f"the Hub cannot be reached: {_brief(error)}")
+        return _pin_from_cache(
+            huggingface_hub, reference, f"the Hub cannot be reached: {_format_error(error)}"
+        )
     pinned = reference._replace(revision=info.sha or "")
     sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
     _check_files(pinned, list(sizes))
-    _check_room(huggingface_hub, pinned, sum(size for name, size in sizes.items() if pinned.wants(name)))
+    _check_disk_space(
+        huggingface_hub, pinned, sum(size for name, size in sizes.items() if pinned.is_downloaded(name))
+    )
     try:
         snapshot = _download(huggingface_hub, reference)  # the branch is noted in the cache
     except Exception as error:
         _refuse(huggingface_hub, reference, error)
-        raise EnvironmentUnfit(f"{pinned}: the download failed: {_brief(error)}. Start it again") from error
+        raise EnvironmentUnfit(
+            f"{pinned}: the download failed: {_format_error(error)}. Start it again"
+        ) from error
     return str(reference._replace(revision=Path(snapshot).name))
 
 
@@ -167,7 +177,7 @@ def _find_cached(library: Any, reference: Reference) -> str:
         return ""
 
 
-def _from_cache(library: Any, reference: Reference, reason: str) -> str:
+def _pin_from_cache(library: Any, reference: Reference, reason: str) -> str:
     if commit := _find_cached(library, reference):
         return str(reference._replace(revision=commit))
     repository = f"{reference.name} --repo-type {reference.kind}"
@@ -180,9 +190,9 @@ def _from_cache(library: Any, reference: Reference, reason: str) -> str:
 
 def _check_files(reference: Reference, names: Sequence[str]) -> None:
     """Raise UsageError for a repository without a file that may be read."""
-    if not any(map(reference.wants, names)):
+    if not any(map(reference.is_downloaded, names)):
         have = ", ".join(names)[:200] or "no files"
-        read = ", ".join(SAFE[reference.kind])
+        read = ", ".join(SAFE_PATTERNS[reference.kind])
         raise UsageError(f"{reference}: none of its files can be read ({have}). Take one with {read}")
     has_weights = any(fnmatch(name, "*.safetensors") for name in names)
     pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLES)]
@@ -193,15 +203,16 @@ def _check_files(reference: Reference, names: Sequence[str]) -> None:
         )
 
 
-def _check_room(library: Any, reference: Reference, size: int) -> None:
+def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
     """Raise EnvironmentUnfit where the disk of the cache has less room than the files may take."""
     cache = Path(library.constants.HF_HUB_CACHE)
     if _find_cached(library, reference):
         return
-    place = next(path for path in (cache, *cache.parents) if path.exists())
-    if size > (free := shutil.disk_usage(place).free):
+    existing_path = next(path for path in (cache, *cache.parents) if path.exists())
+    if size > (free := shutil.disk_usage(existing_path).free):
         raise EnvironmentUnfit(
-            f"{reference} has {bytes_shown(size)}, and {place} {bytes_shown(free)} free. Set HF_HOME to a"
+            f"{reference} has {format_bytes(size)}, and {existing_path} {format_bytes(free)} free. Set"
+            " HF_HOME to a"
             " larger disk"
         )
 
@@ -221,9 +232,9 @@ def _refuse(library: Any, reference: Reference, error: Exception) -> None:
             f"{reference} is no file or directory here, and no {reference.kind} of the Hub that may be read."
             " Mend the name; for a private one set HF_TOKEN"
         ) from error
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
         raise EnvironmentUnfit(f"{reference}: {error.strerror}. Set HF_HOME to a larger disk") from error
 
 
-def _brief(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

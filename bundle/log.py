@@ -12,18 +12,18 @@ from bundle.errors import UsageError
 
 LEVELS = ("debug", "info", "warning", "error")
 # How a level reaches the ranks that a command starts; a person may set it as well.
-VARIABLE = "MCORE_BUNDLE_LOG_LEVEL"
-DEFAULT = "info"
+LEVEL_VARIABLE = "MCORE_BUNDLE_LOG_LEVEL"
+DEFAULT_LEVEL = "info"
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """Prints on the stream of this moment: a progress bar puts another in its place while it is shown."""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__()
-        who = "mcore-bundle" if rank is None else f"rank {rank}"
+        prefix = "mcore-bundle" if rank is None else f"rank {rank}"
         self.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname)s {who}: %(message)s", "%Y-%m-%d %H:%M:%S")
+            logging.Formatter(f"%(asctime)s %(levelname)s {prefix}: %(message)s", "%Y-%m-%d %H:%M:%S")
         )
         self._rank = rank
 
@@ -37,22 +37,22 @@ def start(rank: int | None = None) -> None:
 
     With `debug` all ranks tell everything. Raises UsageError where the environment names no level.
     """
-    level = _number(os.environ.get(VARIABLE, DEFAULT), VARIABLE)
+    level = _parse_level(os.environ.get(LEVEL_VARIABLE, DEFAULT_LEVEL), LEVEL_VARIABLE)
     logger = logging.getLogger("bundle")
-    logger.handlers = [_Lines(rank)]
+    logger.handlers = [_LineHandler(rank)]
     logger.propagate = False
     quiet = rank not in (None, 0) and level > logging.DEBUG
     logger.setLevel(max(level, logging.WARNING) if quiet else level)
 
 
-def choose(level: str) -> None:
+def choose_level(level: str) -> None:
     """Has this process and the ranks that it starts tell from `level` on. Raises UsageError."""
-    _number(level, "--log-level")
-    os.environ[VARIABLE] = level
+    _parse_level(level, "--log-level")
+    os.environ[LEVEL_VARIABLE] = level
     start()
 
 
-def _number(level: str, said_by: str) -> int:
+def _parse_level(level: str, source: str) -> int:
     if level not in LEVELS:
-        raise UsageError(f"{said_by}: {level[:40]!r} is none of {', '.join(LEVELS)}")
+        raise UsageError(f"{source}: {level[:40]!r} is none of {', '.join(LEVELS)}")
     return int(logging.getLevelName(level.upper()))

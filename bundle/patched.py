@@ -21,29 +21,29 @@ from bundle.patches import enable
 
 def run(arguments: Sequence[str]) -> None:
     """Enables the patches and runs the program. Raises as `enable`, and whatever the program raises."""
-    said = _parser().parse_args(arguments)
-    sys.argv = [said.script, *said.args]
-    if not said.module:
-        script = Path(said.script)
+    options = _build_parser().parse_args(arguments)
+    sys.argv = [options.script, *options.args]
+    if not options.module:
+        script = Path(options.script)
         if not script.is_file():
-            raise UsageError(f"there is no file {said.script}; a module is named after -m")
+            raise UsageError(f"there is no file {options.script}; a module is named after -m")
         if not sys.flags.safe_path:
             sys.path[0] = str(script.resolve().parent)
     enable(
-        said.features.split(","),
-        vouched=said.vouch,
-        allowed=said.allow_drift,
-        backend=said.backend,
-        strict=said.strict,
+        options.features.split(","),
+        vouched=options.vouch,
+        allowed=options.allow_drift,
+        backend=options.backend,
+        strict=options.strict,
     )
-    with _on_cpu() if said.backend == "cpu" else nullcontext():
-        if said.module:
-            runpy.run_module(said.script, run_name="__main__", alter_sys=True)
+    with _build_cpu_context() if options.backend == "cpu" else nullcontext():
+        if options.module:
+            runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(said.script, run_name="__main__")
+            runpy.run_path(options.script, run_name="__main__")
 
 
-def _on_cpu() -> AbstractContextManager[None]:
+def _build_cpu_context() -> AbstractContextManager[None]:
     """The context in which what expects GPUs runs on the cpu, which is made ready for it."""
     os.environ.update({variable.name: variable.value for variable in CPU.environment})
     from bundle.backends.cpu import program
@@ -52,7 +52,7 @@ def _on_cpu() -> AbstractContextManager[None]:
     return program.megatron_calls()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bundle.patched",
         description="Run a program with the patches that its megatron-core needs.",
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--backend",
         default="auto",
-        choices=hardware.CHOICES,
+        choices=hardware.BACKEND_CHOICES,
         help="auto: what the machine has; cpu: run what expects GPUs on this machine's CPU.",
     )
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m.")

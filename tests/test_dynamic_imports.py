@@ -16,7 +16,7 @@ PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])
 PLACES = {
     "cli/__init__.py",  # a verb
     "backends/__init__.py",  # a backend
-    "patches/applying.py",  # a patch's replacement
+    "patches/patcher.py",  # a patch's replacement
     "verification/rank.py",  # a patch's check
     "mcore/unpickling.py",  # not ours: the classes that a checkpoint may name
 }

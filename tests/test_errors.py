@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from bundle.errors import ExitCode, UsageError, by_key, bytes_shown
+from bundle.errors import ExitCode, UsageError, format_bytes, format_validation_errors
 
 PAGE = Path(__file__).parents[1] / "docs" / "exit-codes.md"
 
@@ -37,7 +37,7 @@ def test_an_error_lists_every_violation():
     ],
 )
 def test_bytes_are_shown_in_the_largest_unit_that_they_fill(amount, shown):
-    assert bytes_shown(amount) == shown
+    assert format_bytes(amount) == shown
 
 
 def test_what_is_wrong_with_a_document_is_said_by_key_and_takes_over_no_terminal():
@@ -46,6 +46,6 @@ def test_what_is_wrong_with_a_document_is_said_by_key_and_takes_over_no_terminal
 
     with pytest.raises(ValidationError) as refused:
         Pin.model_validate({"versions": {"a\x1b[31m": "x"}, "b" * 1000: 1})
-    first, second = by_key(refused.value)
+    first, second = format_validation_errors(refused.value)
     assert first.startswith(r"versions.a\x1b[31m: Input should be a valid integer")
     assert second == f"{'b' * 200}: Extra inputs are not permitted"

@@ -72,9 +72,9 @@ def test_a_full_disk_is_one_clear_error_and_the_old_file_stays(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_what_a_full_disk_is(number):
-    assert files.no_room(OSError(number, "x"))
-    assert files.no_room(RuntimeError(f"a writer failed: {os.strerror(number)}"))
-    assert not files.no_room(OSError(errno.EACCES, "x"))
+    assert files.is_disk_full(OSError(number, "x"))
+    assert files.is_disk_full(RuntimeError(f"a writer failed: {os.strerror(number)}"))
+    assert not files.is_disk_full(OSError(errno.EACCES, "x"))
 
 
 def test_other_errors_keep_their_words(tmp_path):

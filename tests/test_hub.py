@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bundle.hub import find_reference, repository
+from bundle.hub import find_reference, strip_revision
 from tests.reference.configs import CONFIGS
 
 pytest.importorskip("huggingface_hub")
@@ -118,7 +118,7 @@ def pin(text, kind, server, home, **variables):
     script = (
         "import sys\nfrom bundle import hub\nfrom bundle.errors import BundleError\n"
         "try:\n    pinned = hub.pin(*sys.argv[1:])\n"
-        "    print(pinned); print(hub.local_path(pinned, sys.argv[2]))\n"
+        "    print(pinned); print(hub.find_local_path(pinned, sys.argv[2]))\n"
         "except BundleError as error:\n    print(error); print(); sys.exit(int(error.code))\n"
     )
     done = subprocess.run(
@@ -219,7 +219,7 @@ def test_files_that_the_disk_has_no_room_for_are_not_begun(server, tmp_path, mon
     monkeypatch.setattr(library.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(hub, "_find_cached", lambda *_: "")
     with pytest.raises(EnvironmentUnfit, match="HF_HOME"):
-        hub._check_room(library, hub.Reference("model", "org/name", NEW), 2**80)
+        hub._check_disk_space(library, hub.Reference("model", "org/name", NEW), 2**80)
 
 
 def test_paths_are_not_repositories(tmp_path, monkeypatch):
@@ -238,7 +238,7 @@ def test_paths_are_not_repositories(tmp_path, monkeypatch):
         "",
     ):
         assert find_reference(path, "dataset") is None, path
-    assert repository(f"org/other@{NEW}") == "org/other" and repository("org/name") == "org/name"
+    assert strip_revision(f"org/other@{NEW}") == "org/other" and strip_revision("org/name") == "org/name"
     assert find_reference("Qwen/Qwen2.5-0.5B", "model") and find_reference("hf://org/name", "model")
     assert find_reference("hf://datasets/a/b@v1/c/*.parquet", "dataset") == (
         "dataset",

@@ -17,7 +17,7 @@ LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\w+) ([^:]+): (.*)"
 def as_before(monkeypatch):
     logger = logging.getLogger("bundle")
     kept = logger.handlers, logger.propagate, logger.level
-    monkeypatch.delenv(log.VARIABLE, raising=False)
+    monkeypatch.delenv(log.LEVEL_VARIABLE, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     yield
     logger.handlers, logger.propagate, logger.level = kept
@@ -56,7 +56,7 @@ def test_a_command_tells_on_stderr_from_info_on(capsys):
 )
 def test_a_rank_tells_on_stdout_which_rank_it_is(capsys, rank, level, expected):
     if level:
-        log.choose(level)
+        log.choose_level(level)
     log.start(rank)
     out, err = told(capsys)
     assert err == [] and names(out) == expected
@@ -64,8 +64,8 @@ def test_a_rank_tells_on_stdout_which_rank_it_is(capsys, rank, level, expected):
 
 
 def test_a_rank_of_a_command_is_told_the_level_by_its_environment(capsys):
-    log.choose("warning")
-    assert os.environ[log.VARIABLE] == "warning"
+    log.choose_level("warning")
+    assert os.environ[log.LEVEL_VARIABLE] == "warning"
     _, err = told(capsys)
     assert names(err) == ["warning", "error"]
 
@@ -84,9 +84,9 @@ def test_nothing_is_told_twice(capsys):
 
 def test_a_level_that_is_none_is_a_usage_error(monkeypatch):
     with pytest.raises(UsageError, match="--log-level: 'loud' is none of debug, info, warning, error"):
-        log.choose("loud")
-    monkeypatch.setitem(os.environ, log.VARIABLE, "LOUD")
-    with pytest.raises(UsageError, match=log.VARIABLE):
+        log.choose_level("loud")
+    monkeypatch.setitem(os.environ, log.LEVEL_VARIABLE, "LOUD")
+    with pytest.raises(UsageError, match=log.LEVEL_VARIABLE):
         log.start(0)
 
 

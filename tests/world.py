@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bundle import capabilities
 from bundle.patches.plan import PatchPlan
-from bundle.verification import Order, Start, observed
+from bundle.verification import ProcessStarter, WorkOrder, run_orders
 from bundle.verification.check import Observation
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ class World:
             assert not wrong, "\n".join([f"{module} {' '.join(arguments)[:200]} on {where}", *wrong])
             return [(directory / f"{rank}.out").read_text() for rank in range(size)]
 
-    def observe(self, orders: Sequence[Order], plan: PatchPlan) -> list[list[Observation]]:
+    def observe(self, orders: Sequence[WorkOrder], plan: PatchPlan) -> list[list[Observation]]:
         """What `observe` returns, whose processes are ranks of this world."""
         return observe(orders, plan, backend="cpu", root=self.tree, start=self.start)
 
     def start(
         self, directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str], seconds: float
     ) -> None:
-        """Starts what verifies patches as ranks of this world: see `bundle.verification.observed`."""
+        """Starts what verifies patches as ranks of this world: see `bundle.verification.run_orders`."""
         self._codes(directory, "bundle.verification.rank", arguments, environ, seconds)
 
     def _codes(
@@ -156,10 +156,15 @@ class Core:
 
 
 def observe(
-    orders: Sequence[Order], plan: PatchPlan, *, backend: str, root: Path | None, start: Start | None = None
+    orders: Sequence[WorkOrder],
+    plan: PatchPlan,
+    *,
+    backend: str,
+    root: Path | None,
+    start: ProcessStarter | None = None,
 ) -> list[list[Observation]]:
     """What the ranks of each order saw, when all have been carried out; see verification's `observed`."""
-    found = observed(orders, plan, backend=backend, root=root, start=start)
+    found = run_orders(orders, plan, backend=backend, root=root, start=start)
     seen = {order.number: answers for order, answers in found}
     return [seen[order.number] for order in orders]
 
@@ -171,7 +176,7 @@ def backend() -> str:
 
 def device(runtime: "Runtime") -> "torch.device":
     """The device of this rank, made current."""
-    return runtime.device(int(os.environ[RANK]))
+    return runtime.select_device(int(os.environ[RANK]))
 
 
 def join(seconds: float = 60) -> int:
@@ -180,7 +185,7 @@ def join(seconds: float = 60) -> int:
 
     rank, size = int(os.environ[RANK]), int(os.environ[SIZE])
     dist.init_process_group(
-        capabilities.of(backend()).collectives,
+        capabilities.find_capabilities(backend()).collectives,
         init_method=f"file://{os.environ[STORE]}",
         rank=rank,
         world_size=size,

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from bundle import files
 from bundle.environment import compatibility
-from bundle.environment.compatibility import FILE, PYTHON, Combination, Pinned, Table
+from bundle.environment.compatibility import FILE, PYTHON, Combination, CombinationTable, PinnedImage
 from bundle.errors import UsageError
 from tools.command import run
 from tools.images.definition import Definition
@@ -93,7 +93,7 @@ def page() -> None:
 def recorded(file: Path) -> list[Combination]:
     """The combinations in what a run wrote. Raises UsageError."""
     try:
-        document = json.loads(files.content(file, 1 << 24))
+        document = json.loads(files.read_content(file, 1 << 24))
         rows = document.get("combinations") or [document["combination"]]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UsageError(f"{file}: no record of a run: {error!r}") from None
@@ -117,7 +117,7 @@ def write(file: Path, rows: Iterable[Combination], definition: Definition) -> No
     files.write_text(file, json.dumps(document, indent=1) + "\n")
 
 
-def pinned(definition: Definition, seen: Table) -> Iterable[Pinned]:
+def pinned(definition: Definition, seen: CombinationTable) -> Iterable[PinnedImage]:
     """What each stack's images pin, and which of it was never seen beside its megatron-core."""
     for name, stack in definition.stacks.items():
         (python,) = {base.python for base in definition.bases_of(name).values()}
@@ -126,12 +126,12 @@ def pinned(definition: Definition, seen: Table) -> Iterable[Pinned]:
         unproven = tuple(
             package
             for package, version in packages.items()
-            if package != _CORE and not seen.proves(stack.backend, package, version, core)
+            if package != _CORE and not seen.is_proven(stack.backend, package, version, core)
         )
-        yield Pinned(stack=name, backend=stack.backend, packages=packages, unproven=unproven)
+        yield PinnedImage(stack=name, backend=stack.backend, packages=packages, unproven=unproven)
 
 
-def markdown(of: Table) -> str:
+def markdown(of: CombinationTable) -> str:
     """The text of docs/compatibility.md."""
     core = (_CORE, "transformer-engine", "torch", PYTHON)
     head = (
@@ -173,7 +173,7 @@ def markdown(of: Table) -> str:
     )
 
 
-def _notes(of: Table) -> dict[tuple[str, str], list[str]]:
+def _notes(of: CombinationTable) -> dict[tuple[str, str], list[str]]:
     """(package, note) -> the versions that it is about."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in of.combinations:
@@ -191,7 +191,7 @@ def _order(row: Combination) -> tuple[Any, ...]:
     return row.backend, Version(row.packages[_CORE]), row.device, row.command
 
 
-def _plain(row: Combination | Pinned) -> dict[str, Any]:
+def _plain(row: Combination | PinnedImage) -> dict[str, Any]:
     return row.model_dump(mode="json", exclude_defaults=True)
 
 

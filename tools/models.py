@@ -6,10 +6,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from bundle.architectures import SUPPORTED
-from bundle.architectures.published import NAMES
+from bundle.architectures import SUPPORTED_FAMILIES
+from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.environment.packages import MegatronCode
-from bundle.planning.problems import lacking
+from bundle.planning.problems import find_missing_feature
 from tools.markdown import table
 
 RECORD = Path(__file__).parents[1] / "tests" / "families" / "record.json"
@@ -131,11 +131,11 @@ see images those are left out that come with FP8 or multi-token prediction.
 
 def _rows(release: str, record: dict[str, dict[str, Seen]]) -> Iterator[list[str]]:
     code = MegatronCode(Version(release))
-    for family in SUPPORTED:
+    for family in SUPPORTED_FAMILIES:
         config = _cell(record[EVERY].get(family, {}), "config", shown=lambda _: "every field")
-        lacks = lacking(family, code)
+        lacks = find_missing_feature(family, code)
         cells = (
-            [f"from {lacks.sign.since}"] * len(_RUN)
+            [f"from {lacks.predicate.since}"] * len(_RUN)
             if lacks
             else run(family, record[release].get(family, {}))
         )
@@ -168,7 +168,7 @@ def _layout(family: str, own: Seen, layout: str) -> str:
 def _in_fp8(family: str, own: Seen) -> str:
     if family in _HYBRID:
         return _NO
-    return "stacked experts" if NAMES[family].stacked_experts else _cell(own, "FP8")
+    return "stacked experts" if PUBLISHED_NAMES[family].stacked_experts else _cell(own, "FP8")
 
 
 def _adapted(family: str, own: Seen) -> str:
@@ -176,13 +176,13 @@ def _adapted(family: str, own: Seen) -> str:
         return _NO
     if family in _LORA_AS:
         return f"as `{_LORA_AS[family]}`"
-    return _all(own, *(_LORA if NAMES[family].vision else ("LoRA",)))
+    return _all(own, *(_LORA if PUBLISHED_NAMES[family].vision_prefix else ("LoRA",)))
 
 
 def _prediction(family: str, own: Seen) -> str:
-    if NAMES[family].left_out:
+    if PUBLISHED_NAMES[family].ignored_prefix:
         return "left out"
-    if NAMES[family].mtp is None:
+    if PUBLISHED_NAMES[family].mtp is None:
         return "none published"
     return _all(own, *_MTP, *(() if family in _DENSE else (_MTP_OF_EXPERTS,)))
 

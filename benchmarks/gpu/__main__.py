@@ -23,7 +23,7 @@ from benchmarks.gpu.verdicts import judge
 from bundle.environment import compatibility, hardware, packages
 from bundle.errors import BundleError
 from bundle.files import write_json
-from bundle.launch.command import Command, Launch, command
+from bundle.launch.command import Command, Launch, build_command
 from bundle.launch.rendezvous import discover
 
 LIMIT_SECONDS = 240
@@ -62,7 +62,7 @@ def main() -> int:
         claims = [f"{verdict.claim}: {verdict.seen}" for verdict in verdicts]
         device = hardware.detect("cuda").devices[0].name
         command = " ".join(["python -m benchmarks.gpu", *sys.argv[1:]])
-        seen = compatibility.observed(packages.detect(), "cuda", device, claims, command)
+        seen = compatibility.record_combination(packages.detect(), "cuda", device, claims, command)
         write_json(options.results / "combination.json", {"combination": seen.model_dump(mode="json")})
     return 0 if good else 1
 
@@ -91,7 +91,7 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
     )
     inherited = os.environ | case.environment | ({"OMP_NUM_THREADS": "4"} if backend == "cpu" else {})
     shutil.rmtree(launch.logs, ignore_errors=True)
-    if (why := failure(command(launch, inherited), inherited)) is not None:
+    if (why := failure(build_command(launch, inherited), inherited)) is not None:
         ends = [f"{path}:\n{path.read_text()[-2000:]}" for path in launch.logs.rglob("stderr.log")]
         print(f"FAILED {name}: {why}", *ends, sep="\n", flush=True)
         return None
@@ -103,7 +103,10 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
 def failure(command: Command, inherited: Mapping[str, str]) -> str | None:
     """Why the command did not end well; None if it did."""
     with subprocess.Popen(
-        command.argv, env=command.environment(inherited), stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+        command.argv,
+        env=command.build_environment(inherited),
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
     ) as agent:
         try:
             status = agent.wait(LIMIT_SECONDS)

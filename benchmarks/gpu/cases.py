@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bundle.planning import Plan, plan_for
+from bundle.planning import Plan, build_plan
 from bundle.recipe import Recipe, load
 
 _HERE = Path(__file__).parent
@@ -79,7 +79,7 @@ class Case:
 
 def plan_of(case: Case, backend: str) -> Plan:
     """The plan of a case on this machine. Raises what says that it cannot run here."""
-    made = plan_for(case.recipe(backend), per_node=case.gpus)
+    made = build_plan(case.recipe(backend), per_node=case.gpus)
     made.refuse()
     return made
 

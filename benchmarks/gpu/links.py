@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from bundle.distributed import watchdog, world
-from bundle.distributed.watchdog import Watchdog, collectives_seconds
+from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
 from bundle.environment import hardware
 from bundle.errors import ExitCode
 from bundle.launch import orphans, outcomes, process
 from bundle.launch.command import Launch
-from bundle.launch.process import Ended
+from bundle.launch.process import LaunchFailed
 from bundle.launch.rendezvous import discover
-from bundle.preflight import together
+from bundle.preflight import measure_links
 
 RANKS, NEAR = 2, 0.15
 # Bytes as the probe has them: what is reduced and exchanged, and what goes over a link.
@@ -38,7 +38,7 @@ REPEATS, HANG_SECONDS = 5, 10
 
 def main(kind: str) -> int:
     backend = "cpu" if kind == "cpu" else "cuda"
-    probed = together(hardware.detect(backend), discover({}), {}, quick=False, devices=RANKS, wait=60.0)
+    probed = measure_links(hardware.detect(backend), discover({}), {}, quick=False, devices=RANKS, wait=60.0)
     for probe, found in probed.items():
         print(f"{probe.subject} ({found.seconds:.0f} s): {found.wrong or dict(found.measured)}")
     first = next(iter(probed.values())).measured
@@ -72,7 +72,7 @@ def named(kind: str) -> bool:
         try:
             process.run(launch, os.environ)
             said, code = "ended well", ExitCode.OK
-        except Ended as ended:
+        except LaunchFailed as ended:
             said, code = ended.verdict.sentence, ended.code
         services = [path.read_text() for path in Path(folder).rglob("hang-*.nccl.txt")]
     right = re.match(
@@ -137,24 +137,24 @@ def hang(kind: str) -> ExitCode:
 
     def work() -> None:
         store, device = world.open_store(where, timedelta(seconds=60)), _device(kind, local)
-        logs = outcomes.directory()
+        logs = outcomes.get_launch_folder()
         assert logs is not None
-        place = world.folder(store, rank, logs)
-        outcomes.meet(place, where.node_rank, local)
-        patient = timedelta(seconds=collectives_seconds(HANG_SECONDS))
+        place = world.choose_world_folder(store, rank, logs)
+        outcomes.create_world_folder(place, where.node_rank, local)
+        patient = timedelta(seconds=compute_collective_seconds(HANG_SECONDS))
         with Watchdog(HANG_SECONDS, place, rank, local) as dog:
-            with dog.patience("connecting"):
+            with dog.extend_patience("connecting"):
                 world.initialize(where, store, "gloo" if kind == "cpu" else "nccl", patient, device)
                 for _ in range(3):
                     dist.all_reduce(torch.ones(4, device=device))
                 _wait(device)
-            dog.beat("step 4")
+            dog.report_progress("step 4")
             if rank == 1:
                 read_for_ever()
             dist.all_reduce(torch.ones(2, 3, device=device))
             _wait(device)
 
-    return outcomes.report(rank, local, work)
+    return outcomes.run_and_report(rank, local, work)
 
 
 def _device(kind: str, local: int) -> torch.device:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.rank import grouped, prepared
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import load
 
 RECIPE = str(Path(__file__).parent / "latent.yaml")
@@ -53,8 +53,8 @@ class Steps:
     def micro_batches(self, lengths: Sequence[int], *, packed: bool) -> list[Any]:
         """A step's micro-batches of sequences with these lengths; rows have all the same."""
         from bundle.engine.microbatch import from_packing, from_rows
+        from bundle.packing.packing import Packing
         from bundle.recipe.alignment import Alignment
-        from bundle.sequences.packing import Packing
 
         size, depths = self.recipe.architecture.vocab_size, self.recipe.architecture.mtp_layers
         made = []
@@ -62,7 +62,7 @@ class Steps:
             drawn = (*(torch.randint(0, size, (sum(lengths),)) for _ in range(2)), torch.ones(sum(lengths)))
             ids, labels, mask = (x.to(self.device) for x in drawn)
             if packed:
-                packing = Packing.of(lengths, Alignment("thd"), device=self.device)
+                packing = Packing.from_lengths(lengths, Alignment("thd"), device=self.device)
                 made.append(from_packing(ids, labels, mask, packing, mtp_layers=depths))
             else:
                 rows = (x.view(len(lengths), -1) for x in (ids, labels, mask))
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--where", action="store_true", help="name the lines that wait")
     options = parser.parse_args()
     recipe = load(RECIPE, (*PACKED, *options.set))
-    plan = plan_for(recipe, per_node=1)
+    plan = build_plan(recipe, per_node=1)
     with prepared(plan) as (runtime, device, _):
         steps, wrong = Steps(recipe, runtime, grouped(recipe, runtime), device), 0
         rows = steps.waits([TOKENS // 4] * 4, packed=False)

@@ -22,9 +22,9 @@ from benchmarks.gpu.run import Run
 from bundle.distributed import world
 from bundle.launch.rendezvous import discover
 from bundle.planning import Plan
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from bundle.recipe import Recipe
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 
 TIMEOUT = timedelta(seconds=120)
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -44,8 +44,8 @@ def prepared(plan: Plan) -> Iterator[tuple[Any, torch.device, int]]:
     rendezvous = discover(os.environ)
     assert rendezvous.rank is not None and rendezvous.local_rank is not None, "started by torchrun only"
     meeting = world.open_store(rendezvous, TIMEOUT)
-    runtime = patched_runtime(plan.patch_plan, plan.hardware.backend)
-    device = runtime.device(rendezvous.local_rank)
+    runtime = prepare_runtime(plan.patch_plan, plan.hardware.backend)
+    device = runtime.select_device(rendezvous.local_rank)
     world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
     yield runtime, device, rendezvous.rank
     world.destroy()
@@ -55,7 +55,7 @@ def grouped(recipe: Recipe, runtime: Any) -> Any:
     """Megatron's process groups for the recipe's layout."""
     from bundle.mcore import groups
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         return groups.initialize(
             recipe.parallel, seed=recipe.seed, timeout_seconds=int(TIMEOUT.total_seconds())
         )
@@ -75,7 +75,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
     losses, norms, seconds = [], [], []
     for step in range(case.steps(backend)):
         begin = time.perf_counter()
-        engine.forward_backward(batches.training(step * recipe.train.global_batch_size))
+        engine.forward_backward(batches.build_training_batches(step * recipe.train.global_batch_size))
         norms.append(engine.step().grad_norm)
         seen = engine.take_losses()
         losses.append([seen.main, *seen.mtp])
@@ -89,7 +89,7 @@ def train(case: Case, backend: str, directory: Path, runtime: Any, device: torch
         grad_norms=norms,
         seconds=seconds,
         tokens=sum(lengths),
-        flops=model_size(recipe.architecture).training_flops(lengths),
+        flops=compute_model_size(recipe.architecture).count_training_flops(lengths),
         peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
         planned_bytes=max(stage.total for stage in plan_of(case, backend).memory),
         versions={name: _version(name) for name in PACKAGES} | {"device": _device(device)},

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu.packing import MICRO_BATCHES, WAITS, Steps, waiting_lines
 from benchmarks.gpu.rank import grouped, prepared
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import load
 
 RECIPE = str(Path(__file__).parent / "seeing.yaml")
@@ -36,7 +36,7 @@ class Seeing(Steps):
     def micro_batches(self, lengths: Sequence[int], *, packed: bool) -> list[Any]:
         """A step's micro-batches of sequences whose images have these numbers of patches."""
         from bundle.engine.microbatch import from_packing
-        from bundle.sequences.packing import Packing
+        from bundle.packing.packing import Packing
 
         assert packed
         architecture = self.recipe.architecture
@@ -54,10 +54,10 @@ class Seeing(Steps):
                 ids[at : at + count] = vision.image_token
                 at += count + TEXT
             labels, ids = ids[1:], ids[:-1]
-            pixels = torch.randn(int(grids.prod(1).sum()), vision.patch_values, generator=generator)
+            pixels = torch.randn(int(grids.prod(1).sum()), vision.values_per_patch, generator=generator)
             own = np.asarray(shown + TEXT)
             given = self.images(pixels, grids, ids.numpy(), own)
-            packing = Packing.of(own.tolist(), self.recipe.alignment, device=self.device)
+            packing = Packing.from_lengths(own.tolist(), self.recipe.alignment, device=self.device)
             mask = (labels != vision.image_token).float()
             ids, labels, mask = (x.to(self.device, non_blocking=True) for x in (ids, labels, mask))
             made.append(from_packing(ids, labels, mask, packing, mtp_layers=0, images=given))
@@ -65,9 +65,11 @@ class Seeing(Steps):
 
     def images(self, pixels: torch.Tensor, grids: Any, ids: Any, lengths: Any) -> Any:
         """As the engine takes them, on its device."""
-        from bundle.sequences.images import Images
+        from bundle.packing.images import ImageInputs
 
-        return Images.of(pixels, grids, ids, lengths, self.recipe.architecture.vision).to(self.device)
+        return ImageInputs.from_sequences(pixels, grids, ids, lengths, self.recipe.architecture.vision).to(
+            self.device
+        )
 
     def tower(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         """What the tower gives for a micro-batch's images, and its gradient for the first weights."""
@@ -94,7 +96,7 @@ def main() -> int:
     options = parser.parse_args()
     recipe = load(RECIPE, tuple(options.set))
     sizes = {count: [options.patches // count] * count for count in (FEW, MANY)}
-    with prepared(plan_for(recipe, per_node=1)) as (runtime, device, _):
+    with prepared(build_plan(recipe, per_node=1)) as (runtime, device, _):
         state = grouped(recipe, runtime)
         packed = Seeing(recipe, runtime, state, device)
         runtime.packed_attention = None

@@ -11,33 +11,35 @@ from bundle.architectures.architecture import (
     DeltaNet,
     MoE,
     RopeScaling,
-    Vision,
-    contradictions,
-    padded_vocabulary,
+    VisionArchitecture,
+    find_contradictions,
+    pad_vocab_size,
 )
-from bundle.architectures.config import Keys
-from bundle.architectures.families import FAMILIES as OF_TEXT
-from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
-from bundle.errors import UsageError, did_you_mean, nearest, shown
+from bundle.architectures.config import ConfigKeys
+from bundle.architectures.families import FAMILIES as TEXT_FAMILIES
+from bundle.architectures.multimodal import FAMILIES as IMAGE_FAMILIES
+from bundle.errors import UsageError, find_nearest, format_suggestion, format_value
 
 __all__ = [
     "MLA",
-    "SUPPORTED",
+    "SUPPORTED_FAMILIES",
     "Architecture",
     "DeltaNet",
     "MoE",
     "RopeScaling",
-    "Vision",
+    "VisionArchitecture",
     "from_config",
-    "padded_vocabulary",
+    "pad_vocab_size",
     "read_config",
 ]
 
-FAMILIES = OF_TEXT | OF_IMAGES
-SUPPORTED = tuple(sorted(FAMILIES))
+FAMILIES = TEXT_FAMILIES | IMAGE_FAMILIES
+SUPPORTED_FAMILIES = tuple(sorted(FAMILIES))
 # Families whose layers megatron-core has, and nobody here builds.
-_TOWER = "its vision tower beside gated delta nets is not built here; directories of its text model are read:"
-_NOT_BUILT = {family: f"{_TOWER} {family}_text" for family in ("qwen3_5", "qwen3_5_moe")}
+_TOWER_REASON = (
+    "its vision tower beside gated delta nets is not built here; directories of its text model are read:"
+)
+_UNSUPPORTED_REASONS = {family: f"{_TOWER_REASON} {family}_text" for family in ("qwen3_5", "qwen3_5_moe")}
 
 
 def from_config(config: Mapping[str, Any], origin: str = "config") -> Architecture:
@@ -47,30 +49,33 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
     keys that ask for a computation which would not happen.
     """
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in _NOT_BUILT:
-        raise UsageError(
-            f"{origin}: this model is not supported", [f"model_type {model_type}: {_NOT_BUILT[model_type]}"]
-        )
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        near = did_you_mean(nearest(str(model_type), FAMILIES))
-        supported = f"supported: {', '.join(SUPPORTED)}"
+    if isinstance(model_type, str) and model_type in _UNSUPPORTED_REASONS:
         raise UsageError(
             f"{origin}: this model is not supported",
-            [f"model_type: {shown(model_type)} is not supported{near}; {supported}"],
+            [f"model_type {model_type}: {_UNSUPPORTED_REASONS[model_type]}"],
         )
-    keys = Keys(config)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        suggestion = format_suggestion(find_nearest(str(model_type), FAMILIES))
+        supported = f"supported: {', '.join(SUPPORTED_FAMILIES)}"
+        raise UsageError(
+            f"{origin}: this model is not supported",
+            [f"model_type: {format_value(model_type)} is not supported{suggestion}; {supported}"],
+        )
+    keys = ConfigKeys(config)
     architecture = FAMILIES[model_type](keys)
-    keys.rest()
-    if not keys.unreadable:
-        keys.violations += contradictions(architecture)
+    keys.refuse_unknown()
+    if not keys.has_unreadable:
+        keys.violations += find_contradictions(architecture)
     if keys.violations:
         raise UsageError(
             f"{origin}: this {model_type} model is impossible or not supported",
-            [files.printable(violation) for violation in keys.violations],  # keys are somebody else's
+            [files.to_printable(violation) for violation in keys.violations],  # keys are somebody else's
         )
     return architecture
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
-    return files.json_object(directory / "config.json", "model.path must hold a Hugging Face config.json")
+    return files.read_json_object(
+        directory / "config.json", "model.path must hold a Hugging Face config.json"
+    )

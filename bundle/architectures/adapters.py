@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures.published import Names
-from bundle.architectures.tensors import TOWER, Cut, Rule, Tensor, cut, is_expert
-from bundle.errors import UsageError, shown
+from bundle.architectures.published_names import PublishedNames
+from bundle.architectures.tensors import TOWER_PREFIX, ConversionRule, Cut, Tensor, find_cut, is_expert
+from bundle.errors import UsageError, format_value
 
 # Norms, routers, biases, embedding and output layer have none; nor have a tower's learned positions and the
 # convolution that takes patches.
-_ADAPTED = "linear_"
-_OF_TOWER_LEFT_OUT = "pos_embed"
-ALL = "all-linear"  # as a target, PEFT's word for every one of them
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every published name in WEIGHTS
-_READ = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+_LINEAR_PREFIX = "linear_"
+_TOWER_POSITIONS = "pos_embed"
+ALL_LINEAR = "all-linear"  # as a target, PEFT's word for every one of them
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NAME_PREFIX = "base_model.model."  # of every published name in WEIGHTS
+_FIELD_BY_PEFT_KEY = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _DROPOUT = "lora_dropout"
 # They say how an adapter is begun, trained or loaded, not what it computes.
-_OTHERS = {
+_IGNORED_KEYS = {
     "auto_mapping",
     "base_model_name_or_path",
     "eva_config",
@@ -38,9 +38,9 @@ _OTHERS = {
     "revision",
     "task_type",
 }
-_MOST = 2**31
+_LARGEST_ALPHA = 2**31
 # Ways to begin that leave the weights beside the adapter as they were published.
-_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+_INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class Matrix(NamedTuple):
@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
     name: str
     shape: tuple[int, int]
     cut: Cut | None
-    expert: bool
+    is_expert: bool
 
 
 class Pair(NamedTuple):
@@ -59,45 +59,50 @@ class Pair(NamedTuple):
     b: Matrix
 
 
-def published(name: str, shape: Sequence[int], names: Names) -> Tensor:
+def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames) -> Tensor:
     """A matrix of this name as an adapter's file has it: beside a module of transformers'."""
-    return Tensor(name, tuple(shape), (f"{PREFIX}{names.in_memory(name)}",), Rule("copy", tuple(shape[:1])))
+    return Tensor(
+        name,
+        tuple(shape),
+        (f"{NAME_PREFIX}{names.to_transformers_name(name)}",),
+        ConversionRule("copy", tuple(shape[:1])),
+    )
 
 
-def pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
+def find_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
     """The adapter of each published weight that a tensor is made of, None for one that has none.
 
     () where no one has. A weight's module is a target if its published name is one, or ends with `.` and one
     (`q_proj`, `self_attn.q_proj`), as in PEFT. What is cut of W by rows is cut of B, by columns of A: a part
     of W's rows is a part of each published weight's rows, in whatever order ours has them.
     """
-    if not adaptable(tensor):
+    if not is_adaptable(tensor):
         return ()
-    how, expert = cut(tensor.name), is_expert(tensor.name)
-    found: list[Pair | None] = []
-    for name, (rows, columns) in tensor.published_shapes():
+    weight_cut, expert = find_cut(tensor.name), is_expert(tensor.name)
+    weight_pairs: list[Pair | None] = []
+    for name, (rows, columns) in tensor.list_published_shapes():
         module = name.removesuffix(".weight")
         if not any(is_target(module, target) for target in targets):
-            found.append(None)
+            weight_pairs.append(None)
             continue
-        of_rows = how._replace(blocks=(1,)) if how and how.dim == 0 else None
-        of_columns = how if how and how.dim == 1 else None
-        found.append(
+        row_cut = weight_cut._replace(blocks=(1,)) if weight_cut and weight_cut.dim == 0 else None
+        column_cut = weight_cut if weight_cut and weight_cut.dim == 1 else None
+        weight_pairs.append(
             Pair(
-                Matrix(f"{module}.lora_A.weight", (rank, columns), of_columns, expert),
-                Matrix(f"{module}.lora_B.weight", (rows, rank), of_rows, expert),
+                Matrix(f"{module}.lora_A.weight", (rank, columns), column_cut, expert),
+                Matrix(f"{module}.lora_B.weight", (rows, rank), row_cut, expert),
             )
         )
-    return tuple(found) if any(found) else ()
+    return tuple(weight_pairs) if any(weight_pairs) else ()
 
 
-def adaptable(tensor: Tensor) -> bool:
+def is_adaptable(tensor: Tensor) -> bool:
     """Whether a tensor is a linear layer's weight that somebody publishes as one tensor."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
-    if tensor.name.startswith(TOWER):
-        return kind == "weight" and len(tensor.shape) == 2 and module != _OF_TOWER_LEFT_OUT
-    ours = kind == "weight" and module.startswith(_ADAPTED)
-    return ours and bool(tensor.published) and tensor.stack is None
+    if tensor.name.startswith(TOWER_PREFIX):
+        return kind == "weight" and len(tensor.shape) == 2 and module != _TOWER_POSITIONS
+    is_linear_weight = kind == "weight" and module.startswith(_LINEAR_PREFIX)
+    return is_linear_weight and bool(tensor.published_names) and tensor.stack is None
 
 
 def is_target(module: str, target: str) -> bool:
@@ -105,92 +110,107 @@ def is_target(module: str, target: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
+def find_unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
     """The targets that no weight of a model has."""
-    modules = _modules(table)
+    modules = _find_adaptable_modules(table)
     return [target for target in targets if not any(is_target(module, target) for module in modules)]
 
 
-def projections(table: Iterable[Tensor]) -> list[str]:
+def find_projections(table: Iterable[Tensor]) -> list[str]:
     """What the names of all modules that can have an adapter end with, and no other's: as short as can be.
 
     That is `q_proj`, but `attn.proj` beside a convolution `patch_embed.proj`, and `mlp.0` beside a block
     `blocks.0`: PEFT refuses a directory whose targets name anything but a layer.
     """
     tensors = list(table)
-    modules = _modules(tensors)
-    every = {module for tensor in tensors for name in tensor.published for module in _around(name)}
-    others = {end for module in every - modules for end in _ends(module)}
-    return sorted({next(end for end in _ends(module) if end not in others) for module in modules})
+    modules = _find_adaptable_modules(tensors)
+    all_modules = {
+        module
+        for tensor in tensors
+        for name in tensor.published_names
+        for module in _list_parent_modules(name)
+    }
+    other_endings = {ending for module in all_modules - modules for ending in _list_endings(module)}
+    return sorted(
+        {
+            next(ending for ending in _list_endings(module) if ending not in other_endings)
+            for module in modules
+        }
+    )
 
 
-def _around(name: str) -> Iterator[str]:
+def _list_parent_modules(name: str) -> Iterator[str]:
     """The modules that a tensor is in, by their names."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
-def _ends(module: str) -> Iterator[str]:
+def _list_endings(module: str) -> Iterator[str]:
     """What a module's name ends with, the shortest first."""
     parts = module.split(".")
-    return (".".join(parts[at:]) for at in reversed(range(len(parts))))
+    return (".".join(parts[start:]) for start in reversed(range(len(parts))))
 
 
-def _modules(table: Iterable[Tensor]) -> set[str]:
+def _find_adaptable_modules(table: Iterable[Tensor]) -> set[str]:
     return {
-        name.removesuffix(".weight") for tensor in table if adaptable(tensor) for name in tensor.published
+        name.removesuffix(".weight")
+        for tensor in table
+        if is_adaptable(tensor)
+        for name in tensor.published_names
     }
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Return rank, alpha, targets and dropout. Raise UsageError with all that is not computed here."""
-    path = directory / CONFIG
-    said = files.json_object(path, "model.lora.path must be a directory of PEFT")
+    path = directory / CONFIG_FILE
+    settings = files.read_json_object(path, "model.lora.path must be a directory of PEFT")
     refused = []
-    if said.get("peft_type") != "LORA":
-        refused.append(f"peft_type {shown(said.get('peft_type'))}: only LORA is computed")
-    if said.get("init_lora_weights") not in _BEGINNINGS:
-        way = shown(said["init_lora_weights"])
-        refused.append(f"init_lora_weights {way}: it changes the weights beside the adapter")
-    if said.get("bias", "none") != "none":
-        refused.append(f"bias {shown(said['bias'])}: biases are not trained here")
-    refused += [f"{key}: missing" for key in _READ if said.get(key) is None]
-    refused += _unfit(said)
-    known = {*_READ, *_OTHERS, _DROPOUT, "peft_type", "init_lora_weights", "bias"}
+    if settings.get("peft_type") != "LORA":
+        refused.append(f"peft_type {format_value(settings.get('peft_type'))}: only LORA is computed")
+    if settings.get("init_lora_weights") not in _INIT_METHODS:
+        init_method = format_value(settings["init_lora_weights"])
+        refused.append(f"init_lora_weights {init_method}: it changes the weights beside the adapter")
+    if settings.get("bias", "none") != "none":
+        refused.append(f"bias {format_value(settings['bias'])}: biases are not trained here")
+    refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
+    refused += _find_invalid_settings(settings)
+    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT, "peft_type", "init_lora_weights", "bias"}
     refused += [
-        f"{files.printable(key)[:60]} {shown(value)}: is not computed here"
-        for key, value in said.items()
-        if key not in known and not _nothing(value)
+        f"{files.to_printable(key)[:60]} {format_value(value)}: is not computed here"
+        for key, value in settings.items()
+        if key not in known and not _is_empty(value)
     ]
     if refused:
         raise UsageError(f"{path}: not an adapter that can be trained on", refused)
-    found = {ours: said[theirs] for theirs, ours in _READ.items()}
-    return found | {
-        "targets": sorted(found["targets"]),
-        "alpha": float(found["alpha"]),
-        "dropout": float(said.get(_DROPOUT) or 0),
+    values = {field: settings[peft_key] for peft_key, field in _FIELD_BY_PEFT_KEY.items()}
+    return values | {
+        "targets": sorted(values["targets"]),
+        "alpha": float(values["alpha"]),
+        "dropout": float(settings.get(_DROPOUT) or 0),
     }
 
 
-def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
+def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     """What PEFT's files say of rank, alpha, targets and dropout with a value that cannot be one."""
-    rank, alpha, targets = (said.get(key) for key in _READ)
+    rank, alpha, targets = (settings.get(key) for key in _FIELD_BY_PEFT_KEY)
     if rank is not None and not (type(rank) is int and rank > 0):
-        yield f"r {shown(rank)}: must be a whole number above 0"
-    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < _MOST):
-        yield f"lora_alpha {shown(alpha)}: must be a number above 0"
-    dropout = said.get(_DROPOUT)
+        yield f"r {format_value(rank)}: must be a whole number above 0"
+    if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < _LARGEST_ALPHA):
+        yield f"lora_alpha {format_value(alpha)}: must be a number above 0"
+    dropout = settings.get(_DROPOUT)
     if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
-        yield f"{_DROPOUT} {shown(dropout)}: must be a number from 0 and below 1"
+        yield f"{_DROPOUT} {format_value(dropout)}: must be a number from 0 and below 1"
     if isinstance(targets, str):
         yield "target_modules: a pattern; name the modules in model.lora.targets"
     elif targets is not None and not (
-        isinstance(targets, list) and targets and all(isinstance(each, str) and each for each in targets)
+        isinstance(targets, list)
+        and targets
+        and all(isinstance(target, str) and target for target in targets)
     ):
-        yield f"target_modules {shown(targets)}: must be a list of modules' names"
+        yield f"target_modules {format_value(targets)}: must be a list of modules' names"
 
 
-def config(
+def build_adapter_config(
     rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str | None
 ) -> Mapping[str, Any]:
     """What an adapter_config.json says of such adapters of the model in the directory `base`."""
@@ -209,6 +229,6 @@ def config(
     }
 
 
-def _nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     """Empty and false values, and mappings of such: {"": 0} says no more than {}."""
     return not (any(value.values()) if isinstance(value, dict) else value)

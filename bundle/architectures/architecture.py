@@ -75,19 +75,19 @@ class DeltaNet:
     layers: tuple[int, ...]  # per decoder layer: 1 a gated delta net, 0 attention
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def projection_widths(self) -> tuple[int, ...]:
         """Of what it is that the first projection gives: queries, keys, values, gates, betas and alphas."""
         keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
         return keys, keys, values, values, self.num_value_heads, self.num_value_heads
 
     @property
-    def convolved(self) -> tuple[int, ...]:
+    def convolution_widths(self) -> tuple[int, ...]:
         """Those of them that go through the convolution: queries, keys and values."""
-        return self.widths[:3]
+        return self.projection_widths[:3]
 
 
 @dataclass(frozen=True, slots=True)
-class Vision:
+class VisionArchitecture:
     """The tower that makes embeddings of images and videos, and the tokens in whose places these stand."""
 
     family: str  # qwen2_5_vl: RMS norms, gates, windows | qwen3_vl: layer norms, learned positions, deepstack
@@ -110,17 +110,17 @@ class Vision:
     tokens_per_second: int = 0  # by which a video's positions in time count on
 
     @property
-    def frames_apart(self) -> bool:
+    def has_separate_frames(self) -> bool:
         """Whether a video is one image after the other, each behind its time in words."""
         return self.family == "qwen3_vl"
 
     @property
-    def patch_values(self) -> int:
+    def values_per_patch(self) -> int:
         """The numbers of one patch."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
-    def patches(self) -> int:
+    def patches_per_embedding(self) -> int:
         """The patches that are merged into one embedding."""
         return self.merge_size**2
 
@@ -160,7 +160,7 @@ class Architecture:
     mla: MLA | None = None
     moe: MoE | None = None
     mtp_layers: int = 0
-    vision: Vision | None = None
+    vision: VisionArchitecture | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -170,7 +170,7 @@ class Architecture:
         return self.kv_channels, self.kv_channels
 
     @property
-    def attention_layers(self) -> int:
+    def num_attention_layers(self) -> int:
         """How many decoder layers have attention, and no gated delta net."""
         return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
@@ -180,64 +180,64 @@ class Architecture:
         return self.moe.layer_pattern if self.moe else (0,) * self.num_layers
 
 
-def padded_vocabulary(vocab_size: int, tp: int) -> int:
+def pad_vocab_size(vocab_size: int, tp: int) -> int:
     """The rows of the embedding: the next multiple of 128 (of lcm(128, tp) where tp does not divide 128)."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
     return -(-vocab_size // multiple) * multiple
 
 
-def contradictions(a: Architecture) -> list[str]:
+def find_contradictions(a: Architecture) -> list[str]:
     """Every reason why these numbers cannot be one model, in the words of a Hugging Face config."""
-    found = []
+    violations = []
     if a.num_attention_heads % a.num_query_groups:
-        found.append(
+        violations.append(
             f"num_attention_heads {a.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {a.num_query_groups}"
         )
     rotated = a.mla.qk_pos_emb_head_dim if a.mla else a.kv_channels * a.rotary_fraction
     if rotated % 2:
-        found.append(f"rotary positions turn pairs: {rotated:g} rotated values of a head are not even")
+        violations.append(f"rotary positions turn pairs: {rotated:g} rotated values of a head are not even")
     if a.rotary_sections and sum(a.rotary_sections) != rotated / 2:
-        found.append(
+        violations.append(
             f"mrope_section {list(a.rotary_sections)} shares out {sum(a.rotary_sections)} pairs, a head has"
             f" {rotated / 2:g}"
         )
     if a.vision:
-        found += _tower_contradictions(a.vision, a.vocab_size)
+        violations += _find_tower_contradictions(a.vision, a.vocab_size)
         if len(a.vision.deepstack) > a.num_layers:
-            found.append(
+            violations.append(
                 f"vision_config.deepstack_visual_indexes: {len(a.vision.deepstack)} for a decoder of"
                 f" {a.num_layers} layers"
             )
     if a.delta_net and a.delta_net.num_value_heads % a.delta_net.num_key_heads:
-        found.append(
+        violations.append(
             f"linear_num_value_heads {a.delta_net.num_value_heads} is not a multiple of"
             f" linear_num_key_heads {a.delta_net.num_key_heads}"
         )
     if a.moe:
-        found += _routing_contradictions(a.moe)
-    return found
+        violations += _find_routing_contradictions(a.moe)
+    return violations
 
 
-def _tower_contradictions(vision: Vision, vocabulary: int) -> list[str]:
-    found = []
+def _find_tower_contradictions(vision: VisionArchitecture, vocab_size: int) -> list[str]:
+    violations = []
     width, heads, unit = vision.hidden_size, vision.num_attention_heads, vision.patch_size * vision.merge_size
     if width % (4 * heads):
-        found.append(
+        violations.append(
             f"vision_config.hidden_size {width} is no multiple of 4 x num_heads {heads}: a head turns pairs"
             " by height and by width"
         )
     if vision.window_size % unit:
-        found.append(
+        violations.append(
             f"vision_config.window_size {vision.window_size} is no multiple of patch_size x"
             f" spatial_merge_size, {unit}"
         )
     blocks = {"fullatt_block_indexes": vision.full_layers, "deepstack_visual_indexes": vision.deepstack}
     for name, numbers in blocks.items():
         if beyond := [number for number in numbers if number >= vision.num_layers]:
-            found.append(f"vision_config.{name} {beyond}: there are {vision.num_layers} blocks")
+            violations.append(f"vision_config.{name} {beyond}: there are {vision.num_layers} blocks")
     if len(set(vision.deepstack)) < len(vision.deepstack):
-        found.append(f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: each block once")
+        violations.append(f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: each block once")
     tokens = {
         "image_token_id": vision.image_token,
         "video_token_id": vision.video_token,
@@ -245,33 +245,33 @@ def _tower_contradictions(vision: Vision, vocabulary: int) -> list[str]:
         "vision_end_token_id": vision.end_token,
     }
     for name, token in tokens.items():
-        if token is not None and token >= vocabulary:
-            found.append(f"{name} {token} is not in the vocabulary of {vocabulary}")
+        if token is not None and token >= vocab_size:
+            violations.append(f"{name} {token} is not in the vocabulary of {vocab_size}")
     if vision.video_token == vision.image_token:
-        found.append(f"video_token_id {vision.video_token} is image_token_id, too")
-    return found
+        violations.append(f"video_token_id {vision.video_token} is image_token_id, too")
+    return violations
 
 
-def _routing_contradictions(moe: MoE) -> list[str]:
-    found = []
+def _find_routing_contradictions(moe: MoE) -> list[str]:
+    violations = []
     if moe.topk > moe.num_experts:
-        found.append(f"num_experts_per_tok {moe.topk} exceeds the {moe.num_experts} experts")
+        violations.append(f"num_experts_per_tok {moe.topk} exceeds the {moe.num_experts} experts")
     if moe.score_function == "softmax" and not moe.pre_softmax and moe.topk == 1:
-        found.append(
+        violations.append(
             "one expert per token with norm_topk_prob: its weight would be 1 whatever the router says"
         )
     if moe.groups and moe.group_topk:
         if moe.num_experts % moe.groups:
-            found.append(f"{moe.num_experts} experts do not divide into n_group {moe.groups}")
+            violations.append(f"{moe.num_experts} experts do not divide into n_group {moe.groups}")
         elif moe.topk > moe.group_topk * (moe.num_experts // moe.groups):
-            found.append(
+            violations.append(
                 f"num_experts_per_tok {moe.topk} exceeds the experts of topk_group {moe.group_topk} groups"
             )
         elif moe.num_experts // moe.groups < moe.group_score_topk:
-            found.append(
+            violations.append(
                 f"n_group {moe.groups}: a group counts by its best {moe.group_score_topk} experts, and has "
                 f"{moe.num_experts // moe.groups}"
             )
         if moe.group_topk > moe.groups:
-            found.append(f"topk_group {moe.group_topk} exceeds n_group {moe.groups}")
-    return found
+            violations.append(f"topk_group {moe.group_topk} exceeds n_group {moe.groups}")
+    return violations

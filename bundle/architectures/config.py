@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bundle.architectures.architecture import RopeScaling
-from bundle.errors import did_you_mean, nearest, shown
+from bundle.errors import find_nearest, format_suggestion, format_value
 
 REQUIRED: Any = object()
 
 # Far beyond any model, and small enough that a hostile file cannot make us allocate by its numbers.
-LARGEST = 2**31 - 1
+LARGEST_INTEGER = 2**31 - 1
 
 # Keys that do not change what a training step computes: whose file this is, what other programs have noted.
 # `quantization_config` says how the checkpoint's weights are stored, which is the weight loader's business.
-_NOTES = {
+_NOTE_KEYS = {
     "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype",
     "dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "sep_token_id", "pretraining_tp", "ep_size", "quantization_config", "max_window_layers",
@@ -31,7 +31,7 @@ _NOTES = {
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
 }  # fmt: skip
 # What transformers' GenerationConfig has, which older configs hold as well: defaults of generation.
-_GENERATION = {
+_GENERATION_KEYS = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time",
     "stop_strings", "do_sample", "num_beams", "num_beam_groups", "use_mtp", "use_cache",
     "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "prefill_chunk_size",
@@ -50,10 +50,10 @@ _GENERATION = {
 }  # fmt: skip
 # Keys of transformers' base class that ask for what a recipe says elsewhere, or for a head that none is
 # trained with: they are ignored, and a plan says so.
-IGNORED = frozenset({"gradient_checkpointing", "num_labels", "id2label", "label2id", "problem_type"})
-IRRELEVANT = frozenset(_NOTES | _GENERATION | IGNORED)
+IGNORED_KEYS = frozenset({"gradient_checkpointing", "num_labels", "id2label", "label2id", "problem_type"})
+IRRELEVANT_KEYS = frozenset(_NOTE_KEYS | _GENERATION_KEYS | IGNORED_KEYS)
 # Keys of the same class that change the model unless they are empty, and what they would do.
-_EMPTY = {
+_MUST_BE_EMPTY = {
     "pruned_heads": "no attention head is left out",
     "add_cross_attention": "a decoder alone is trained, without cross attention",
     "cross_attention_hidden_size": "a decoder alone is trained, without cross attention",
@@ -61,39 +61,43 @@ _EMPTY = {
 }
 
 
-class Keys:
+class ConfigKeys:
     """A config's keys; a family's reader takes what it understands, and the rest is a violation."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._taken: set[str] = set()
+        self._read_names: set[str] = set()
         self.violations: list[str] = []
-        self.unreadable = False  # a number is missing or mistyped: what is computed from it means nothing
+        self.has_unreadable = False  # a number is missing or mistyped: what is computed from it means nothing
 
-    def value(self, name: str, default: Any = None) -> Any:
+    def read_value(self, name: str, default: Any = None) -> Any:
         """Whatever stands under `name`; REQUIRED as default: a missing key is a violation."""
-        self._taken.add(name)
+        self._read_names.add(name)
         if name in self._config:
             return self._config[name]
         if default is REQUIRED:
-            self._unreadable(f"{name}: missing")
+            self._add_unreadable(f"{name}: missing")
         return default
 
-    def _unreadable(self, violation: str) -> None:
-        self.unreadable = True
+    def _add_unreadable(self, violation: str) -> None:
+        self.has_unreadable = True
         if violation not in self.violations:  # several readers may want one number
             self.violations.append(violation)
 
-    def _read(self, name: str, default: Any, fits: Callable[[Any], bool], must: str, otherwise: Any) -> Any:
-        """The value under `name`; one that is missing or does not fit is a violation, and is `otherwise`."""
-        value = self.value(name, default)
+    def _read(
+        self, name: str, default: Any, fits: Callable[[Any], bool], requirement: str, fallback: Any
+    ) -> Any:
+        """The value under `name`; one that is missing or does not fit is a violation, and is `fallback`."""
+        value = self.read_value(name, default)
         if fits(value):
             return value
         if value is not REQUIRED:
-            self._unreadable(f"{name}: must be {must}, is {shown(value)}")
-        return otherwise
+            self._add_unreadable(f"{name}: must be {requirement}, is {format_value(value)}")
+        return fallback
 
-    def integer(self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST) -> int:
+    def read_integer(
+        self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST_INTEGER
+    ) -> int:
         """The integer under `name`; a missing or impossible one is a violation and reads as `least`."""
 
         def fits(value: Any) -> bool:
@@ -101,12 +105,14 @@ class Keys:
 
         return int(self._read(name, default, fits, f"an integer from {least} to {most}", least))
 
-    def optional(self, name: str, default: Any = None) -> int | None:
+    def read_optional_integer(self, name: str, default: Any = None) -> int | None:
         """The integer under `name`, or None for null; REQUIRED as default: the key must be there."""
-        value = self.value(name, default)
-        return None if value is None or value is REQUIRED else self.integer(name, default)
+        value = self.read_value(name, default)
+        return None if value is None or value is REQUIRED else self.read_integer(name, default)
 
-    def number(self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12) -> float:
+    def read_number(
+        self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12
+    ) -> float:
         """The number under `name`; `least` and `most` are allowed."""
 
         def fits(value: Any) -> bool:
@@ -114,55 +120,57 @@ class Keys:
 
         return float(self._read(name, default, fits, f"a number from {least:g} to {most:g}", most))
 
-    def flag(self, name: str, default: Any = REQUIRED) -> bool:
+    def read_flag(self, name: str, default: Any = REQUIRED) -> bool:
         """The truth value under `name`."""
         return bool(self._read(name, default, lambda v: isinstance(v, bool), "true or false", False))
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
+    def read_mapping(self, name: str) -> Mapping[str, Any]:
         """The mapping under `name`, empty for a missing key or null."""
         return self._read(name, None, lambda v: v is None or isinstance(v, Mapping), "a mapping", None) or {}
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def read_integers(self, name: str) -> tuple[int, ...]:
         """The list of non-negative integers under `name`, empty for a missing key or null."""
 
         def fits(value: Any) -> bool:
-            return isinstance(value, list) and all(type(v) is int and 0 <= v <= LARGEST for v in value)
+            return isinstance(value, list) and all(
+                type(v) is int and 0 <= v <= LARGEST_INTEGER for v in value
+            )
 
         return tuple(self._read(name, None, lambda v: not v or fits(v), "a list of integers", None) or ())
 
-    def only(self, name: str, *allowed: Any, why: str) -> None:
+    def require_value(self, name: str, *allowed: Any, reason: str) -> None:
         """A violation unless the key is missing or its value is one of `allowed`."""
-        value = self.value(name, allowed[0])
+        value = self.read_value(name, allowed[0])
         if not any(type(value) is type(a) and value == a for a in allowed):
-            self.refuse(name, value, why)
+            self.refuse(name, value, reason)
 
-    def refuse(self, name: str, value: Any, why: str) -> None:
+    def refuse(self, name: str, value: Any, reason: str) -> None:
         """Records that `name` asks for something that would not be computed."""
-        self.violations.append(f"{name} {shown(value)}: {why}")
+        self.violations.append(f"{name} {format_value(value)}: {reason}")
 
-    def present(self, name: str) -> bool:
+    def has_value(self, name: str) -> bool:
         """Whether the key is there and not null."""
-        return self.value(name, None) is not None
+        return self.read_value(name, None) is not None
 
     def ignore_rest(self) -> None:
         """Leaves the other keys alone: whose they are is already a violation."""
-        self._taken.update(map(str, self._config))
+        self._read_names.update(map(str, self._config))
 
-    def rest(self) -> None:
+    def refuse_unknown(self) -> None:
         """Turns every key that nobody took and that asks for something into a violation."""
-        known = self._taken | IRRELEVANT
+        known = self._read_names | IRRELEVANT_KEYS
         for name, value in self._config.items():
-            if name in _EMPTY and name not in self._taken:
+            if name in _MUST_BE_EMPTY and name not in self._read_names:
                 if value:
-                    self.refuse(name, value, f"{_EMPTY[name]}; leave the key out")
+                    self.refuse(name, value, f"{_MUST_BE_EMPTY[name]}; leave the key out")
             elif name not in known and value is not None:
-                meant = did_you_mean(nearest(str(name), self._taken))
-                self.violations.append(f"{name}: unknown key{meant}")
+                suggestion = format_suggestion(find_nearest(str(name), self._read_names))
+                self.violations.append(f"{name}: unknown key{suggestion}")
 
-    def absorb(self, nested: "Keys", prefix: str) -> None:
+    def absorb(self, nested: "ConfigKeys", prefix: str) -> None:
         """Takes over the violations of a nested mapping's keys, unknown keys included."""
-        nested.rest()
-        self.unreadable |= nested.unreadable
+        nested.refuse_unknown()
+        self.has_unreadable |= nested.has_unreadable
         self.violations += [f"{prefix}.{v}" for v in nested.violations]
 
 
@@ -180,7 +188,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(
-    keys: Keys,
+    keys: ConfigKeys,
     default_base: float | None = 10000.0,
     default_fraction: float | None = None,
     *,
@@ -192,105 +200,120 @@ def read_rope(
     `interleaved`: pairs take turns, as some configs say besides. Without a `default_base` it must be given.
     Without a `default_fraction` the family's class rotates whole heads, whatever partial_rotary_factor says.
     """
-    new = keys.present("rope_parameters")
-    name = "rope_parameters" if new else "rope_scaling"
-    if new and keys.present("rope_scaling"):
+    has_parameters = keys.has_value("rope_parameters")
+    name = "rope_parameters" if has_parameters else "rope_scaling"
+    if has_parameters and keys.has_value("rope_scaling"):
         keys.refuse("rope_scaling", "...", "given besides rope_parameters; keep one of the two")
-    nested = Keys(keys.mapping(name))
-    if default_base is None and not nested.present("rope_theta"):
-        keys.value("rope_theta", REQUIRED)
-    base = _either(keys, nested, "rope_theta", default_base or 1.0, least=1.0, most=1e12)
-    fraction = _either(keys, nested, "partial_rotary_factor", default_fraction or 1.0, least=0.0, most=1.0)
+    nested = ConfigKeys(keys.read_mapping(name))
+    if default_base is None and not nested.has_value("rope_theta"):
+        keys.read_value("rope_theta", REQUIRED)
+    base = _read_either(keys, nested, "rope_theta", default_base or 1.0, least=1.0, most=1e12)
+    fraction = _read_either(
+        keys, nested, "partial_rotary_factor", default_fraction or 1.0, least=0.0, most=1.0
+    )
     if default_fraction is None and fraction != 1.0:
-        why = "this family's class in transformers rotates whole heads; leave the key out"
-        keys.refuse("partial_rotary_factor", fraction, why)
-    sections = _sections(nested) if multimodal else ()
+        reason = "this family's class in transformers rotates whole heads; leave the key out"
+        keys.refuse("partial_rotary_factor", fraction, reason)
+    sections = _read_sections(nested) if multimodal else ()
     if multimodal:
-        nested.only("mrope_interleaved", interleaved, why="the family's class computes no other order")
-    scaling = _scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
+        nested.require_value(
+            "mrope_interleaved", interleaved, reason="the family's class computes no other order"
+        )
+    scaling = _read_scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
     keys.absorb(nested, name)
     return Rope(base, fraction, scaling, sections, interleaved)
 
 
-def _sections(nested: Keys) -> tuple[int, ...]:
+def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
     """How many pairs turn by time, by height and by width."""
-    sections = nested.integers("mrope_section")
+    sections = nested.read_integers("mrope_section")
     if len(sections) != 3:
         nested.refuse("mrope_section", list(sections), "must be pairs for time, height and width")
     return sections
 
 
-def _either(keys: Keys, nested: Keys, name: str, default: float, *, least: float, most: float) -> float:
+def _read_either(
+    keys: ConfigKeys, nested: ConfigKeys, name: str, default: float, *, least: float, most: float
+) -> float:
     """The number under `name` among the rotary parameters, or else beside them, as transformers 4 has it."""
-    beside = keys.number(name, default, least, most) if keys.present(name) else default
-    if not nested.present(name):
-        return beside
-    written, there = keys.value(name), nested.value(name)  # as they stand in the file, whatever is wrong
-    if keys.present(name) and written != there:
-        keys.refuse(name, written, f"the rotary parameters say {shown(there)}; keep one of the two")
-    return nested.number(name, default, least, most)
+    outer_value = keys.read_number(name, default, least, most) if keys.has_value(name) else default
+    if not nested.has_value(name):
+        return outer_value
+    outer_raw, nested_raw = (
+        keys.read_value(name),
+        nested.read_value(name),
+    )  # as they stand in the file, whatever is wrong
+    if keys.has_value(name) and outer_raw != nested_raw:
+        keys.refuse(
+            name, outer_raw, f"the rotary parameters say {format_value(nested_raw)}; keep one of the two"
+        )
+    return nested.read_number(name, default, least, most)
 
 
-def _scaling(keys: Keys, nested: Keys, base: float, *plain: str) -> RopeScaling | None:
-    """The stretching; kinds called `plain` mean none."""
-    kind = nested.value("rope_type") or nested.value("type") or "default"
-    nested.only("type", None, kind, *plain, why=f"differs from rope_type {kind}")
-    if kind in ("default", *plain):
+def _read_scaling(
+    keys: ConfigKeys, nested: ConfigKeys, base: float, *default_kinds: str
+) -> RopeScaling | None:
+    """The stretching; kinds called `default_kinds` mean none."""
+    kind = nested.read_value("rope_type") or nested.read_value("type") or "default"
+    nested.require_value("type", None, kind, *default_kinds, reason=f"differs from rope_type {kind}")
+    if kind in ("default", *default_kinds):
         return None
     if kind not in ROPE_KINDS:
         nested.refuse("rope_type", kind, f"not supported; supported: {', '.join(ROPE_KINDS)}")
         nested.ignore_rest()
         return None
-    factor = nested.number("factor", least=1.0)
+    factor = nested.read_number("factor", least=1.0)
     if kind == "linear":
         return RopeScaling("linear", factor)
     original = (
-        nested.integer("original_max_position_embeddings")
-        if nested.present("original_max_position_embeddings")
-        else keys.integer("max_position_embeddings")
+        nested.read_integer("original_max_position_embeddings")
+        if nested.has_value("original_max_position_embeddings")
+        else keys.read_integer("max_position_embeddings")
     )
     if kind == "llama3":
-        return _llama3(nested, factor, original)
+        return _read_llama3(nested, factor, original)
     if base == 1.0:
         keys.refuse("rope_theta", base, "yarn divides by its logarithm")
-    return _yarn(nested, factor, original)
+    return _read_yarn(nested, factor, original)
 
 
-def _llama3(nested: Keys, factor: float, original: int) -> RopeScaling:
-    low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
-    if not nested.unreadable and not 0 < low < high:
+def _read_llama3(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
+    low, high = nested.read_number("low_freq_factor"), nested.read_number("high_freq_factor")
+    if not nested.has_unreadable and not 0 < low < high:
         nested.refuse(
             "high_freq_factor", high, f"must exceed low_freq_factor, {low:g}, and that must exceed 0"
         )
     return RopeScaling("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(nested: Keys, factor: float, original: int) -> RopeScaling:
-    mscale, all_dim, given = (_optional(nested, n) for n in ("mscale", "mscale_all_dim", "attention_factor"))
-    if nested.present("attention_factor"):
-        concentration = given
+def _read_yarn(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
+    mscale, all_dim, attention_factor = (
+        _read_optional(nested, n) for n in ("mscale", "mscale_all_dim", "attention_factor")
+    )
+    if nested.has_value("attention_factor"):
+        concentration = attention_factor
         if not concentration:
-            nested.refuse("attention_factor", given, "leaves nothing of what is rotated")
+            nested.refuse("attention_factor", attention_factor, "leaves nothing of what is rotated")
     elif mscale and all_dim:
-        concentration = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        concentration = _compute_mscale(factor, mscale) / _compute_mscale(factor, all_dim)
     else:
-        concentration = _mscale(factor, 1.0)
+        concentration = _compute_mscale(factor, 1.0)
     return RopeScaling(
         "yarn",
         factor,
         original,
-        beta_fast=_optional(nested, "beta_fast") or 32.0,
-        beta_slow=_optional(nested, "beta_slow") or 1.0,
-        truncate=nested.flag("truncate", True),
+        beta_fast=_read_optional(nested, "beta_fast") or 32.0,
+        beta_slow=_read_optional(nested, "beta_slow") or 1.0,
+        truncate=nested.read_flag("truncate", True),
         concentration=concentration,
         softmax_mscale=all_dim,
     )
 
 
-def _optional(nested: Keys, name: str) -> float:
+def _read_optional(nested: ConfigKeys, name: str) -> float:
     """The number under `name`; 0 for a missing key or null, which transformers takes for the same."""
-    return nested.number(name) if nested.present(name) else 0.0
+    return nested.read_number(name) if nested.has_value(name) else 0.0
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _compute_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0

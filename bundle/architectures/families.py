@@ -6,247 +6,253 @@ from dataclasses import replace
 from typing import Any
 
 from bundle.architectures.architecture import MLA, Architecture, DeltaNet, MoE
-from bundle.architectures.config import REQUIRED, Keys, Rope, read_rope
+from bundle.architectures.config import REQUIRED, ConfigKeys, Rope, read_rope
 
 MOST_LAYERS = MOST_EXPERTS = 4096  # a table of tensors has them all: published models have 128 and 512
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def _decoder(
-    keys: Keys,
+def _read_decoder(
+    keys: ConfigKeys,
     *,
     num_key_value_heads: Any = REQUIRED,
     head_dim: Any = None,
-    mixed: bool = False,
-    **chosen: Any,
+    has_mixed_layers: bool = False,
+    **overrides: Any,
 ) -> dict:
-    """The arguments of an Architecture that all families read alike; `chosen` overrides.
+    """The arguments of an Architecture that all families read alike; `overrides` overrides.
 
-    `mixed`: the family's reader says itself which layer is of what kind.
+    `has_mixed_layers`: the family's reader says itself which layer is of what kind.
     """
-    heads = keys.integer("num_attention_heads")
-    hidden = keys.integer("hidden_size")
-    kv_channels = chosen.get("kv_channels") or keys.optional("head_dim", head_dim)
+    heads = keys.read_integer("num_attention_heads")
+    hidden = keys.read_integer("hidden_size")
+    kv_channels = overrides.get("kv_channels") or keys.read_optional_integer("head_dim", head_dim)
     if kv_channels is None:
-        kv_channels, odd = divmod(hidden, heads)
-        if odd:
+        kv_channels, remainder = divmod(hidden, heads)
+        if remainder:
             keys.refuse(
                 "head_dim", None, f"hidden_size {hidden} is no multiple of {heads} heads: give head_dim"
             )
-    keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
-    keys.only("mlp_bias", False, why="biases in feed-forward layers are not computed")
-    keys.only("use_mrope", False, why="positions in several dimensions are not computed")
-    kinds = keys.value("layer_types") or [FULL]
-    if not mixed and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
+    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is computed")
+    keys.require_value("mlp_bias", False, reason="biases in feed-forward layers are not computed")
+    keys.require_value("use_mrope", False, reason="positions in several dimensions are not computed")
+    kinds = keys.read_value("layer_types") or [FULL]
+    if not has_mixed_layers and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
         keys.refuse("layer_types", kinds, f"only {FULL} is computed")
-    groups = keys.optional("num_key_value_heads", num_key_value_heads) or heads
+    groups = keys.read_optional_integer("num_key_value_heads", num_key_value_heads) or heads
     common = {
-        "num_layers": keys.integer("num_hidden_layers", most=MOST_LAYERS),
+        "num_layers": keys.read_integer("num_hidden_layers", most=MOST_LAYERS),
         "hidden_size": hidden,
-        "ffn_hidden_size": chosen.get("ffn_hidden_size") or keys.integer("intermediate_size"),
+        "ffn_hidden_size": overrides.get("ffn_hidden_size") or keys.read_integer("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": kv_channels,
-        "vocab_size": keys.integer("vocab_size"),
-        "max_position_embeddings": keys.integer("max_position_embeddings"),
-        "tied_embeddings": keys.flag("tie_word_embeddings", False),
-        "norm_epsilon": keys.number("rms_norm_eps", 1e-6, most=1.0),
-        "attention_dropout": keys.number("attention_dropout", 0.0, most=1.0),
-        "initializer_range": keys.number("initializer_range", 0.02, most=10.0),
+        "vocab_size": keys.read_integer("vocab_size"),
+        "max_position_embeddings": keys.read_integer("max_position_embeddings"),
+        "tied_embeddings": keys.read_flag("tie_word_embeddings", False),
+        "norm_epsilon": keys.read_number("rms_norm_eps", 1e-6, most=1.0),
+        "attention_dropout": keys.read_number("attention_dropout", 0.0, most=1.0),
+        "initializer_range": keys.read_number("initializer_range", 0.02, most=10.0),
     }
-    if "rotary_base" not in chosen:
-        chosen |= _rotary(read_rope(keys))
-    return common | chosen
+    if "rotary_base" not in overrides:
+        overrides |= _build_rotary_fields(read_rope(keys))
+    return common | overrides
 
 
-def _rotary(read: Rope) -> dict[str, Any]:
+def _build_rotary_fields(rope: Rope) -> dict[str, Any]:
     return {
-        "rotary_base": read.base,
-        "rotary_fraction": read.fraction,
-        "rope_scaling": read.scaling,
-        "rotary_sections": read.sections,
-        "rotary_interleaved": read.interleaved,
+        "rotary_base": rope.base,
+        "rotary_fraction": rope.fraction,
+        "rope_scaling": rope.scaling,
+        "rotary_sections": rope.sections,
+        "rotary_interleaved": rope.interleaved,
     }
 
 
-def _no_window(keys: Keys, active: bool = True) -> None:
+def _refuse_window(keys: ConfigKeys, is_active: bool = True) -> None:
     """Refuses an active window shorter than the longest sequence: every token must see all before it."""
-    window = keys.optional("sliding_window")
-    if active and window and window < keys.integer("max_position_embeddings"):
-        why = "windowed attention is not computed; null is equal for sequences up to the window"
-        keys.refuse("sliding_window", window, why)
+    window = keys.read_optional_integer("sliding_window")
+    if is_active and window and window < keys.read_integer("max_position_embeddings"):
+        reason = "windowed attention is not computed; null is equal for sequences up to the window"
+        keys.refuse("sliding_window", window, reason)
 
 
-def _no_window_in_use(keys: Keys) -> None:
-    _no_window(keys, active=keys.flag("use_sliding_window", False))
+def _refuse_used_window(keys: ConfigKeys) -> None:
+    _refuse_window(keys, is_active=keys.read_flag("use_sliding_window", False))
 
 
-def _no_output_bias(keys: Keys) -> None:
-    why = "this family also puts a bias on o_proj, which megatron-core cannot do alone"
-    keys.only("attention_bias", False, why=why)
+def _refuse_output_bias(keys: ConfigKeys) -> None:
+    reason = "this family also puts a bias on o_proj, which megatron-core cannot do alone"
+    keys.require_value("attention_bias", False, reason=reason)
 
 
-def llama(keys: Keys) -> Architecture:
+def llama(keys: ConfigKeys) -> Architecture:
     """Llama: grouped queries, no biases."""
-    _no_output_bias(keys)
-    return Architecture("llama", **_decoder(keys, num_key_value_heads=None))
+    _refuse_output_bias(keys)
+    return Architecture("llama", **_read_decoder(keys, num_key_value_heads=None))
 
 
-def mistral(keys: Keys) -> Architecture:
+def mistral(keys: ConfigKeys) -> Architecture:
     """Mistral without its window."""
-    _no_window(keys)
-    return Architecture("mistral", **_decoder(keys))
+    _refuse_window(keys)
+    return Architecture("mistral", **_read_decoder(keys))
 
 
-def mixtral(keys: Keys) -> Architecture:
+def mixtral(keys: ConfigKeys) -> Architecture:
     """Mixtral: every layer is experts of the feed-forward's width."""
-    _no_window(keys)
-    keys.only("router_jitter_noise", 0.0, 0, why="noise on the router's input is not computed")
-    rotary = _rotary(read_rope(keys, default_base=1e6))
-    base = _decoder(keys, norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0), **rotary)
+    _refuse_window(keys)
+    keys.require_value("router_jitter_noise", 0.0, 0, reason="noise on the router's input is not computed")
+    rotary = _build_rotary_fields(read_rope(keys, default_base=1e6))
+    base = _read_decoder(keys, norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0), **rotary)
     moe = MoE(
-        num_experts=keys.integer("num_local_experts", most=MOST_EXPERTS),
-        topk=keys.integer("num_experts_per_tok"),
+        num_experts=keys.read_integer("num_local_experts", most=MOST_EXPERTS),
+        topk=keys.read_integer("num_experts_per_tok"),
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_on_demand(keys),
+        **_read_aux_loss(keys),
     )
     return Architecture("mixtral", **base, moe=moe)
 
 
-def qwen2(keys: Keys, rope: Rope | None = None) -> Architecture:
+def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Qwen2 and 2.5: biases on queries, keys and values."""
-    _no_window_in_use(keys)
-    return Architecture("qwen2", **_decoder(keys, qkv_bias=True, **_rotary(rope or read_rope(keys))))
+    _refuse_used_window(keys)
+    return Architecture(
+        "qwen2", **_read_decoder(keys, qkv_bias=True, **_build_rotary_fields(rope or read_rope(keys)))
+    )
 
 
-def mimo(keys: Keys) -> Architecture:
+def mimo(keys: ConfigKeys) -> Architecture:
     """MiMo: Qwen2 with multi-token prediction."""
-    _no_window_in_use(keys)
-    keys.only("attention_bias", True, why="MiMo's queries, keys and values have a bias")
-    return Architecture("mimo", **_decoder(keys, qkv_bias=True, mtp_layers=_mtp(keys)))
+    _refuse_used_window(keys)
+    keys.require_value("attention_bias", True, reason="MiMo's queries, keys and values have a bias")
+    return Architecture("mimo", **_read_decoder(keys, qkv_bias=True, mtp_layers=_read_mtp_layers(keys)))
 
 
-def qwen3(keys: Keys, rope: Rope | None = None) -> Architecture:
+def qwen3(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
     """Qwen3: norms on queries and keys."""
-    _no_window_in_use(keys)
-    _no_output_bias(keys)
-    rotary = _rotary(rope or read_rope(keys))
-    return Architecture("qwen3", **_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
+    _refuse_used_window(keys)
+    _refuse_output_bias(keys)
+    rotary = _build_rotary_fields(rope or read_rope(keys))
+    return Architecture("qwen3", **_read_decoder(keys, head_dim=REQUIRED, qk_layernorm=True, **rotary))
 
 
-def qwen3_moe(keys: Keys, rope: Rope | None = None, *, norm_topk_prob: Any = REQUIRED) -> Architecture:
+def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any = REQUIRED) -> Architecture:
     """Qwen3 with experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
-    _no_window_in_use(keys)
-    _no_output_bias(keys)
-    base = _decoder(keys, qk_layernorm=True, **_rotary(rope or read_rope(keys)))
+    _refuse_used_window(keys)
+    _refuse_output_bias(keys)
+    base = _read_decoder(keys, qk_layernorm=True, **_build_rotary_fields(rope or read_rope(keys)))
     # transformers 5 writes num_local_experts for what the published configs call num_experts.
-    name = "num_local_experts" if keys.present("num_local_experts") else "num_experts"
-    moe = _sparse(
+    name = "num_local_experts" if keys.has_value("num_local_experts") else "num_experts"
+    moe = _read_sparse_moe(
         keys,
         base["num_layers"],
         number=name,
-        pre_softmax=not keys.flag("norm_topk_prob", norm_topk_prob),
+        pre_softmax=not keys.read_flag("norm_topk_prob", norm_topk_prob),
     )
     return Architecture("qwen3_moe", **base, moe=moe)
 
 
-def _sparse(keys: Keys, layers: int, **routing: Any) -> MoE:
+def _read_sparse_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
     """Experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
-    step = keys.integer("decoder_sparse_step", 1)
-    dense = set(keys.integers("mlp_only_layers"))
-    return _of_layers(
+    step = keys.read_integer("decoder_sparse_step", 1)
+    dense = set(keys.read_integers("mlp_only_layers"))
+    return _read_moe(
         keys, tuple(int(i not in dense and (i + 1) % step == 0) for i in range(layers)), **routing
     )
 
 
-def _of_layers(keys: Keys, pattern: tuple[int, ...], number: str = "num_experts", **routing: Any) -> MoE:
+def _read_moe(keys: ConfigKeys, pattern: tuple[int, ...], number: str = "num_experts", **routing: Any) -> MoE:
     return MoE(
-        num_experts=keys.integer(number, most=MOST_EXPERTS),
-        topk=keys.integer("num_experts_per_tok"),
-        ffn_hidden_size=keys.integer("moe_intermediate_size"),
+        num_experts=keys.read_integer(number, most=MOST_EXPERTS),
+        topk=keys.read_integer("num_experts_per_tok"),
+        ffn_hidden_size=keys.read_integer("moe_intermediate_size"),
         layer_pattern=pattern,
-        **{"shared_ffn_hidden_size": 0, **_on_demand(keys), **routing},
+        **{"shared_ffn_hidden_size": 0, **_read_aux_loss(keys), **routing},
     )
 
 
-def qwen3_next(keys: Keys) -> Architecture:
+def qwen3_next(keys: ConfigKeys) -> Architecture:
     """Qwen3-Next: gated delta nets in three of four layers, gated attention, experts and a shared one."""
-    _no_window_in_use(keys)
-    base = _hybrid(keys)
-    moe = _sparse(
+    _refuse_used_window(keys)
+    base = _read_hybrid_decoder(keys)
+    moe = _read_sparse_moe(
         keys,
         base["num_layers"],
-        pre_softmax=not keys.flag("norm_topk_prob", True),
-        shared_ffn_hidden_size=keys.integer("shared_expert_intermediate_size"),
+        pre_softmax=not keys.read_flag("norm_topk_prob", True),
+        shared_ffn_hidden_size=keys.read_integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
     return Architecture("qwen3_next", **base, moe=moe)
 
 
-def qwen3_5_text(keys: Keys) -> Architecture:
+def qwen3_5_text(keys: ConfigKeys) -> Architecture:
     """The decoder of Qwen3.5: that of Qwen3-Next without experts."""
-    _as_published(keys)
-    return Architecture("qwen3_5_text", **_hybrid(keys, rope=_rope_of_text(keys)))
+    _check_published_values(keys)
+    return Architecture("qwen3_5_text", **_read_hybrid_decoder(keys, rope=_read_text_rope(keys)))
 
 
-def qwen3_5_moe_text(keys: Keys) -> Architecture:
+def qwen3_5_moe_text(keys: ConfigKeys) -> Architecture:
     """The decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token always sum to one."""
-    _as_published(keys)
-    shared = keys.integer("shared_expert_intermediate_size")
-    base = _hybrid(keys, rope=_rope_of_text(keys), ffn_hidden_size=shared)  # there is no dense layer
+    _check_published_values(keys)
+    shared = keys.read_integer("shared_expert_intermediate_size")
+    base = _read_hybrid_decoder(
+        keys, rope=_read_text_rope(keys), ffn_hidden_size=shared
+    )  # there is no dense layer
     pattern = (1,) * base["num_layers"]
-    moe = _of_layers(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
+    moe = _read_moe(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
     return Architecture("qwen3_5_moe_text", **base, moe=moe)
 
 
-def _as_published(keys: Keys) -> None:
+def _check_published_values(keys: ConfigKeys) -> None:
     """What Qwen3.5's configs say besides, of which transformers' class reads nothing."""
-    keys.only("attn_output_gate", True, why="this family's attention has a gate")
-    keys.only("output_gate_type", "swish", why="the nets' gate is a swish")
-    keys.only("mlp_only_layers", [], why="all feed-forward layers of this family are alike")
-    for of_serving in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
-        keys.value(of_serving)
+    keys.require_value("attn_output_gate", True, reason="this family's attention has a gate")
+    keys.require_value("output_gate_type", "swish", reason="the nets' gate is a swish")
+    keys.require_value("mlp_only_layers", [], reason="all feed-forward layers of this family are alike")
+    for serving_key in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+        keys.read_value(serving_key)
 
 
-def _rope_of_text(keys: Keys) -> Rope:
+def _read_text_rope(keys: ConfigKeys) -> Rope:
     """Positions in time, height and width, which are one number where there are no images."""
-    stretching = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
-    read = read_rope(keys, default_fraction=0.25, multimodal="mrope_section" in stretching, interleaved=True)
-    return read._replace(sections=(), interleaved=False)
+    rope_mapping = keys.read_mapping("rope_parameters") or keys.read_mapping("rope_scaling")
+    rope = read_rope(
+        keys, default_fraction=0.25, multimodal="mrope_section" in rope_mapping, interleaved=True
+    )
+    return rope._replace(sections=(), interleaved=False)
 
 
-def _hybrid(keys: Keys, rope: Rope | None = None, **chosen: Any) -> dict[str, Any]:
+def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides: Any) -> dict[str, Any]:
     """The decoder of Qwen3-Next and Qwen3.5."""
-    _no_output_bias(keys)
-    rotary = _rotary(rope or read_rope(keys, default_fraction=0.25))
-    base = _decoder(
+    _refuse_output_bias(keys)
+    rotary = _build_rotary_fields(rope or read_rope(keys, default_fraction=0.25))
+    base = _read_decoder(
         keys,
         head_dim=256,
-        mixed=True,
+        has_mixed_layers=True,
         qk_layernorm=True,
         output_gate=True,
         zero_centered_norms=True,
         **rotary,
-        **chosen,
+        **overrides,
     )
     net = DeltaNet(
-        num_key_heads=keys.integer("linear_num_key_heads", 16),
-        num_value_heads=keys.integer("linear_num_value_heads", 32),
-        key_head_dim=keys.integer("linear_key_head_dim", 128),
-        value_head_dim=keys.integer("linear_value_head_dim", 128),
-        convolution=keys.integer("linear_conv_kernel_dim", 4),
-        layers=_linear(keys, base["num_layers"]),
+        num_key_heads=keys.read_integer("linear_num_key_heads", 16),
+        num_value_heads=keys.read_integer("linear_num_value_heads", 32),
+        key_head_dim=keys.read_integer("linear_key_head_dim", 128),
+        value_head_dim=keys.read_integer("linear_value_head_dim", 128),
+        convolution=keys.read_integer("linear_conv_kernel_dim", 4),
+        layers=_read_linear_layers(keys, base["num_layers"]),
     )
     return base | {"delta_net": net if any(net.layers) else None}
 
 
-def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
+def _read_linear_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
     """Which layers have gated delta nets; all but every fourth, if nobody says."""
-    every, kinds = keys.integer("full_attention_interval", 4), keys.value("layer_types")
+    interval, kinds = keys.read_integer("full_attention_interval", 4), keys.read_value("layer_types")
     if kinds is None:
-        return tuple(int((number + 1) % every != 0) for number in range(layers))
+        return tuple(int((number + 1) % interval != 0) for number in range(layers))
     if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
         keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {LINEAR}")
     elif len(kinds) != layers:
@@ -256,82 +262,98 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
     return (0,) * layers
 
 
-def deepseek_v2(keys: Keys) -> Architecture:
+def deepseek_v2(keys: ConfigKeys) -> Architecture:
     """DeepSeek-V2: MLA, shared experts, choice by a softmax over all experts; of the best groups (236B)."""
-    keys.only("scoring_func", "softmax", why="DeepSeek-V2 scores by softmax")
-    keys.only(
-        "norm_topk_prob", False, why="megatron-core does not renormalise after a softmax over all experts"
+    keys.require_value("scoring_func", "softmax", reason="DeepSeek-V2 scores by softmax")
+    keys.require_value(
+        "norm_topk_prob", False, reason="megatron-core does not renormalise after a softmax over all experts"
     )
-    keys.only("topk_method", "greedy", "group_limited_greedy", why="DeepSeek-V2 knows no other choice")
-    if keys.value("topk_method") == "group_limited_greedy":
-        groups = _groups(keys, score_topk=1)
+    keys.require_value(
+        "topk_method", "greedy", "group_limited_greedy", reason="DeepSeek-V2 knows no other choice"
+    )
+    if keys.read_value("topk_method") == "group_limited_greedy":
+        groups = _read_expert_groups(keys, score_topk=1)
     else:
         groups = {}
-        for without_effect_on_greedy in ("n_group", "topk_group"):
-            keys.optional(without_effect_on_greedy)
-    return Architecture("deepseek_v2", **_latent(keys, score_function="softmax", pre_softmax=True, **groups))
+        for unused_key in ("n_group", "topk_group"):
+            keys.read_optional_integer(unused_key)
+    return Architecture(
+        "deepseek_v2", **_read_latent_decoder(keys, score_function="softmax", pre_softmax=True, **groups)
+    )
 
 
-def deepseek_v3(keys: Keys) -> Architecture:
+def deepseek_v3(keys: ConfigKeys) -> Architecture:
     """DeepSeek-V3: MLA, sigmoid scores with a steering bias, groups of experts, multi-token prediction."""
-    return Architecture("deepseek_v3", **_latent(keys, **_sigmoid(keys)), mtp_layers=_mtp(keys))
+    return Architecture(
+        "deepseek_v3",
+        **_read_latent_decoder(keys, **_read_sigmoid_routing(keys)),
+        mtp_layers=_read_mtp_layers(keys),
+    )
 
 
-def kimi_k2(keys: Keys) -> Architecture:
+def kimi_k2(keys: ConfigKeys) -> Architecture:
     """Kimi-K2: DeepSeek-V3 under a name of its own."""
     return replace(deepseek_v3(keys), model_type="kimi_k2")
 
 
-def glm4_moe(keys: Keys) -> Architecture:
+def glm4_moe(keys: ConfigKeys) -> Architecture:
     """GLM-4.5: DeepSeek-V3's experts and multi-token prediction over partly rotated grouped queries."""
-    base = _decoder(
+    base = _read_decoder(
         keys,
-        norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0),
-        qkv_bias=keys.flag("attention_bias", False),
-        qk_layernorm=keys.flag("use_qk_norm", False),
-        mtp_layers=_mtp(keys),
-        **_rotary(read_rope(keys, default_fraction=0.5)),
+        norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0),
+        qkv_bias=keys.read_flag("attention_bias", False),
+        qk_layernorm=keys.read_flag("use_qk_norm", False),
+        mtp_layers=_read_mtp_layers(keys),
+        **_build_rotary_fields(read_rope(keys, default_fraction=0.5)),
     )
-    return Architecture("glm4_moe", **base, moe=_shared_experts(keys, base["num_layers"], **_sigmoid(keys)))
+    return Architecture(
+        "glm4_moe",
+        **base,
+        moe=_read_shared_expert_moe(keys, base["num_layers"], **_read_sigmoid_routing(keys)),
+    )
 
 
-def gpt_oss(keys: Keys) -> Architecture:
+def gpt_oss(keys: ConfigKeys) -> Architecture:
     """gpt-oss: sinks, windows in every other layer, biases everywhere, experts behind a clamped gate."""
-    keys.only("attention_bias", True, why="gpt-oss has biases on queries, keys, values and outputs")
-    keys.only("swiglu_alpha", 1.702, why="megatron-core's gate knows 1.702 alone")
-    if not (keys.present("rope_parameters") or keys.present("rope_scaling")):
+    keys.require_value(
+        "attention_bias", True, reason="gpt-oss has biases on queries, keys, values and outputs"
+    )
+    keys.require_value("swiglu_alpha", 1.702, reason="megatron-core's gate knows 1.702 alone")
+    if not (keys.has_value("rope_parameters") or keys.has_value("rope_scaling")):
         keys.refuse("rope_scaling", None, "transformers would take gpt-oss-20b's for a missing one")
-    rotary = _rotary(read_rope(keys, default_base=150000.0))
-    base = _decoder(
+    rotary = _build_rotary_fields(read_rope(keys, default_base=150000.0))
+    base = _read_decoder(
         keys,
         head_dim=64,
-        mixed=True,
-        norm_epsilon=keys.number("rms_norm_eps", 1e-5, most=1.0),
+        has_mixed_layers=True,
+        norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0),
         linear_bias=True,
-        gate_limit=keys.number("swiglu_limit", 7.0, least=1e-3),
+        gate_limit=keys.read_number("swiglu_limit", 7.0, least=1e-3),
         sinks=True,
         qkv_bias=True,
         **rotary,
     )
-    topk, scaling = keys.integer("num_experts_per_tok"), base["rope_scaling"]
+    topk, scaling = keys.read_integer("num_experts_per_tok"), base["rope_scaling"]
     # What its makers' own code calls two of these.
-    keys.only("experts_per_token", None, topk, why=f"num_experts_per_tok says {topk}")
+    keys.require_value("experts_per_token", None, topk, reason=f"num_experts_per_tok says {topk}")
     original = scaling.original_max_position_embeddings if scaling else None
-    keys.only("initial_context_length", None, original, why=f"the rotary parameters say {original}")
+    keys.require_value(
+        "initial_context_length", None, original, reason=f"the rotary parameters say {original}"
+    )
     moe = MoE(
-        num_experts=keys.integer("num_local_experts", most=MOST_EXPERTS),
+        num_experts=keys.read_integer("num_local_experts", most=MOST_EXPERTS),
         topk=topk,
         ffn_hidden_size=base["ffn_hidden_size"],
         shared_ffn_hidden_size=0,
         layer_pattern=(1,) * base["num_layers"],
-        **_on_demand(keys),
+        **_read_aux_loss(keys),
     )
-    return Architecture("gpt_oss", **base, **_windows(keys, base["num_layers"]), moe=moe)
+    return Architecture("gpt_oss", **base, **_read_windows(keys, base["num_layers"]), moe=moe)
 
 
-def _windows(keys: Keys, layers: int) -> dict[str, Any]:
+def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     """Which layers see a window alone, and how long it is; every other one, the first too, if nobody says."""
-    kinds = keys.value("layer_types")
+    kinds = keys.read_value("layer_types")
     if kinds is None:
         kinds = [FULL if number % 2 else SLIDING for number in range(layers)]
     if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
@@ -339,83 +361,93 @@ def _windows(keys: Keys, layers: int) -> dict[str, Any]:
         return {}
     if len(kinds) != layers:
         keys.refuse("layer_types", kinds, f"{len(kinds)} of them for num_hidden_layers {layers}")
-    window = keys.optional("sliding_window", 128)
+    window = keys.read_optional_integer("sliding_window", 128)
     if window is None or SLIDING not in kinds:
         return {}
     return {"window": window, "windows": tuple(int(kind == SLIDING) for kind in kinds)}
 
 
-def _latent(keys: Keys, **routing: Any) -> dict[str, Any]:
+def _read_latent_decoder(keys: ConfigKeys, **routing: Any) -> dict[str, Any]:
     """DeepSeek's decoder: multi-head latent attention and experts behind the first dense layers."""
     mla = MLA(
-        q_lora_rank=keys.optional("q_lora_rank", REQUIRED),
-        kv_lora_rank=keys.integer("kv_lora_rank"),
-        qk_head_dim=keys.integer("qk_nope_head_dim"),
-        qk_pos_emb_head_dim=keys.integer("qk_rope_head_dim"),
-        v_head_dim=keys.integer("v_head_dim"),
+        q_lora_rank=keys.read_optional_integer("q_lora_rank", REQUIRED),
+        kv_lora_rank=keys.read_integer("kv_lora_rank"),
+        qk_head_dim=keys.read_integer("qk_nope_head_dim"),
+        qk_pos_emb_head_dim=keys.read_integer("qk_rope_head_dim"),
+        v_head_dim=keys.read_integer("v_head_dim"),
     )
-    heads = keys.integer("num_attention_heads")
-    keys.only("attention_bias", False, why="biases in latent attention are not computed")
-    keys.only("rope_interleave", True, why="megatron-core's latent attention rotates interleaved pairs")
-    keys.only("num_key_value_heads", None, heads, why=f"latent attention has one per head, {heads}")
+    heads = keys.read_integer("num_attention_heads")
+    keys.require_value("attention_bias", False, reason="biases in latent attention are not computed")
+    keys.require_value(
+        "rope_interleave", True, reason="megatron-core's latent attention rotates interleaved pairs"
+    )
+    keys.require_value(
+        "num_key_value_heads", None, heads, reason=f"latent attention has one per head, {heads}"
+    )
     # transformers 5 writes what follows from the numbers above.
-    keys.only("qk_head_dim", None, mla.q_head_dim, why="must be qk_nope_head_dim + qk_rope_head_dim")
-    keys.only("head_dim", None, mla.qk_pos_emb_head_dim, why="must be qk_rope_head_dim")
-    base = _decoder(keys, num_key_value_heads=None, kv_channels=mla.v_head_dim, qk_layernorm=True, mla=mla)
-    return base | {"moe": _shared_experts(keys, base["num_layers"], **routing)}
+    keys.require_value(
+        "qk_head_dim", None, mla.q_head_dim, reason="must be qk_nope_head_dim + qk_rope_head_dim"
+    )
+    keys.require_value("head_dim", None, mla.qk_pos_emb_head_dim, reason="must be qk_rope_head_dim")
+    base = _read_decoder(
+        keys, num_key_value_heads=None, kv_channels=mla.v_head_dim, qk_layernorm=True, mla=mla
+    )
+    return base | {"moe": _read_shared_expert_moe(keys, base["num_layers"], **routing)}
 
 
-def _shared_experts(keys: Keys, layers: int, **routing: Any) -> MoE:
-    width = keys.integer("moe_intermediate_size")
-    first = keys.integer("first_k_dense_replace", least=0)
-    every = keys.integer("moe_layer_freq", 1)
-    shared = keys.integer("n_shared_experts", least=0) if keys.present("n_shared_experts") else 0
+def _read_shared_expert_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
+    width = keys.read_integer("moe_intermediate_size")
+    first = keys.read_integer("first_k_dense_replace", least=0)
+    frequency = keys.read_integer("moe_layer_freq", 1)
+    shared = keys.read_integer("n_shared_experts", least=0) if keys.has_value("n_shared_experts") else 0
     return MoE(
-        num_experts=keys.integer("n_routed_experts", most=MOST_EXPERTS),
-        topk=keys.integer("num_experts_per_tok"),
+        num_experts=keys.read_integer("n_routed_experts", most=MOST_EXPERTS),
+        topk=keys.read_integer("num_experts_per_tok"),
         ffn_hidden_size=width,
         shared_ffn_hidden_size=width * shared,
-        layer_pattern=tuple(int(i >= first and i % every == 0) for i in range(layers)),
-        scaling_factor=keys.number("routed_scaling_factor"),
-        aux_loss_coeff=keys.number("aux_loss_alpha", 0.0),
-        aux_loss_per_sequence=keys.flag("seq_aux", False),
+        layer_pattern=tuple(int(i >= first and i % frequency == 0) for i in range(layers)),
+        scaling_factor=keys.read_number("routed_scaling_factor"),
+        aux_loss_coeff=keys.read_number("aux_loss_alpha", 0.0),
+        aux_loss_per_sequence=keys.read_flag("seq_aux", False),
         **routing,
     )
 
 
-def _sigmoid(keys: Keys) -> dict[str, Any]:
+def _read_sigmoid_routing(keys: ConfigKeys) -> dict[str, Any]:
     """Routing by sigmoid scores, a steering bias, and the best groups where there is more than one."""
-    keys.only("scoring_func", "sigmoid", why="this family scores by sigmoid")
-    keys.only("topk_method", "noaux_tc", why="this family's choice is noaux_tc")
-    keys.only("norm_topk_prob", True, why="megatron-core always normalises sigmoid scores of several experts")
-    if keys.integer("num_experts_per_tok") == 1:
+    keys.require_value("scoring_func", "sigmoid", reason="this family scores by sigmoid")
+    keys.require_value("topk_method", "noaux_tc", reason="this family's choice is noaux_tc")
+    keys.require_value(
+        "norm_topk_prob", True, reason="megatron-core always normalises sigmoid scores of several experts"
+    )
+    if keys.read_integer("num_experts_per_tok") == 1:
         keys.refuse("num_experts_per_tok", 1, "megatron-core does not normalise the score of a single expert")
-    return {"score_function": "sigmoid", "expert_bias": True} | _groups(keys, score_topk=2)
+    return {"score_function": "sigmoid", "expert_bias": True} | _read_expert_groups(keys, score_topk=2)
 
 
-def _groups(keys: Keys, score_topk: int) -> dict[str, int]:
+def _read_expert_groups(keys: ConfigKeys, score_topk: int) -> dict[str, int]:
     """The groups of experts, of which the best are chosen from; empty where all are one group."""
-    groups, chosen = keys.integer("n_group"), keys.integer("topk_group")
-    return {"groups": groups, "group_topk": chosen, "group_score_topk": score_topk} if groups > 1 else {}
+    groups, group_topk = keys.read_integer("n_group"), keys.read_integer("topk_group")
+    return {"groups": groups, "group_topk": group_topk, "group_score_topk": score_topk} if groups > 1 else {}
 
 
-def _on_demand(keys: Keys) -> dict[str, Any]:
+def _read_aux_loss(keys: ConfigKeys) -> dict[str, Any]:
     """The balancing loss as transformers has it: its coefficient counts only with output_router_logits.
 
     Published configs name a coefficient and leave that false. DeepSeek's own code knows no such switch.
     """
-    coefficient = keys.number("router_aux_loss_coef", 0.0)
-    asked = keys.flag("output_router_logits", False)
-    return {"aux_loss_coeff" if asked else "unused_aux_loss_coeff": coefficient}
+    coefficient = keys.read_number("router_aux_loss_coef", 0.0)
+    is_enabled = keys.read_flag("output_router_logits", False)
+    return {"aux_loss_coeff" if is_enabled else "unused_aux_loss_coeff": coefficient}
 
 
-def _mtp(keys: Keys) -> int:
-    return keys.integer("num_nextn_predict_layers", 0, least=0, most=64)
+def _read_mtp_layers(keys: ConfigKeys) -> int:
+    return keys.read_integer("num_nextn_predict_layers", 0, least=0, most=64)
 
 
-FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
-    read.__name__: read
-    for read in (
+FAMILIES: dict[str, Callable[[ConfigKeys], Architecture]] = {
+    reader.__name__: reader
+    for reader in (
         llama, mistral, mixtral, qwen2, mimo, qwen3, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, glm4_moe,
         gpt_oss, qwen3_next, qwen3_5_text, qwen3_5_moe_text,
     )

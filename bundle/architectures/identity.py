@@ -8,7 +8,7 @@ from typing import Any
 from bundle.architectures.architecture import Architecture
 
 # They decide how a model is begun and trained, not what its weights mean.
-_FREE = {
+_TRAINING_FIELDS = {
     "model_type",
     "initializer_range",
     "attention_dropout",
@@ -19,23 +19,25 @@ _FREE = {
 }
 
 
-def noted(architecture: Architecture) -> dict[str, Any]:
+def dump_architecture(architecture: Architecture) -> dict[str, Any]:
     """Every number of it, as JSON gives it back."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
-    return found
+    values: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
+    return values
 
 
-def changes(was: Mapping[str, Any], architecture: Architecture, place: str) -> list[str]:
+def list_changes(recorded: Mapping[str, Any], architecture: Architecture, source: str) -> list[str]:
     """One line for each number that makes the recipe's model another one than what is noted in a place.
 
     What only one side notes is passed over: another version of mcore-bundle wrote it.
     """
-    return list(_changes(was, noted(architecture), place, ""))
+    return list(_iterate_changes(recorded, dump_architecture(architecture), source, ""))
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any], place: str, prefix: str) -> Iterator[str]:
-    for name in (name for name in now if name in was and prefix + name not in _FREE):
-        if isinstance(was[name], Mapping) and isinstance(now[name], Mapping):
-            yield from _changes(was[name], now[name], place, f"{prefix}{name}.")
-        elif was[name] != now[name]:
-            yield f"{prefix}{name}: {was[name]} in {place}, {now[name]} in the recipe"
+def _iterate_changes(
+    recorded: Mapping[str, Any], current: Mapping[str, Any], source: str, prefix: str
+) -> Iterator[str]:
+    for name in (name for name in current if name in recorded and prefix + name not in _TRAINING_FIELDS):
+        if isinstance(recorded[name], Mapping) and isinstance(current[name], Mapping):
+            yield from _iterate_changes(recorded[name], current[name], source, f"{prefix}{name}.")
+        elif recorded[name] != current[name]:
+            yield f"{prefix}{name}: {recorded[name]} in {source}, {current[name]} in the recipe"

@@ -5,136 +5,153 @@ from dataclasses import replace
 from typing import Any
 
 from bundle.architectures import families
-from bundle.architectures.architecture import Architecture, Vision
-from bundle.architectures.config import IRRELEVANT, REQUIRED, Keys, read_rope
+from bundle.architectures.architecture import Architecture, VisionArchitecture
+from bundle.architectures.config import IRRELEVANT_KEYS, REQUIRED, ConfigKeys, read_rope
 
 MOST_BLOCKS, MOST_POSITIONS = 1024, 2**20
-_FULL = (7, 15, 23, 31)  # what transformers takes for Qwen2.5-VL's blocks without windows
-Shaped = tuple[str, tuple[int, ...]]  # name, shape
-_TOKENS = {"video": "video", "start": "vision_start", "end": "vision_end"}
-_TEXT, _TOWER, _TIED = "text_config", "vision_config", "tie_word_embeddings"
+_FULL_ATTENTION_BLOCKS = (7, 15, 23, 31)  # what transformers takes for Qwen2.5-VL's blocks without windows
+NamedShape = tuple[str, tuple[int, ...]]  # name, shape
+_TOKEN_KEYS = {"video": "video", "start": "vision_start", "end": "vision_end"}
+_TEXT_KEY, _TOWER_KEY, _TIED_KEY = "text_config", "vision_config", "tie_word_embeddings"
 
 
-def qwen2_5_vl(keys: Keys) -> Architecture:
+def qwen2_5_vl(keys: ConfigKeys) -> Architecture:
     """Qwen2.5-VL: Qwen2 with positions in time, height and width behind a tower of windows."""
-    text = _text(keys)
-    read = families.qwen2(text, read_rope(text, default_base=1e6, multimodal=True))
-    return _seeing(keys, "qwen2_5_vl", text, read, _windowed)
+    text = _read_text_keys(keys)
+    decoder = families.qwen2(text, read_rope(text, default_base=1e6, multimodal=True))
+    return _read_vision_model(keys, "qwen2_5_vl", text, decoder, _read_windowed_tower)
 
 
-def qwen3_vl(keys: Keys) -> Architecture:
+def qwen3_vl(keys: ConfigKeys) -> Architecture:
     """Qwen3-VL: Qwen3 with positions in time, height and width; its first layers are told more of images."""
-    keys.value(_TEXT, REQUIRED)
-    text = _text(keys)
+    keys.read_value(_TEXT_KEY, REQUIRED)
+    text = _read_text_keys(keys)
     # Versions of transformers differ in the base that they take for one that is missing.
-    read = families.qwen3(text, read_rope(text, default_base=None, multimodal=True, interleaved=True))
-    return _seeing(keys, "qwen3_vl", text, read, _deep)
+    decoder = families.qwen3(text, read_rope(text, default_base=None, multimodal=True, interleaved=True))
+    return _read_vision_model(keys, "qwen3_vl", text, decoder, _read_deepstack_tower)
 
 
-def qwen3_vl_moe(keys: Keys) -> Architecture:
+def qwen3_vl_moe(keys: ConfigKeys) -> Architecture:
     """Qwen3-VL with Qwen3-MoE's experts, whose weights for a token always sum to one."""
-    keys.value(_TEXT, REQUIRED)
-    text = _text(keys)
-    text.only("norm_topk_prob", True, why="the weights of a token's experts always sum to one in this family")
+    keys.read_value(_TEXT_KEY, REQUIRED)
+    text = _read_text_keys(keys)
+    text.require_value(
+        "norm_topk_prob", True, reason="the weights of a token's experts always sum to one in this family"
+    )
     rope = read_rope(text, default_base=None, multimodal=True, interleaved=True)
-    read = families.qwen3_moe(text, rope, norm_topk_prob=True)
-    return _seeing(keys, "qwen3_vl_moe", text, read, _deep)
+    decoder = families.qwen3_moe(text, rope, norm_topk_prob=True)
+    return _read_vision_model(keys, "qwen3_vl_moe", text, decoder, _read_deepstack_tower)
 
 
-def _seeing(
-    keys: Keys,
+def _read_vision_model(
+    keys: ConfigKeys,
     model_type: str,
-    text: Keys,
-    read: Architecture,
-    tower: Callable[[Keys, dict[str, Any]], Vision],
+    text: ConfigKeys,
+    decoder: Architecture,
+    read_tower: Callable[[ConfigKeys, dict[str, Any]], VisionArchitecture],
 ) -> Architecture:
-    """A decoder that was `read` from its own keys, with the rest of a config that holds them."""
-    tied = read.tied_embeddings
+    """A decoder that was `decoder` from its own keys, with the rest of a config that holds them."""
+    tied = decoder.tied_embeddings
     if text is not keys:
-        keys.absorb(text, _TEXT)
-        tied = _tied(keys, either=tower is _windowed, decoders=tied)
-    keys.optional("vision_token_id")
-    tokens: dict[str, int | None] = {"image_token": keys.integer("image_token_id", least=0)}
-    tokens |= {f"{of}_token": keys.optional(f"{name}_token_id") for of, name in _TOKENS.items()}
-    nested, width = Keys(keys.mapping(_TOWER)), read.hidden_size
-    nested.only("out_hidden_size", width, why=f"must be the decoder's hidden_size, {width}")
-    vision = tower(nested, _patches(nested) | tokens)
-    keys.absorb(nested, _TOWER)
-    return replace(read, model_type=model_type, tied_embeddings=tied, vision=vision)
+        keys.absorb(text, _TEXT_KEY)
+        tied = _read_tied_embeddings(
+            keys, accepts_either=read_tower is _read_windowed_tower, decoder_tied=tied
+        )
+    keys.read_optional_integer("vision_token_id")
+    tokens: dict[str, int | None] = {"image_token": keys.read_integer("image_token_id", least=0)}
+    tokens |= {
+        f"{role}_token": keys.read_optional_integer(f"{name}_token_id") for role, name in _TOKEN_KEYS.items()
+    }
+    nested, width = ConfigKeys(keys.read_mapping(_TOWER_KEY)), decoder.hidden_size
+    nested.require_value("out_hidden_size", width, reason=f"must be the decoder's hidden_size, {width}")
+    vision = read_tower(nested, _read_common_fields(nested) | tokens)
+    keys.absorb(nested, _TOWER_KEY)
+    return replace(decoder, model_type=model_type, tied_embeddings=tied, vision=vision)
 
 
-def _tied(keys: Keys, *, either: bool, decoders: bool) -> bool:
-    """Whether a config with a decoder's own says that embeddings are tied: `either` of them, or the first.
+def _read_tied_embeddings(keys: ConfigKeys, *, accepts_either: bool, decoder_tied: bool) -> bool:
+    """Return whether a config says that embeddings are tied: `accepts_either` of the two, or the outer one.
 
     Of Qwen3-VL transformers 5 asks the config alone, whose decoder's may say what its class has by default;
     transformers 4 asked the decoder's.
     """
-    if either:
-        return keys.flag(_TIED, False) or decoders
-    if decoders and not keys.present(_TIED):
+    if accepts_either:
+        return keys.read_flag(_TIED_KEY, False) or decoder_tied
+    if decoder_tied and not keys.has_value(_TIED_KEY):
         keys.refuse(
-            _TIED, None, f"{_TEXT} says true, and versions of transformers differ in whom they ask: say it"
+            _TIED_KEY,
+            None,
+            f"{_TEXT_KEY} says true, and versions of transformers differ in whom they ask: say it",
         )
-    return keys.flag(_TIED, False)
+    return keys.read_flag(_TIED_KEY, False)
 
 
-def _text(keys: Keys) -> Keys:
+def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
     """The decoder's keys: those of text_config, or, as on the Hub, those of the config itself.
 
     Some versions of transformers have written both.
     """
-    nested = keys.mapping(_TEXT)
+    nested = keys.read_mapping(_TEXT_KEY)
     if not nested:
         return keys
     for name, value in nested.items():
-        beside = keys.value(name)
-        if beside not in (None, value) and name not in IRRELEVANT | {_TIED}:
-            keys.refuse(name, beside, f"{_TEXT} says {value!r:.40}; keep one of the two")
-    return Keys(nested)
+        outer_value = keys.read_value(name)
+        if outer_value not in (None, value) and name not in IRRELEVANT_KEYS | {_TIED_KEY}:
+            keys.refuse(name, outer_value, f"{_TEXT_KEY} says {value!r:.40}; keep one of the two")
+    return ConfigKeys(nested)
 
 
-def _patches(keys: Keys) -> dict[str, Any]:
+def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
     """What the towers of all families have in common."""
-    keys.number("initializer_range", 0.02, most=10.0)  # the decoder's counts
-    axial = Keys(keys.mapping("rope_parameters"))
-    axial.only("rope_type", "axial", why="the tower turns pairs by height and by width")
-    axial.only("rope_theta", 1e4, 10000, why="the tower's frequencies are of 10000")
+    keys.read_number("initializer_range", 0.02, most=10.0)  # the decoder's counts
+    axial = ConfigKeys(keys.read_mapping("rope_parameters"))
+    axial.require_value("rope_type", "axial", reason="the tower turns pairs by height and by width")
+    axial.require_value("rope_theta", 1e4, 10000, reason="the tower's frequencies are of 10000")
     keys.absorb(axial, "rope_parameters")
     return {
-        "num_layers": keys.integer("depth", most=MOST_BLOCKS),
-        "hidden_size": keys.integer("hidden_size"),
-        "ffn_hidden_size": keys.integer("intermediate_size"),
-        "num_attention_heads": keys.integer("num_heads"),
-        "channels": keys.integer("in_channels", 3),
-        "patch_size": keys.integer("patch_size"),
-        "temporal_patch_size": keys.integer("temporal_patch_size", 2),
-        "merge_size": keys.integer("spatial_merge_size", 2),
+        "num_layers": keys.read_integer("depth", most=MOST_BLOCKS),
+        "hidden_size": keys.read_integer("hidden_size"),
+        "ffn_hidden_size": keys.read_integer("intermediate_size"),
+        "num_attention_heads": keys.read_integer("num_heads"),
+        "channels": keys.read_integer("in_channels", 3),
+        "patch_size": keys.read_integer("patch_size"),
+        "temporal_patch_size": keys.read_integer("temporal_patch_size", 2),
+        "merge_size": keys.read_integer("spatial_merge_size", 2),
     }
 
 
-def _windowed(keys: Keys, patches: dict[str, Any]) -> Vision:
+def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """The tower of Qwen2.5-VL."""
-    keys.only("hidden_act", "silu", why="only gated SiLU (silu) is computed")
-    channels, patch = patches["channels"], patches["patch_size"]
-    keys.only("in_chans", channels, why=f"must be in_channels, {channels}")
-    keys.only("spatial_patch_size", patch, why=f"must be patch_size, {patch}")
-    full = tuple(number for number in _FULL if number < patches["num_layers"])
-    if keys.present("fullatt_block_indexes"):
-        full = keys.integers("fullatt_block_indexes")
-    window, pace = keys.integer("window_size"), keys.integer("tokens_per_second", 4, least=0)
-    return Vision("qwen2_5_vl", window_size=window, full_layers=full, tokens_per_second=pace, **patches)
+    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is computed")
+    channels, patch = common_fields["channels"], common_fields["patch_size"]
+    keys.require_value("in_chans", channels, reason=f"must be in_channels, {channels}")
+    keys.require_value("spatial_patch_size", patch, reason=f"must be patch_size, {patch}")
+    full_layers = tuple(number for number in _FULL_ATTENTION_BLOCKS if number < common_fields["num_layers"])
+    if keys.has_value("fullatt_block_indexes"):
+        full_layers = keys.read_integers("fullatt_block_indexes")
+    window, tokens_per_second = (
+        keys.read_integer("window_size"),
+        keys.read_integer("tokens_per_second", 4, least=0),
+    )
+    return VisionArchitecture(
+        "qwen2_5_vl",
+        window_size=window,
+        full_layers=full_layers,
+        tokens_per_second=tokens_per_second,
+        **common_fields,
+    )
 
 
-def _deep(keys: Keys, patches: dict[str, Any]) -> Vision:
+def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """The tower of Qwen3-VL."""
-    keys.only("hidden_act", "gelu_pytorch_tanh", why="only the GELU of its class is computed")
-    keys.value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
-    deepstack = keys.integers("deepstack_visual_indexes")
-    positions = keys.integer("num_position_embeddings", most=MOST_POSITIONS)
-    return Vision("qwen3_vl", positions=positions, deepstack=deepstack, **patches)
+    keys.require_value("hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is computed")
+    keys.read_value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
+    deepstack = keys.read_integers("deepstack_visual_indexes")
+    positions = keys.read_integer("num_position_embeddings", most=MOST_POSITIONS)
+    return VisionArchitecture("qwen3_vl", positions=positions, deepstack=deepstack, **common_fields)
 
 
-def tower(vision: Vision, width: int) -> Iterator[Shaped]:
+def list_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     """The tensors of a tower whose embeddings are `width` wide.
 
     By the names of transformers' modules, in the order of their registration.
@@ -142,61 +159,63 @@ def tower(vision: Vision, width: int) -> Iterator[Shaped]:
     yield from _TOWERS[vision.family](vision, width)
 
 
-def _tensors_windowed(vision: Vision, width: int) -> Iterator[Shaped]:
+def _list_windowed_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_patch(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_patch_shape(vision))
     for number in range(vision.num_layers):
-        at = f"blocks.{number}"
-        yield f"{at}.norm1.weight", (hidden,)
-        yield f"{at}.norm2.weight", (hidden,)
-        yield from _linear(f"{at}.attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{at}.attn.proj", hidden, hidden)
-        yield from _linear(f"{at}.mlp.gate_proj", inner, hidden)
-        yield from _linear(f"{at}.mlp.up_proj", inner, hidden)
-        yield from _linear(f"{at}.mlp.down_proj", hidden, inner)
-    merged = hidden * vision.patches
+        prefix = f"blocks.{number}"
+        yield f"{prefix}.norm1.weight", (hidden,)
+        yield f"{prefix}.norm2.weight", (hidden,)
+        yield from _list_linear_tensors(f"{prefix}.attn.qkv", 3 * hidden, hidden)
+        yield from _list_linear_tensors(f"{prefix}.attn.proj", hidden, hidden)
+        yield from _list_linear_tensors(f"{prefix}.mlp.gate_proj", inner, hidden)
+        yield from _list_linear_tensors(f"{prefix}.mlp.up_proj", inner, hidden)
+        yield from _list_linear_tensors(f"{prefix}.mlp.down_proj", hidden, inner)
+    merged = hidden * vision.patches_per_embedding
     yield "merger.ln_q.weight", (hidden,)
-    yield from _linear("merger.mlp.0", merged, merged)
-    yield from _linear("merger.mlp.2", width, merged)
+    yield from _list_linear_tensors("merger.mlp.0", merged, merged)
+    yield from _list_linear_tensors("merger.mlp.2", width, merged)
 
 
-def _tensors_deep(vision: Vision, width: int) -> Iterator[Shaped]:
+def _list_deepstack_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
     hidden, inner = vision.hidden_size, vision.ffn_hidden_size
-    yield "patch_embed.proj.weight", (hidden, *_patch(vision))
+    yield "patch_embed.proj.weight", (hidden, *_get_patch_shape(vision))
     yield "patch_embed.proj.bias", (hidden,)
     yield "pos_embed.weight", (vision.positions, hidden)
     for number in range(vision.num_layers):
-        at = f"blocks.{number}"
-        yield from _norm(f"{at}.norm1", hidden)
-        yield from _norm(f"{at}.norm2", hidden)
-        yield from _linear(f"{at}.attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{at}.attn.proj", hidden, hidden)
-        yield from _linear(f"{at}.mlp.linear_fc1", inner, hidden)
-        yield from _linear(f"{at}.mlp.linear_fc2", hidden, inner)
-    merged = hidden * vision.patches
-    behind = [(f"deepstack_merger_list.{number}", merged) for number in range(len(vision.deepstack))]
-    for at, normed in (("merger", hidden), *behind):
-        yield from _norm(f"{at}.norm", normed)
-        yield from _linear(f"{at}.linear_fc1", merged, merged)
-        yield from _linear(f"{at}.linear_fc2", width, merged)
+        prefix = f"blocks.{number}"
+        yield from _list_norm_tensors(f"{prefix}.norm1", hidden)
+        yield from _list_norm_tensors(f"{prefix}.norm2", hidden)
+        yield from _list_linear_tensors(f"{prefix}.attn.qkv", 3 * hidden, hidden)
+        yield from _list_linear_tensors(f"{prefix}.attn.proj", hidden, hidden)
+        yield from _list_linear_tensors(f"{prefix}.mlp.linear_fc1", inner, hidden)
+        yield from _list_linear_tensors(f"{prefix}.mlp.linear_fc2", hidden, inner)
+    merged = hidden * vision.patches_per_embedding
+    deepstack_mergers = [
+        (f"deepstack_merger_list.{number}", merged) for number in range(len(vision.deepstack))
+    ]
+    for prefix, norm_width in (("merger", hidden), *deepstack_mergers):
+        yield from _list_norm_tensors(f"{prefix}.norm", norm_width)
+        yield from _list_linear_tensors(f"{prefix}.linear_fc1", merged, merged)
+        yield from _list_linear_tensors(f"{prefix}.linear_fc2", width, merged)
 
 
-def _patch(vision: Vision) -> tuple[int, ...]:
+def _get_patch_shape(vision: VisionArchitecture) -> tuple[int, ...]:
     return vision.channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size
 
 
-def _norm(name: str, width: int) -> Iterator[Shaped]:
+def _list_norm_tensors(name: str, width: int) -> Iterator[NamedShape]:
     yield f"{name}.weight", (width,)
     yield f"{name}.bias", (width,)
 
 
-def _linear(name: str, rows: int, columns: int) -> Iterator[Shaped]:
+def _list_linear_tensors(name: str, rows: int, columns: int) -> Iterator[NamedShape]:
     yield f"{name}.weight", (rows, columns)
     yield f"{name}.bias", (rows,)
 
 
-_TOWERS = {"qwen2_5_vl": _tensors_windowed, "qwen3_vl": _tensors_deep}
+_TOWERS = {"qwen2_5_vl": _list_windowed_tensors, "qwen3_vl": _list_deepstack_tensors}
 
-FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
-    read.__name__: read for read in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
+FAMILIES: dict[str, Callable[[ConfigKeys], Architecture]] = {
+    reader.__name__: reader for reader in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
 }

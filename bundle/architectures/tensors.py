@@ -10,32 +10,34 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from bundle.architectures import multimodal
-from bundle.architectures.architecture import MLA, Architecture, DeltaNet, padded_vocabulary
-from bundle.architectures.published import NAMES, Names, kind_of
+from bundle.architectures.architecture import MLA, Architecture, DeltaNet, pad_vocab_size
+from bundle.architectures.published_names import PUBLISHED_NAMES, PublishedNames, build_suffix
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 SINKS = "softmax_offset"  # what megatron-core and Transformer Engine call a layer's learned sinks
-TOWER = "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
-_PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")
+TOWER_PREFIX = (
+    "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
+)
+_PROJECTOR_PREFIXES = (f"{TOWER_PREFIX}merger.", f"{TOWER_PREFIX}deepstack_merger_list.")
 
 # What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and the sizes, as shares, of
 # the blocks of it that are cut one by one (gate and up). Experts are cut alike, by expert tensor parallelism.
-_ONE = (1,)
+_ONE_BLOCK = (1,)
 _CUTS = {
-    "word_embeddings": (0, _ONE),
-    "output_layer": (0, _ONE),
-    "linear_qkv": (0, _ONE),
-    "linear_q_proj": (0, _ONE),
-    "linear_q_up_proj": (0, _ONE),
-    "linear_kv_up_proj": (0, _ONE),
-    "eh_proj": (0, _ONE),
+    "word_embeddings": (0, _ONE_BLOCK),
+    "output_layer": (0, _ONE_BLOCK),
+    "linear_qkv": (0, _ONE_BLOCK),
+    "linear_q_proj": (0, _ONE_BLOCK),
+    "linear_q_up_proj": (0, _ONE_BLOCK),
+    "linear_kv_up_proj": (0, _ONE_BLOCK),
+    "eh_proj": (0, _ONE_BLOCK),
     "linear_fc1": (0, (1, 1)),
-    "linear_proj": (1, _ONE),
-    "linear_fc2": (1, _ONE),
-    "out_proj": (1, _ONE),
+    "linear_proj": (1, _ONE_BLOCK),
+    "linear_fc2": (1, _ONE_BLOCK),
+    "out_proj": (1, _ONE_BLOCK),
 }
 # Of what a rank has the entries of its own heads.
-_BY_HEAD = (SINKS, "A_log", "dt_bias")
+_HEAD_TENSORS = (SINKS, "A_log", "dt_bias")
 
 
 class Cut(NamedTuple):
@@ -49,15 +51,15 @@ class Cut(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def cut(name: str, net: DeltaNet | None = None) -> Cut | None:
+def find_cut(name: str, net: DeltaNet | None = None) -> Cut | None:
     """How the tensor of that name is cut; None: every rank holds all of it. `net`: of its model."""
     *_, module, kind = name.split(".")
-    if kind in _BY_HEAD:
-        return Cut("tp", 0, _ONE)
-    if name.startswith(TOWER) or kind not in ("weight", "bias"):
+    if kind in _HEAD_TENSORS:
+        return Cut("tp", 0, _ONE_BLOCK)
+    if name.startswith(TOWER_PREFIX) or kind not in ("weight", "bias"):
         return None
     if net is not None and module in ("in_proj", "conv1d"):
-        return Cut("tp", 0, net.widths if module == "in_proj" else net.convolved)
+        return Cut("tp", 0, net.projection_widths if module == "in_proj" else net.convolution_widths)
     if module not in _CUTS:
         return None
     dim, blocks = _CUTS[module]
@@ -73,7 +75,7 @@ def is_expert(name: str) -> bool:
 
 def is_projector(name: str) -> bool:
     """Whether this is of those modules of a tower that make embeddings as wide as the decoder's."""
-    return name.startswith(_PROJECTOR)
+    return name.startswith(_PROJECTOR_PREFIXES)
 
 
 def is_buffer(name: str) -> bool:
@@ -97,7 +99,7 @@ class Piece(NamedTuple):
         return len(range(self.start, self.stop, self.step))
 
 
-class Rule(NamedTuple):
+class ConversionRule(NamedTuple):
     """How published tensors make one of ours, and the way back.
 
     - copy: it is ours; vocabulary: it is the first rows of ours, and the rest is padding
@@ -116,7 +118,7 @@ class Rule(NamedTuple):
     dim: int = 0
     order: tuple[Piece, ...] = ()
 
-    def pieces(self) -> Iterator[Piece]:
+    def iterate_pieces(self) -> Iterator[Piece]:
         """What ours consists of, from its first entry on; behind the last piece there is padding."""
         if self.kind == "halves":
             (width,) = self.widths
@@ -131,11 +133,11 @@ class Rule(NamedTuple):
         order = self.order or tuple(Piece(source, 0, width) for source, width in enumerate(self.widths))
         for i in range(self.repeats):
             for source, start, stop, step in order:
-                at = i * self.widths[source]
-                yield Piece(source, at + start, at + stop, step)
+                offset = i * self.widths[source]
+                yield Piece(source, offset + start, offset + stop, step)
 
 
-class Stack(NamedTuple):
+class StackEntry(NamedTuple):
     """An entry, of so many, along a first dimension that a published tensor has and ours have not.
 
     A matrix lies there turned: its columns are our rows.
@@ -146,33 +148,35 @@ class Stack(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of the whole model. `published` is what it is made of; () where no family publishes it.
+    """One tensor of the whole model. `published_names` is what it is made of.
 
-    `copies` are the names under which the only one that it is made of is written once more.
+    () where no family publishes it.
+
+    `copy_names` are the names under which the only one that it is made of is written once more.
     """
 
     name: str
     shape: tuple[int, ...]
-    published: tuple[str, ...] = ()
-    rule: Rule = Rule("copy", ())
-    stack: Stack | None = None
-    copies: tuple[str, ...] = ()
+    published_names: tuple[str, ...] = ()
+    rule: ConversionRule = ConversionRule("copy", ())
+    stack: StackEntry | None = None
+    copy_names: tuple[str, ...] = ()
 
     @property
-    def written(self) -> tuple[str, ...]:
+    def written_names(self) -> tuple[str, ...]:
         """The names of everything that is written of it."""
-        return (*self.published, *self.copies)
+        return (*self.published_names, *self.copy_names)
 
     @property
     def elements(self) -> int:
         """The number of its values."""
         return math.prod(self.shape)
 
-    def published_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def list_published_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of everything that is written of it."""
         rule = self.rule
-        widths = (*rule.widths, *(rule.widths[0] for _ in self.copies))
-        for name, width in zip(self.written, widths, strict=True):
+        widths = (*rule.widths, *(rule.widths[0] for _ in self.copy_names))
+        for name, width in zip(self.written_names, widths, strict=True):
             size = width * rule.repeats
             shape = (*self.shape[: rule.dim], size, *self.shape[rule.dim + 1 :])
             yield name, (self.stack.entries, *reversed(shape)) if self.stack else shape
@@ -187,266 +191,306 @@ class Tensors:
     def __init__(self, architecture: Architecture, tp: int = 1, written_copies: Collection[str] = ()) -> None:
         self.architecture = architecture
         self._written_copies = written_copies
-        self.names = NAMES[architecture.model_type]
-        self._rows = padded_vocabulary(architecture.vocab_size, tp)
+        self.names = PUBLISHED_NAMES[architecture.model_type]
+        self._vocab_rows = pad_vocab_size(architecture.vocab_size, tp)
 
     def __iter__(self) -> Iterator[Tensor]:
         """All of them; a tied head is the embedding and comes once."""
-        yield self.embedding()
+        yield self.build_embedding()
         for number in range(self.architecture.num_layers):
-            yield from self.layer(number)
-        yield self.final_norm()
+            yield from self.build_layer(number)
+        yield self.build_final_norm()
         for depth in range(self.architecture.mtp_layers):
-            yield from self.mtp_layer(depth)
+            yield from self.build_mtp_layer(depth)
         if not self.architecture.tied_embeddings:
-            yield self.head()
-        yield from self.tower()
+            yield self.build_head()
+        yield from self.build_tower()
 
-    def published(self) -> Iterator[Tensor]:
+    def iterate_published(self) -> Iterator[Tensor]:
         """Those that are published, in an order to write them in: the entries of a stack stand together."""
-        of_names: dict[tuple[str, ...], list[Tensor]] = {}
+        by_names: dict[tuple[str, ...], list[Tensor]] = {}
         for tensor in self:
-            if tensor.published:
-                of_names.setdefault(tensor.published, []).append(tensor)
-        for tensors in of_names.values():
+            if tensor.published_names:
+                by_names.setdefault(tensor.published_names, []).append(tensor)
+        for tensors in by_names.values():
             yield from tensors
 
-    def embedding(self) -> Tensor:
+    def build_embedding(self) -> Tensor:
         """The word embedding, with its rows of padding."""
-        return self._of_vocabulary(EMBEDDING)
+        return self._build_vocabulary_tensor(EMBEDDING)
 
-    def head(self) -> Tensor:
+    def build_head(self) -> Tensor:
         """The output layer of a model that does not use the embedding for it."""
-        return self._of_vocabulary(HEAD)
+        return self._build_vocabulary_tensor(HEAD)
 
-    def final_norm(self) -> Tensor:
+    def build_final_norm(self) -> Tensor:
         """The norm behind the last decoder layer."""
         width = self.architecture.hidden_size
         name = "decoder.final_layernorm"
         return Tensor(
-            f"{name}.weight", (width,), (f"{self.names.of_model(name)}.weight",), Rule("copy", (width,))
+            f"{name}.weight",
+            (width,),
+            (f"{self.names.find_model_module(name)}.weight",),
+            ConversionRule("copy", (width,)),
         )
 
-    def layer(self, number: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
+    def build_layer(self, number: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
         """The tensors of decoder layer `number`, from 0; of all experts, or of those with these numbers."""
-        published = f"{self.names.decoder}layers.{number}."
-        place = _Place(self.names, f"decoder.layers.{number}.", published)
+        published_prefix = f"{self.names.decoder_prefix}layers.{number}."
+        builder = _LayerBuilder(self.names, f"decoder.layers.{number}.", published_prefix)
         routed, net = bool(self.architecture.layer_pattern[number]), self.architecture.delta_net
         linear = net if net and net.layers[number] else None
-        yield from _layer(self.architecture, place, routed=routed, experts=experts, net=linear)
+        yield from _build_layer(self.architecture, builder, has_experts=routed, experts=experts, net=linear)
 
-    def tower(self) -> Iterator[Tensor]:
+    def build_tower(self) -> Iterator[Tensor]:
         """The tensors of the vision tower, if there is one, the projector's among them."""
         if self.architecture.vision is None:
             return
-        for name, shape in multimodal.tower(self.architecture.vision, self.architecture.hidden_size):
-            published = f"{self.names.vision}{name}"
-            yield Tensor(f"{TOWER}{name}", shape, (published,), Rule("copy", shape[:1]))
+        for name, shape in multimodal.list_tower_tensors(
+            self.architecture.vision, self.architecture.hidden_size
+        ):
+            published = f"{self.names.vision_prefix}{name}"
+            yield Tensor(f"{TOWER_PREFIX}{name}", shape, (published,), ConversionRule("copy", shape[:1]))
 
-    def mtp_layer(self, depth: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
+    def build_mtp_layer(self, depth: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
         """The tensors of an MTP layer: the last decoder layer's kind, and what stands around it."""
         a, names, hidden = self.architecture, self.names.mtp, self.architecture.hidden_size
-        at, published = f"mtp.layers.{depth}.", self._mtp_at(depth)
+        prefix, published_prefix = f"mtp.layers.{depth}.", self._build_mtp_prefix(depth)
 
-        def around(module: str, shape: tuple[int, ...], rule: Rule | None = None) -> Tensor:
-            name = f"{at}{module}.weight"
+        def build_outer_tensor(
+            module: str, shape: tuple[int, ...], rule: ConversionRule | None = None
+        ) -> Tensor:
+            name = f"{prefix}{module}.weight"
             if names is None:
                 return Tensor(name, shape)
-            of = (f"{published}{names.around[module]}.weight",)
-            return Tensor(name, shape, of, rule or Rule("copy", shape[:1]))
+            published_names = (f"{published_prefix}{names.outer_modules[module]}.weight",)
+            return Tensor(name, shape, published_names, rule or ConversionRule("copy", shape[:1]))
 
-        turned = Rule("halves", (2 * hidden,), dim=1) if names and names.hidden_first else None
-        yield around("enorm", (hidden,))
-        yield around("hnorm", (hidden,))
-        yield around("eh_proj", (hidden, 2 * hidden), turned)
-        place = _Place(self.names, f"{at}transformer_layer.", published)
-        yield from _layer(a, place, routed=bool(a.layer_pattern[-1]), experts=experts)
-        yield around("final_layernorm", (hidden,))
+        projection_rule = (
+            ConversionRule("halves", (2 * hidden,), dim=1) if names and names.is_hidden_first else None
+        )
+        yield build_outer_tensor("enorm", (hidden,))
+        yield build_outer_tensor("hnorm", (hidden,))
+        yield build_outer_tensor("eh_proj", (hidden, 2 * hidden), projection_rule)
+        builder = _LayerBuilder(self.names, f"{prefix}transformer_layer.", published_prefix)
+        yield from _build_layer(a, builder, has_experts=bool(a.layer_pattern[-1]), experts=experts)
+        yield build_outer_tensor("final_layernorm", (hidden,))
 
-    def copies(self) -> dict[str, str]:
+    def map_copies(self) -> dict[str, str]:
         """Tensors that a directory may hold once more: the copy's published name -> the original's."""
         a = self.architecture
         embedding, head = (self._build_published_name(name) for name in (EMBEDDING, HEAD))
-        found = {head: embedding} if a.tied_embeddings else {}
-        originals = {EMBEDDING: embedding, HEAD: found.get(head, head)}
+        copy_originals = {head: embedding} if a.tied_embeddings else {}
+        originals = {EMBEDDING: embedding, HEAD: copy_originals.get(head, head)}
         for depth in range(a.mtp_layers if self.names.mtp else 0):
             assert self.names.mtp is not None
             for module, original in self.names.mtp.copies.items():
-                found[f"{self._mtp_at(depth)}{module}.weight"] = originals[f"{original}.weight"]
-        return found
+                copy_originals[f"{self._build_mtp_prefix(depth)}{module}.weight"] = originals[
+                    f"{original}.weight"
+                ]
+        return copy_originals
 
-    def find_copies(self, source: Collection[str]) -> list[str]:
-        """Return the copies to write of a model that began with tensors of the names `source`.
+    def find_copies(self, source_names: Collection[str]) -> list[str]:
+        """Return the copies to write of a model that began with tensors of the names `source_names`.
 
         They are those of the source; MTP layers that the source lacks have those of their family.
         """
-        layers = [self._mtp_at(depth) for depth in range(self.architecture.mtp_layers)]
-        new = tuple(at for at in layers if at and not any(name.startswith(at) for name in source))
-        return [copy for copy in self.copies() if copy in source or copy.startswith(new)]
+        prefixes = [self._build_mtp_prefix(depth) for depth in range(self.architecture.mtp_layers)]
+        new_prefixes = tuple(
+            prefix
+            for prefix in prefixes
+            if prefix and not any(name.startswith(prefix) for name in source_names)
+        )
+        return [copy for copy in self.map_copies() if copy in source_names or copy.startswith(new_prefixes)]
 
-    def _mtp_at(self, depth: int) -> str | None:
+    def _build_mtp_prefix(self, depth: int) -> str | None:
         layer = self.architecture.num_layers + depth
-        return self.names.mtp.at.format(depth=depth, layer=layer) if self.names.mtp else None
+        return self.names.mtp.prefix.format(depth=depth, layer=layer) if self.names.mtp else None
 
-    def _of_vocabulary(self, name: str) -> Tensor:
+    def _build_vocabulary_tensor(self, name: str) -> Tensor:
         a, published = self.architecture, self._build_published_name(name)
-        rule = Rule("vocabulary", (a.vocab_size,))
-        originals = self.copies() if self._written_copies else {}
+        rule = ConversionRule("vocabulary", (a.vocab_size,))
+        originals = self.map_copies() if self._written_copies else {}
         copies = tuple(copy for copy in self._written_copies if originals.get(copy) == published)
-        return Tensor(name, (self._rows, a.hidden_size), (published,), rule, copies=copies)
+        return Tensor(name, (self._vocab_rows, a.hidden_size), (published,), rule, copy_names=copies)
 
     def _build_published_name(self, name: str) -> str:
-        return f"{self.names.of_model(name.removesuffix('.weight'))}.weight"
+        return f"{self.names.find_model_module(name.removesuffix('.weight'))}.weight"
 
 
-class _Place(NamedTuple):
-    """Where a decoder layer's tensors stand; `published` is None where nobody publishes this layer."""
+class _LayerBuilder(NamedTuple):
+    """Where a decoder layer's tensors stand; `published_prefix` is None where nobody publishes this layer."""
 
-    names: Names
-    at: str
-    published: str | None
+    names: PublishedNames
+    prefix: str
+    published_prefix: str | None
 
-    def tensor(
+    def build_tensor(
         self,
         module: str,
         shape: tuple[int, ...],
-        rule: Rule | None = None,
+        rule: ConversionRule | None = None,
         kind: str = "weight",
-        stack: Stack | None = None,
+        stack: StackEntry | None = None,
     ) -> Tensor:
-        rule = rule or Rule("copy", (shape[0],))
-        name = f"{self.at}{module}.{kind}"
-        if self.published is None:
+        rule = rule or ConversionRule("copy", (shape[0],))
+        name = f"{self.prefix}{module}.{kind}"
+        if self.published_prefix is None:
             return Tensor(name, shape)
-        kind = kind_of(kind, stacked=stack is not None)
-        published = (f"{self.published}{theirs}{kind}" for theirs in self.names.of_layer(module))
-        return Tensor(name, shape, tuple(published), rule, stack)
+        kind = build_suffix(kind, stacked=stack is not None)
+        published_names = (
+            f"{self.published_prefix}{module_name}{kind}"
+            for module_name in self.names.find_layer_modules(module)
+        )
+        return Tensor(name, shape, tuple(published_names), rule, stack)
 
 
-def _layer(
+def _build_layer(
     a: Architecture,
-    to: _Place,
+    builder: _LayerBuilder,
     *,
-    routed: bool,
+    has_experts: bool,
     experts: Iterable[int] | None,
     net: DeltaNet | None = None,
 ) -> Iterator[Tensor]:
     hidden = a.hidden_size
-    yield to.tensor("input_layernorm", (hidden,))
+    yield builder.build_tensor("input_layernorm", (hidden,))
     if net is not None:
-        yield from _delta_net(a, to, net)
+        yield from _build_delta_net(a, builder, net)
     else:
-        yield from _latent_attention(a, to, a.mla) if a.mla else _attention(a, to)
-    yield to.tensor("pre_mlp_layernorm", (hidden,))
-    if routed:
-        yield from _experts(a, to, experts)
+        yield from _build_latent_attention(a, builder, a.mla) if a.mla else _build_attention(a, builder)
+    yield builder.build_tensor("pre_mlp_layernorm", (hidden,))
+    if has_experts:
+        yield from _build_experts(a, builder, experts)
     else:
-        yield from _gated(to, "mlp", hidden, a.ffn_hidden_size, bias=a.linear_bias)
+        yield from _build_gated_mlp(builder, "mlp", hidden, a.ffn_hidden_size, bias=a.linear_bias)
 
 
-def _attention(a: Architecture, to: _Place) -> Iterator[Tensor]:
-    width, groups, at = a.kv_channels, a.num_query_groups, "self_attention"
+def _build_attention(a: Architecture, builder: _LayerBuilder) -> Iterator[Tensor]:
+    width, groups, prefix = a.kv_channels, a.num_query_groups, "self_attention"
     heads = a.num_attention_heads // groups
-    by_group = Rule("qkv", (heads * width, width, width), repeats=groups)
+    qkv_rule = ConversionRule("qkv", (heads * width, width, width), repeats=groups)
     if a.output_gate:
-        by_group = _gated_queries(heads, width)._replace(repeats=groups)
-    rows = sum(by_group.widths) * groups
+        qkv_rule = _build_gated_query_rule(heads, width)._replace(repeats=groups)
+    rows = sum(qkv_rule.widths) * groups
     if a.sinks:
-        yield to.tensor(f"{at}.core_attention", (a.num_attention_heads,), kind=SINKS)
-    yield to.tensor(f"{at}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
+        yield builder.build_tensor(f"{prefix}.core_attention", (a.num_attention_heads,), kind=SINKS)
+    yield builder.build_tensor(f"{prefix}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
     if a.linear_bias:
-        yield to.tensor(f"{at}.linear_proj", (a.hidden_size,), kind="bias")
-    yield to.tensor(f"{at}.linear_qkv", (rows, a.hidden_size), by_group)
+        yield builder.build_tensor(f"{prefix}.linear_proj", (a.hidden_size,), kind="bias")
+    yield builder.build_tensor(f"{prefix}.linear_qkv", (rows, a.hidden_size), qkv_rule)
     if a.qkv_bias:
-        yield to.tensor(f"{at}.linear_qkv", (rows,), by_group, "bias")
+        yield builder.build_tensor(f"{prefix}.linear_qkv", (rows,), qkv_rule, "bias")
     if a.qk_layernorm:
-        yield to.tensor(f"{at}.q_layernorm", (width,))
-        yield to.tensor(f"{at}.k_layernorm", (width,))
+        yield builder.build_tensor(f"{prefix}.q_layernorm", (width,))
+        yield builder.build_tensor(f"{prefix}.k_layernorm", (width,))
 
 
-def _gated_queries(heads: int, width: int) -> Rule:
+def _build_gated_query_rule(heads: int, width: int) -> ConversionRule:
     """A head's gate is published behind its query; ours are all queries of a group, then all gates."""
     queries, gates = (
-        [Piece(0, at + first, at + first + width) for at in range(0, 2 * heads * width, 2 * width)]
+        [
+            Piece(0, offset + first, offset + first + width)
+            for offset in range(0, 2 * heads * width, 2 * width)
+        ]
         for first in (0, width)
     )
-    return Rule(
+    return ConversionRule(
         "heads",
         (2 * heads * width, width, width),
         order=(*queries, *gates, Piece(1, 0, width), Piece(2, 0, width)),
     )
 
 
-def _delta_net(a: Architecture, to: _Place, net: DeltaNet) -> Iterator[Tensor]:
-    at, heads = "self_attention", net.num_value_heads
-    apart = Rule("gated", (sum(net.convolved), *net.widths[3:]))
-    rule = _by_key_heads(net) if to.names.by_key_heads else apart
-    yield to.tensor(at, (heads,), kind="dt_bias")
-    yield to.tensor(at, (heads,), kind="A_log")
-    yield to.tensor(f"{at}.in_proj", (sum(net.widths), a.hidden_size), rule)
-    yield to.tensor(f"{at}.conv1d", (sum(net.convolved), 1, net.convolution))
-    yield to.tensor(f"{at}.out_norm", (net.value_head_dim,))
-    yield to.tensor(f"{at}.out_proj", (a.hidden_size, heads * net.value_head_dim))
+def _build_delta_net(a: Architecture, builder: _LayerBuilder, net: DeltaNet) -> Iterator[Tensor]:
+    prefix, heads = "self_attention", net.num_value_heads
+    separate_rule = ConversionRule("gated", (sum(net.convolution_widths), *net.projection_widths[3:]))
+    rule = _build_key_head_rule(net) if builder.names.has_key_head_order else separate_rule
+    yield builder.build_tensor(prefix, (heads,), kind="dt_bias")
+    yield builder.build_tensor(prefix, (heads,), kind="A_log")
+    yield builder.build_tensor(f"{prefix}.in_proj", (sum(net.projection_widths), a.hidden_size), rule)
+    yield builder.build_tensor(f"{prefix}.conv1d", (sum(net.convolution_widths), 1, net.convolution))
+    yield builder.build_tensor(f"{prefix}.out_norm", (net.value_head_dim,))
+    yield builder.build_tensor(f"{prefix}.out_proj", (a.hidden_size, heads * net.value_head_dim))
 
 
-def _by_key_heads(net: DeltaNet) -> Rule:
+def _build_key_head_rule(net: DeltaNet) -> ConversionRule:
     """Published are, for each head of keys, its query, key, values and gates, and its betas and alphas."""
-    of_head = [width // net.num_key_heads for width in net.widths]
+    head_widths = [width // net.num_key_heads for width in net.projection_widths]
     sources = (0, 0, 0, 0, 1, 1)
     widths = tuple(
-        sum(width for width, of in zip(of_head, sources, strict=True) if of == source) for source in (0, 1)
+        sum(width for width, width_source in zip(head_widths, sources, strict=True) if width_source == source)
+        for source in (0, 1)
     )
     order = []
-    for number, (source, width) in enumerate(zip(sources, of_head, strict=True)):
-        first = sum(of_head[:number]) - (widths[0] if source else 0)
+    for number, (source, width) in enumerate(zip(sources, head_widths, strict=True)):
+        first = sum(head_widths[:number]) - (widths[0] if source else 0)
         for head in range(net.num_key_heads):
             start = head * widths[source] + first
             order.append(Piece(source, start, start + width))
-    return Rule("heads", tuple(width * net.num_key_heads for width in widths), order=tuple(order))
+    return ConversionRule("heads", tuple(width * net.num_key_heads for width in widths), order=tuple(order))
 
 
-def _latent_attention(a: Architecture, to: _Place, mla: MLA) -> Iterator[Tensor]:
-    heads, hidden, at = a.num_attention_heads, a.hidden_size, "self_attention"
-    yield to.tensor(f"{at}.linear_proj", (hidden, heads * mla.v_head_dim))
+def _build_latent_attention(a: Architecture, builder: _LayerBuilder, mla: MLA) -> Iterator[Tensor]:
+    heads, hidden, prefix = a.num_attention_heads, a.hidden_size, "self_attention"
+    yield builder.build_tensor(f"{prefix}.linear_proj", (hidden, heads * mla.v_head_dim))
     queries = heads * mla.q_head_dim
     if mla.q_lora_rank is None:
-        yield to.tensor(f"{at}.linear_q_proj", (queries, hidden))
+        yield builder.build_tensor(f"{prefix}.linear_q_proj", (queries, hidden))
     else:
-        yield to.tensor(f"{at}.linear_q_down_proj", (mla.q_lora_rank, hidden))
-        yield to.tensor(f"{at}.linear_q_up_proj", (queries, mla.q_lora_rank))
-    yield to.tensor(f"{at}.linear_kv_down_proj", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, hidden))
-    yield to.tensor(f"{at}.linear_kv_up_proj", (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank))
+        yield builder.build_tensor(f"{prefix}.linear_q_down_proj", (mla.q_lora_rank, hidden))
+        yield builder.build_tensor(f"{prefix}.linear_q_up_proj", (queries, mla.q_lora_rank))
+    yield builder.build_tensor(
+        f"{prefix}.linear_kv_down_proj", (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, hidden)
+    )
+    yield builder.build_tensor(
+        f"{prefix}.linear_kv_up_proj", (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    )
     if mla.q_lora_rank is not None:
-        yield to.tensor(f"{at}.q_layernorm", (mla.q_lora_rank,))
-    yield to.tensor(f"{at}.kv_layernorm", (mla.kv_lora_rank,))
+        yield builder.build_tensor(f"{prefix}.q_layernorm", (mla.q_lora_rank,))
+    yield builder.build_tensor(f"{prefix}.kv_layernorm", (mla.kv_lora_rank,))
 
 
-def _gated(
-    to: _Place, at: str, hidden: int, width: int, *, bias: bool = False, stack: Stack | None = None
+def _build_gated_mlp(
+    builder: _LayerBuilder,
+    prefix: str,
+    hidden: int,
+    width: int,
+    *,
+    bias: bool = False,
+    stack: StackEntry | None = None,
 ) -> Iterator[Tensor]:
-    how = to.names.stacked_experts if stack else None
-    both = Rule(how, (2 * width,)) if how else Rule("gated", (width, width))
-    yield to.tensor(f"{at}.linear_fc1", (2 * width, hidden), both, stack=stack)
+    stacked_kind = builder.names.stacked_experts if stack else None
+    rule = (
+        ConversionRule(stacked_kind, (2 * width,))
+        if stacked_kind
+        else ConversionRule("gated", (width, width))
+    )
+    yield builder.build_tensor(f"{prefix}.linear_fc1", (2 * width, hidden), rule, stack=stack)
     if bias:
-        yield to.tensor(f"{at}.linear_fc1", (2 * width,), both, "bias", stack)
-    yield to.tensor(f"{at}.linear_fc2", (hidden, width), stack=stack)
+        yield builder.build_tensor(f"{prefix}.linear_fc1", (2 * width,), rule, "bias", stack)
+    yield builder.build_tensor(f"{prefix}.linear_fc2", (hidden, width), stack=stack)
     if bias:
-        yield to.tensor(f"{at}.linear_fc2", (hidden,), kind="bias", stack=stack)
+        yield builder.build_tensor(f"{prefix}.linear_fc2", (hidden,), kind="bias", stack=stack)
 
 
-def _experts(a: Architecture, to: _Place, numbers: Iterable[int] | None) -> Iterator[Tensor]:
+def _build_experts(
+    a: Architecture, builder: _LayerBuilder, numbers: Iterable[int] | None
+) -> Iterator[Tensor]:
     moe, hidden = a.moe, a.hidden_size
     assert moe is not None
-    yield to.tensor("mlp.router", (moe.num_experts, hidden))
+    yield builder.build_tensor("mlp.router", (moe.num_experts, hidden))
     if moe.expert_bias:
-        yield to.tensor("mlp.router", (moe.num_experts,), kind="expert_bias")
+        yield builder.build_tensor("mlp.router", (moe.num_experts,), kind="expert_bias")
     if a.linear_bias:
-        yield to.tensor("mlp.router", (moe.num_experts,), kind="bias")
+        yield builder.build_tensor("mlp.router", (moe.num_experts,), kind="bias")
     for number in range(moe.num_experts) if numbers is None else numbers:
-        stack = Stack(number, moe.num_experts) if to.names.stacked_experts else None
-        at = f"mlp.experts.local_experts.{number}"
-        yield from _gated(to, at, hidden, moe.ffn_hidden_size, bias=a.linear_bias, stack=stack)
+        stack = StackEntry(number, moe.num_experts) if builder.names.stacked_experts else None
+        prefix = f"mlp.experts.local_experts.{number}"
+        yield from _build_gated_mlp(
+            builder, prefix, hidden, moe.ffn_hidden_size, bias=a.linear_bias, stack=stack
+        )
     if moe.shared_gate:
-        yield to.tensor("mlp.shared_experts", (1, hidden), kind="gate_weight")
+        yield builder.build_tensor("mlp.shared_experts", (1, hidden), kind="gate_weight")
     if moe.shared_ffn_hidden_size:
-        yield from _gated(to, "mlp.shared_experts", hidden, moe.shared_ffn_hidden_size)
+        yield from _build_gated_mlp(builder, "mlp.shared_experts", hidden, moe.shared_ffn_hidden_size)

@@ -24,19 +24,19 @@ class Runtime(Protocol):
         """What attends all sequences of a pack at once in layers that are not megatron's, without causality,
         as `cuda.vision` has it; None where torch attends them one after the other."""
 
-    def device(self, local_rank: int) -> "torch.device":
+    def select_device(self, local_rank: int) -> "torch.device":
         """The device of this rank, made current."""
 
-    def megatron(self) -> AbstractContextManager[Any]:
+    def megatron_calls(self) -> AbstractContextManager[Any]:
         """The context in which megatron is called."""
 
-    def options(self, recipe: "Recipe") -> dict[str, Any]:
+    def build_config_options(self, recipe: "Recipe") -> dict[str, Any]:
         """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
     def fuses_adam(self, recipe: "Recipe") -> bool:
         """Whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
 
-    def specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
+    def build_specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
         """The specs of model chunk `chunk`, with the layers that run on this accelerator."""
 
 
@@ -46,10 +46,10 @@ def prepare(backend: str, recipe: "Recipe | None" = None) -> Runtime:
     As the `backend_options` of `recipe` say, where there is one. Raises EnvironmentUnfit where this machine,
     or what was imported already, does not allow it.
     """
-    room = importlib.import_module(f"bundle.backends.{backend}")
+    package = importlib.import_module(f"bundle.backends.{backend}")
     runtime: Runtime
     if recipe is not None and recipe.backend_options.mindspeed:  # a plan refuses it on other backends
-        runtime = importlib.import_module(f"{room.__name__}.mindspeed").prepare(recipe)
+        runtime = importlib.import_module(f"{package.__name__}.mindspeed").prepare(recipe)
     else:
-        runtime = room.prepare()
+        runtime = package.prepare()
     return runtime

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def eager_for_megatron(original: Callable[..., Any], eager: Callable[[], bool]) -> Callable[..., Any]:
-    """A `torch.compile` that compiles all but megatron's functions, which run as they are while `eager()`.
+def skip_megatron_compile(original: Callable[..., Any], is_eager: Callable[[], bool]) -> Callable[..., Any]:
+    """A `torch.compile` that compiles all but megatron's functions, which run as they are while `is_eager()`.
 
     Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its small fused functions
     with it. Compiling them takes minutes on a cpu and buys nothing, and is broken under torch-npu's names. It
@@ -24,7 +24,7 @@ def eager_for_megatron(original: Callable[..., Any], eager: Callable[[], bool]) 
 
         @functools.wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (model if eager() else compiled())(*args, **kwargs)
+            return (model if is_eager() else compiled())(*args, **kwargs)
 
         return call
 

@@ -16,18 +16,18 @@ from bundle.capabilities import AttentionKernel
 from bundle.errors import UsageError
 
 
-class CoreAttention(torch.nn.Module, ABC):
+class BaseCoreAttention(torch.nn.Module, ABC):
     """Takes the place of DotProductAttention in layer specs, with its arguments in every release from 0.12.
 
-    One constructor for all backends: each of them says `name`, `kernel_of` and `attend`. What another release
-    gives beside these arguments is refused by Python, not passed over.
+    One constructor for all backends: each of them says `name`, `select_kernel` and `attend`. What another
+    release gives beside these arguments is refused by Python, not passed over.
 
     `softmax_offset` [heads of this rank]: learned sinks, by the name of Transformer Engine's; None without.
     `window`: so many keys does a query see, itself the last; None: all before it.
     """
 
     name: str
-    sinks_and_windows = False  # whether `attend` computes them
+    has_sinks_and_windows = False  # whether `attend` computes them
 
     def __init__(
         self,
@@ -44,37 +44,37 @@ class CoreAttention(torch.nn.Module, ABC):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if wrong := self.not_computed(config):
+        if wrong := self.find_unsupported(config):
             raise UsageError(f"the core attention of {self.name} does not compute", wrong)
-        self.config, self.kernel = config, self.kernel_of(config)
+        self.config, self.kernel = config, self.select_kernel(config)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling divides by the layer's number before the softmax and multiplies inside
         # it, for the range of fp16: the product is this scale.
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.groups = pg_collection if pg_collection is not None else model_comm_pgs
-        self.window = _window(config, layer_number)
+        self.window = _find_window(config, layer_number)
         self.register_parameter(SINKS, None)
         if getattr(config, "softmax_type", "vanilla") == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, **made))
+            factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, **factory_options))
 
     @classmethod
-    def not_computed(cls, config: Any) -> list[str]:
+    def find_unsupported(cls, config: Any) -> list[str]:
         """What this configuration asks for and nobody here computes."""
         wrong = []
         window, softmax = getattr(config, "window_size", None), getattr(config, "softmax_type", "vanilla")
         causal = window is not None and window[0] >= 0 and window[1] == 0
-        if window is not None and not (cls.sinks_and_windows and causal):
+        if window is not None and not (cls.has_sinks_and_windows and causal):
             wrong.append(f"window_size={window}: sliding windows")
-        if softmax != "vanilla" and not (cls.sinks_and_windows and softmax == "learnable"):
+        if softmax != "vanilla" and not (cls.has_sinks_and_windows and softmax == "learnable"):
             wrong.append(f"softmax_type={softmax}: softmax sinks")
         return wrong
 
     @staticmethod
     @abstractmethod
-    def kernel_of(config: Any) -> AttentionKernel:
+    def select_kernel(config: Any) -> AttentionKernel:
         """The kernel whose refusals hold."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class CoreAttention(torch.nn.Module, ABC):
             raise UsageError(f"the core attention of {self.name} takes no attention bias")
         kind = (attn_mask_type or self.attn_mask_type).name
         packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", None) == "thd" else None
-        reasons = self.kernel.refusals(
+        reasons = self.kernel.list_shape_refusals(
             layout="bshd" if packed is None else "thd",
             mask=kind,
             qk_head_dim=query.shape[-1],
@@ -116,7 +116,7 @@ class CoreAttention(torch.nn.Module, ABC):
         batched = packed is not None and query.dim() == 4
         if batched:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
-        with self._random():
+        with self._fork_random_state():
             out = self.attend(query, key, value, attention_mask, packed, kind).flatten(-2)
         return out.unsqueeze(1) if batched else out
 
@@ -130,7 +130,7 @@ class CoreAttention(torch.nn.Module, ABC):
         )
         return sharded
 
-    def context_group(self, packed: Any) -> dist.ProcessGroup | None:
+    def find_context_group(self, packed: Any) -> dist.ProcessGroup | None:
         """The ranks that share these sequences; None for one rank. Dynamic CP brings its own in the batch."""
         if getattr(packed, "cp_group", None) is not None:
             group = packed.cp_group
@@ -141,19 +141,19 @@ class CoreAttention(torch.nn.Module, ABC):
         return group if group.size() > 1 else None
 
     @property
-    def dropped(self) -> float:
+    def dropout_rate(self) -> float:
         """The share of attention weights that is dropped now."""
         return float(self.dropout) if self.training else 0.0
 
-    def _random(self) -> AbstractContextManager[None]:
+    def _fork_random_state(self) -> AbstractContextManager[None]:
         """The random state of dropout: heads differ between TP ranks, so that their dropout must too."""
-        if self.dropped == 0.0 or self.config.sequence_parallel:
+        if self.dropout_rate == 0.0 or self.config.sequence_parallel:
             return nullcontext()
         fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
 
 
-def _window(config: Any, layer_number: int) -> int | None:
+def _find_window(config: Any, layer_number: int) -> int | None:
     """How many keys a query of this layer, counted from 1, sees; None: all before it."""
     if getattr(config, "window_size", None) is None:
         return None

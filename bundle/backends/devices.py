@@ -5,18 +5,18 @@ import torch
 from bundle.errors import EnvironmentUnfit
 
 
-def of_rank(kind: str, local_rank: int, *, noun: str, visible: str) -> torch.device:
+def select_device(device_type: str, local_rank: int, *, noun: str, visible_variable: str) -> torch.device:
     """The device with this rank's number among the visible ones, made current: megatron builds on that.
 
-    `kind` is torch's name of the device type, `visible` the variable that shows devices to a process. Raises
-    EnvironmentUnfit where there are too few.
+    `device_type` is torch's name of the device type, `visible_variable` the variable that shows devices to a
+    process. Raises EnvironmentUnfit where there are too few.
     """
-    accelerator = getattr(torch, kind)
+    accelerator = getattr(torch, device_type)
     count = accelerator.device_count()
     if local_rank >= count:
         raise EnvironmentUnfit(
             f"local rank {local_rank} has no {noun}: {count} visible; start at most {count} ranks on this"
-            f" node (devices.per_node), or show more of them ({visible})"
+            f" node (devices.per_node), or show more of them ({visible_variable})"
         )
     accelerator.set_device(local_rank)
-    return torch.device(kind, local_rank)
+    return torch.device(device_type, local_rank)

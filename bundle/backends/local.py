@@ -21,7 +21,7 @@ from torch import Tensor
 from bundle.errors import UsageError
 
 
-class Norm(torch.nn.Module):
+class LocalNorm(torch.nn.Module):
     """RMSNorm or LayerNorm, as `config.normalization` says, over the last dimension.
 
     With zero-centred weights (`config.layernorm_zero_centered_gamma`) RMSNorm multiplies by one more.
@@ -31,25 +31,28 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.centered = config.layernorm_zero_centered_gamma
-        if config.normalization not in ("RMSNorm", *(() if self.centered else ("LayerNorm",))):
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        if config.normalization not in ("RMSNorm", *(() if self.is_zero_centered else ("LayerNorm",))):
             raise UsageError(
                 f"without Transformer Engine there is no norm {config.normalization} with"
-                f" zero_centered_gamma={self.centered}: there are RMSNorm, and LayerNorm with plain weights"
+                f" zero_centered_gamma={self.is_zero_centered}: there are RMSNorm, and LayerNorm with"
+                " plain weights"
             )
         self.eps = eps
-        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), float(not self.centered), **made))
+        factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(
+            torch.full((hidden_size,), float(not self.is_zero_centered), **factory_options)
+        )
         self.register_parameter("bias", None)
         if config.normalization == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **made))
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **factory_options))
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         shape = self.weight.shape
-        if self.centered:
+        if self.is_zero_centered:
             return F.rms_norm(x.float(), shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, shape, self.weight, self.eps)
@@ -76,8 +79,8 @@ class DuplicatedLinear(torch.nn.Module):
         super().__init__()
         if bias:
             raise UsageError("the duplicated linear layer has no bias")
-        made = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **made))
+        factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **factory_options))
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization:
             name = tensor_parallel.random.get_data_parallel_rng_tracker_name()
@@ -107,59 +110,77 @@ class DuplicatedLinear(torch.nn.Module):
         return sharded
 
 
-WHOLE: Mapping[str, type] = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
+DUPLICATED_LAYERS: Mapping[str, type] = dict.fromkeys(
+    ("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear
+)
 """What specs without Transformer Engine would split, by its name in them."""
 
 
-def adapted(spec: Any, classes: Mapping[type, type], *, attention: type, norm: type) -> Any:
+def adapt_spec(spec: Any, classes: Mapping[type, type], *, attention: type, norm: type) -> Any:
     """A copy of a layer, block or MTP spec with this core attention, these norms and whole down projections.
 
     `classes` takes further layers to those that stand in for them, DuplicatedLinear too. It raises what
-    `replaced` does.
+    `replace_classes` does.
     """
     norms = {WrappedTorchNorm: norm, FusedLayerNorm: norm}  # the second is taken where apex is installed
-    whole = {name: classes.get(layer, layer) for name, layer in WHOLE.items()}
-    return replaced(spec, {DotProductAttention: attention, **norms, **classes}, whole)
+    duplicated = {name: classes.get(layer, layer) for name, layer in DUPLICATED_LAYERS.items()}
+    return replace_classes(spec, {DotProductAttention: attention, **norms, **classes}, duplicated)
 
 
-def replaced(
-    spec: Any, classes: Mapping[type, type], named: Mapping[str, type] = MappingProxyType({})
+def replace_classes(
+    spec: Any, classes: Mapping[type, type], classes_by_name: Mapping[str, type] = MappingProxyType({})
 ) -> Any:
-    """A copy of a spec with other classes, and with those of `named` in the submodules of these names.
+    """A copy of a spec with other classes; `classes_by_name` are those of submodules.
 
     A spec is a tree of dataclasses (ModuleSpec, submodules), functools.partial, lists, dicts and classes;
     megatron's own objects are left as they are. Raises UsageError for layers that nobody has without
     Transformer Engine.
     """
     if isinstance(spec, type):
-        return _class(spec, classes)
+        return _replace_class(spec, classes)
     if isinstance(spec, functools.partial):
-        arguments = {name: replaced(value, classes, named) for name, value in spec.keywords.items()}
-        positional = (replaced(value, classes, named) for value in spec.args)
-        return functools.partial(replaced(spec.func, classes, named), *positional, **arguments)
+        arguments = {
+            name: replace_classes(value, classes, classes_by_name) for name, value in spec.keywords.items()
+        }
+        positional = (replace_classes(value, classes, classes_by_name) for value in spec.args)
+        return functools.partial(
+            replace_classes(spec.func, classes, classes_by_name), *positional, **arguments
+        )
     if is_dataclass(spec) and not isinstance(spec, type):
-        parts = {f.name: replaced(getattr(spec, f.name), classes, named) for f in fields(spec) if f.init}
+        parts = {
+            f.name: replace_classes(getattr(spec, f.name), classes, classes_by_name)
+            for f in fields(spec)
+            if f.init
+        }
         return replace(
-            spec, **{**parts, **{name: of for name, of in named.items() if parts.get(name) is not None}}
+            spec,
+            **{
+                **parts,
+                **{
+                    name: replacement
+                    for name, replacement in classes_by_name.items()
+                    if parts.get(name) is not None
+                },
+            },
         )
     if isinstance(spec, (list, tuple)):
-        return type(spec)(replaced(value, classes, named) for value in spec)
+        return type(spec)(replace_classes(value, classes, classes_by_name) for value in spec)
     if isinstance(spec, dict):
-        return {name: replaced(value, classes, named) for name, value in spec.items()}
+        return {name: replace_classes(value, classes, classes_by_name) for name, value in spec.items()}
     return spec
 
 
-def _class(given: type, classes: Mapping[type, type]) -> type:
-    if given in classes:
-        return classes[given]
-    if given.__module__.startswith("megatron.core.extensions."):
+def _replace_class(layer: type, classes: Mapping[type, type]) -> type:
+    if layer in classes:
+        return classes[layer]
+    if layer.__module__.startswith("megatron.core.extensions."):
         raise UsageError(
-            f"{given.__name__} is a layer of Transformer Engine: these specs are made without it"
+            f"{layer.__name__} is a layer of Transformer Engine: these specs are made without it"
             " (use_transformer_engine=False)"
         )
-    if given.__name__.endswith("GroupedMLP"):
+    if layer.__name__.endswith("GroupedMLP"):
         raise UsageError(
-            f"{given.__name__} needs grouped GEMM kernels, which are not here: with moe_grouped_gemm=False"
+            f"{layer.__name__} needs grouped GEMM kernels, which are not here: with moe_grouped_gemm=False"
             " the experts run one after the other (SequentialMLP)"
         )
-    return given
+    return layer

@@ -26,15 +26,15 @@ class LayerTraits(NamedTuple):
     typed_adam: bool  # the optimizer can keep its moments in other types than fp32
     plain_sgd: bool  # SGD without momentum keeps nothing
     source: str
-    fp8_copies: int = 0  # bytes that stay of each weight of an FP8 product, beside the weight
-    scores: bool = False  # attention keeps the probabilities of all pairs of tokens
+    fp8_copy_bytes: int = 0  # bytes that stay of each weight of an FP8 product, beside the weight
+    keeps_scores: bool = False  # attention keeps the probabilities of all pairs of tokens
 
 
 class AttentionKernel(NamedTuple):
     """One value of the recipe's `attention`, and its contract."""
 
     name: str  # flash, fused or unfused
-    what: str  # the code that runs
+    implementation: str  # the code that runs
     head_dims: dict[str, HeadDims]  # by layout: how the head dims of query-key and value may differ
     source: str
     layouts: tuple[str, ...] = ("thd", "bshd")
@@ -44,15 +44,15 @@ class AttentionKernel(NamedTuple):
     context_parallel: bool = True
     sinks: tuple[str, ...] = ()  # the layouts in which it takes learned sinks; `cp`: between ranks as well
     most_sequences: int | None = None  # in one packed call
-    padded_packs: bool = True  # takes packs whose sequences have padding behind them
+    takes_padded_packs: bool = True  # takes packs whose sequences have padding behind them
     # Why a device of this generation takes no such heads: (generation, layout, qk and v head dim).
-    refused_on: Callable[[str, str, int, int], str | None] | None = None
+    explain_device_refusal: Callable[[str, str, int, int], str | None] | None = None
 
-    def most_in_a_pack(self, cp: int) -> int | None:
+    def compute_pack_limit(self, cp: int) -> int | None:
         """How many sequences a pack may hold on `cp` ranks, each of which calls with two chunks of each."""
         return self.most_sequences and self.most_sequences // (2 if cp > 1 else 1)
 
-    def against(self, recipe: "Recipe", generation: str | None = None) -> list[str]:
+    def list_refusals(self, recipe: "Recipe", generation: str | None = None) -> list[str]:
         """Why this kernel does not take a job's attention on such a device, all reasons; empty if it does.
 
         `generation` None: the device is not known, and nothing is said against it.
@@ -61,46 +61,52 @@ class AttentionKernel(NamedTuple):
         layout = "thd" if recipe.data.packed else "bshd"
         if layout == "thd" and self.head_dims.get(layout) == "equal":
             value_width = width  # megatron-core pads the values from 0.18, and a patch does before
-        reasons = self.refusals(layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width)
-        found = [f"{why} ({self.source})" for why in reasons]
+        reasons = self.list_shape_refusals(
+            layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width
+        )
+        refusals = [f"{reason} ({self.source})" for reason in reasons]
         if recipe.model.dtype not in self.dtypes:
             offered = ", ".join(self.dtypes)
-            found.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+            refusals.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
         if recipe.parallel.cp > 1 and not self.context_parallel:
-            found.append(f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}")
-        if layout == "thd" and recipe.parallel.cp > 1 and not self.padded_packs:
-            found.append(
+            refusals.append(
+                f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}"
+            )
+        if layout == "thd" and recipe.parallel.cp > 1 and not self.takes_padded_packs:
+            refusals.append(
                 f"{self.name} takes no padding between the sequences of a pack, which parallel.cp "
                 f"{recipe.parallel.cp} cuts into equal parts ({self.source})"
             )
-        if generation is not None and self.refused_on is not None:
-            device = self.refused_on(generation, layout, width, value_width)
-            found += [f"{self.name} {device} ({self.source})"] if device else []
+        if generation is not None and self.explain_device_refusal is not None:
+            device_refusal = self.explain_device_refusal(generation, layout, width, value_width)
+            refusals += [f"{self.name} {device_refusal} ({self.source})"] if device_refusal else []
         if recipe.architecture.sinks:
-            wanted = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
-            if missing := [where for where in wanted if where not in self.sinks]:
+            needed_forms = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
+            if missing := [form for form in needed_forms if form not in self.sinks]:
                 ways = {"thd": "thd (packs; data.packed: false)", "cp": "cp (parallel.cp: 1)"}
-                spoken = " and ".join(ways.get(where, where) for where in missing)
-                found.append(f"{self.name} takes no learned sinks with {spoken}")
-        return found
+                missing_text = " and ".join(ways.get(form, form) for form in missing)
+                refusals.append(f"{self.name} takes no learned sinks with {missing_text}")
+        return refusals
 
-    def refusals(self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+    def list_shape_refusals(
+        self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int
+    ) -> tuple[str, ...]:
         """Why this kernel does not take such an attention, all reasons; empty if it does."""
         dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
         if layout not in self.layouts:
             return (
                 f"{self.name} attention does not take {layout} input; it takes {' and '.join(self.layouts)}",
             )
-        found = []
+        reasons = []
         if mask not in self.masks:
-            found.append(f"{self.name} attention takes no {mask} mask; it takes {', '.join(self.masks)}")
+            reasons.append(f"{self.name} attention takes no {mask} mask; it takes {', '.join(self.masks)}")
         rule = self.head_dims[layout]
         if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
             need = "of one size" if rule == "equal" else "with values no wider than keys"
-            found.append(f"{self.name} attention wants {layout} heads {need}, but got {dims}")
+            reasons.append(f"{self.name} attention wants {layout} heads {need}, but got {dims}")
         if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
-            found.append(f"{self.name} attention takes heads up to {self.max_head_dim}, but got {dims}")
-        return tuple(found)
+            reasons.append(f"{self.name} attention takes heads up to {self.max_head_dim}, but got {dims}")
+        return tuple(reasons)
 
 
 class Fp8Scaling(NamedTuple):
@@ -108,7 +114,7 @@ class Fp8Scaling(NamedTuple):
 
     name: Scaling
     formats: tuple[Format, ...]
-    needs: str  # the device that it takes, in words
+    required_device: str  # the device that it takes, in words
     runs_on: Callable[[str], bool]  # of the device's generation (hardware.Device.generation)
     source: str
 
@@ -121,7 +127,7 @@ class Peak(NamedTuple):
     source: str
 
 
-class Resource(NamedTuple):
+class SchedulerResource(NamedTuple):
     """What schedulers call a device, unless a cluster has its own name for it."""
 
     kubernetes: str  # the extended resource, as the vendor's device plugin registers it
@@ -131,26 +137,26 @@ class Resource(NamedTuple):
     generations: frozenset[str] = frozenset()  # of the device; empty: all that no other one names
 
 
-class Variable(NamedTuple):
+class EnvVariable(NamedTuple):
     """An environment variable of every rank, and why it has this value."""
 
     name: str
     value: str
-    why: str
-    when: frozenset[str] = frozenset()  # features of the recipe, all of them
-    alone: bool = False  # only where the job has one node
-    yields: bool = False  # to a value that is set where the ranks are started
+    reason: str
+    features: frozenset[str] = frozenset()  # features of the recipe, all of them
+    is_single_node: bool = False  # only where the job has one node
+    is_overridable: bool = False  # to a value that is set where the ranks are started
     runs_on: Callable[[str], bool] | None = None  # generations that need it; None: every one
 
 
-class Conflict(NamedTuple):
+class VariableConflict(NamedTuple):
     """Values that do not go together, by a predicate of what a rank is started with, and why."""
 
-    of: Callable[[Mapping[str, str]], bool]
-    why: str
+    applies_to: Callable[[Mapping[str, str]], bool]
+    reason: str
 
 
-class Mask(NamedTuple):
+class ModelMask(NamedTuple):
     """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
 
     What post-processing reads is another matter (sequences.masks.Masks), and so is what a kernel is given.
@@ -159,40 +165,42 @@ class Mask(NamedTuple):
     model: Literal["text", "vlm"]
     layout: Literal["thd", "bshd"]
     form: MaskForm
-    why: str
+    reason: str
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """What `auto` stands for, and why."""
 
     value: str
     why: str
 
 
-class Preference(NamedTuple):
+class KernelPreference(NamedTuple):
     """A kernel, or `auto` itself, that `auto` stands for in some jobs on some devices."""
 
     kernel: str
-    where: "Callable[[Recipe, str | None], bool]"  # of the job and the device's generation; None: not known
-    why: str
+    applies_to: (
+        "Callable[[Recipe, str | None], bool]"  # of the job and the device's generation; None: not known
+    )
+    reason: str
 
 
-class Operator(NamedTuple):
+class DeviceOperator(NamedTuple):
     """An operation that the accelerator's own operator computes, where a recipe leaves it in."""
 
     name: str  # in the recipe's `operators`
-    what: str  # the code that runs
-    why: str
-    when: frozenset[str] = frozenset()  # features of a recipe whose jobs have such an operation
-    unless: frozenset[str] = frozenset()
+    implementation: str  # the code that runs
+    reason: str
+    features: frozenset[str] = frozenset()  # features of a recipe whose jobs have such an operation
+    excluded_features: frozenset[str] = frozenset()
 
 
-class Emulated(NamedTuple):
+class EmulatedDevice(NamedTuple):
     """A device that tests have a stand-in for: what is known of it holds for versions of one package."""
 
     package: str
     device: str  # in words
-    unseen: str  # what no stand-in shows
+    untested: str  # what no stand-in shows
 
 
 class Capabilities(NamedTuple):
@@ -203,163 +211,177 @@ class Capabilities(NamedTuple):
     collectives: str  # torch.distributed's name of the library
     layers: LayerTraits
     kernels: tuple[AttentionKernel, ...]
-    auto_attention: Choice
+    auto_attention: KernelChoice
     fp8: tuple[Fp8Scaling, ...]
-    masks: tuple[Mask, ...]
-    environment: tuple[Variable, ...]
-    preferred: tuple[Preference, ...] = ()
-    resources: tuple[Resource, ...] = ()  # none where a device is nothing that a scheduler counts
+    masks: tuple[ModelMask, ...]
+    environment: tuple[EnvVariable, ...]
+    preferences: tuple[KernelPreference, ...] = ()
+    resources: tuple[SchedulerResource, ...] = ()  # none where a device is nothing that a scheduler counts
     peaks: tuple[Peak, ...] = ()  # of the devices whose rate somebody read
-    operators: tuple[Operator, ...] = ()
-    conflicts: tuple[Conflict, ...] = ()
+    operators: tuple[DeviceOperator, ...] = ()
+    conflicts: tuple[VariableConflict, ...] = ()
     thread_limit: int = 8  # threads of one rank's own work on the host
-    delta_nets: bool = True  # gated delta nets, and around them norms whose weights are zero-centred
-    without_fp8: str = ""  # why no scaling is offered, where there is none
-    emulated: Emulated | None = None  # where it was tested on what stands in for the device
+    has_delta_nets: bool = True  # gated delta nets, and around them norms whose weights are zero-centred
+    no_fp8_reason: str = ""  # why no scaling is offered, where there is none
+    emulated_device: EmulatedDevice | None = None  # where it was tested on what stands in for the device
 
-    def kernel(self, name: str) -> AttentionKernel:
+    def find_kernel(self, name: str) -> AttentionKernel:
         """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""
-        wanted = self.auto_attention.value if name == "auto" else name
-        return next(kernel for kernel in self.kernels if kernel.name == wanted)
+        kernel_name = self.auto_attention.value if name == "auto" else name
+        return next(kernel for kernel in self.kernels if kernel.name == kernel_name)
 
-    def attention(self, recipe: "Recipe", generation: str | None) -> Choice:
+    def choose_attention(self, recipe: "Recipe", generation: str | None) -> KernelChoice:
         """The kernel that a job gets on such a device, which its plan says and its ranks are given.
 
         `auto` is a preferred kernel, then the only one that takes the job, where there is only one, then the
-        backend's choice: on cuda `auto` itself, see `attention_refusals` for jobs that no kernel takes.
+        backend's choice: on cuda `auto` itself, see `list_attention_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
-            return Choice(recipe.model.attention, "the recipe says so")
-        fit = [kernel.name for kernel in self.kernels if not kernel.against(recipe, generation)]
-        for preferred in self.preferred:
-            if preferred.kernel in ("auto", *fit) and preferred.where(recipe, generation):
-                return Choice(preferred.kernel, preferred.why)
-        return Choice(fit[0], "no other takes this job") if len(fit) == 1 else self.auto_attention
+            return KernelChoice(recipe.model.attention, "the recipe says so")
+        fitting_kernels = [
+            kernel.name for kernel in self.kernels if not kernel.list_refusals(recipe, generation)
+        ]
+        for preferred in self.preferences:
+            if preferred.kernel in ("auto", *fitting_kernels) and preferred.applies_to(recipe, generation):
+                return KernelChoice(preferred.kernel, preferred.reason)
+        return (
+            KernelChoice(fitting_kernels[0], "no other takes this job")
+            if len(fitting_kernels) == 1
+            else self.auto_attention
+        )
 
-    def layers_of(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
+    def choose_layer_traits(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
         """The layers as this job gets them on such a device: by its attention kernel."""
-        unfused = self.attention(recipe, generation).value == "unfused"
-        return self.layers._replace(scores=unfused and self.layers.fused_kernels)
+        unfused = self.choose_attention(recipe, generation).value == "unfused"
+        return self.layers._replace(keeps_scores=unfused and self.layers.fused_kernels)
 
-    def attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
+    def list_attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
         """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
-        wanted = recipe.model.attention
-        asked = [kernel for kernel in self.kernels if wanted in ("auto", kernel.name)]
-        if not asked:
+        kernel_name = recipe.model.attention
+        candidates = [kernel for kernel in self.kernels if kernel_name in ("auto", kernel.name)]
+        if not candidates:
             offered = ", ".join(kernel.name for kernel in self.kernels)
-            return [f"{self.backend} has no {wanted} kernel; it has {offered}"]
-        against = [kernel.against(recipe, generation) for kernel in asked]
-        return [why for reasons in against for why in reasons] if all(against) else []
+            return [f"{self.backend} has no {kernel_name} kernel; it has {offered}"]
+        refusals = [kernel.list_refusals(recipe, generation) for kernel in candidates]
+        return [reason for reasons in refusals for reason in reasons] if all(refusals) else []
 
-    def computes(self, recipe: "Recipe", operator: str) -> bool:
+    def uses_operator(self, recipe: "Recipe", name: str) -> bool:
         """Whether this job has an operation computed by the accelerator's own operator."""
-        asked = recipe.model.operators
-        there = operator in [one.name for one in self.operators_of(recipe)]
-        return there and (asked is None or operator in asked)
+        requested = recipe.model.operators
+        is_available = name in [available.name for available in self.list_operators(recipe)]
+        return is_available and (requested is None or name in requested)
 
-    def operators_of(self, recipe: "Recipe") -> list[Operator]:
+    def list_operators(self, recipe: "Recipe") -> list[DeviceOperator]:
         """The operators for operations that this job has, left in or not."""
-        has = recipe.features
-        return [one for one in self.operators if one.when <= has and not one.unless & has]
+        features = recipe.features
+        return [
+            operator
+            for operator in self.operators
+            if operator.features <= features and not operator.excluded_features & features
+        ]
 
-    def operator_refusals(self, recipe: "Recipe") -> list[str]:
+    def list_operator_refusals(self, recipe: "Recipe") -> list[str]:
         """The operators that are asked for and that there are none of."""
-        offered = [one.name for one in self.operators]
+        offered = [operator.name for operator in self.operators]
         has = f"it has {', '.join(offered)}" if offered else "leave the key out"
         unknown = [name for name in recipe.model.operators or () if name not in offered]
         return [f"{self.backend} has no operator {name}; {has}" for name in unknown]
 
-    def mask(self, model: str, layout: str) -> Mask:
+    def find_mask(self, model: str, layout: str) -> ModelMask:
         """The mask that a model of this kind takes in this layout."""
         return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
 
-    def fp8_refusal(self, scaling: Scaling, format: Format, generation: str | None) -> str | None:
+    def explain_fp8_refusal(self, scaling: Scaling, format: Format, generation: str | None) -> str | None:
         """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
         if not offered:
-            return f"{self.backend} has no FP8: {self.without_fp8}"
+            return f"{self.backend} has no FP8: {self.no_fp8_reason}"
         if option is None:
             return f"{self.backend} has no {scaling} FP8 scaling; it has {', '.join(offered)}"
         if format not in option.formats:
             return f"{scaling} FP8 has no format {format}; it has {', '.join(option.formats)}"
         if generation is not None and not option.runs_on(generation):
-            return f"{scaling} FP8 needs {option.needs}; this device is {generation} ({option.source})"
+            return (
+                f"{scaling} FP8 needs {option.required_device}; this device is {generation} ({option.source})"
+            )
         return None
 
-    def peak(self, device: str) -> Peak | None:
+    def find_peak(self, device: str) -> Peak | None:
         """The highest rate of the device of that name; None where nobody read it."""
         return next((peak for peak in self.peaks if peak.device == device), None)
 
-    def resource(self, generation: str) -> Resource | None:
+    def find_resource(self, generation: str) -> SchedulerResource | None:
         """What schedulers call a device of this generation, "" where nobody knows it; None: not at all."""
-        named = (each for each in self.resources if generation in each.generations)
-        return next(named, next((each for each in self.resources if not each.generations), None))
+        matches = (resource for resource in self.resources if generation in resource.generations)
+        return next(
+            matches, next((resource for resource in self.resources if not resource.generations), None)
+        )
 
-    def variables(
+    def list_variables(
         self,
         features: frozenset[str],
         nodes: int = 1,
-        said: Mapping[str, str | None] | None = None,
+        overrides: Mapping[str, str | None] | None = None,
         *,
         generation: str | None = None,
         cores_per_rank: float | None = None,
-    ) -> tuple[Variable, ...]:
+    ) -> tuple[EnvVariable, ...]:
         """Return the environment of a rank of a job with these features.
 
         Of two values of one variable that the job needs, the later one in the table counts. `generation` and
-        `cores_per_rank` are None where nobody knows the device or the node. `said` are the values of the
+        `cores_per_rank` are None where nobody knows the device or the node. `overrides` are the values of the
         recipe's `environment`, which are taken instead; None leaves one out.
         """
-        table = (*self.environment, self._threads(cores_per_rank), *COMMON)
-        needed = [v for v in table if v.when <= features and (nodes == 1 or not v.alone)]
-        own = {v.name: v for v in needed if not (v.runs_on and generation) or v.runs_on(generation)}
-        for name, value in (said or {}).items():
-            before = own.pop(name, None)
+        table = (*self.environment, self._choose_threads(cores_per_rank), *COMMON_VARIABLES)
+        needed = [v for v in table if v.features <= features and (nodes == 1 or not v.is_single_node)]
+        by_name = {v.name: v for v in needed if not (v.runs_on and generation) or v.runs_on(generation)}
+        for name, value in (overrides or {}).items():
+            replaced = by_name.pop(name, None)
             if value is not None:
-                instead = f"; else {before.value!r}: {before.why}" if before else ""
-                own[name] = Variable(name, value, f"the recipe says so{instead}")
-        return tuple(own.values())
+                instead = f"; else {replaced.value!r}: {replaced.reason}" if replaced else ""
+                by_name[name] = EnvVariable(name, value, f"the recipe says so{instead}")
+        return tuple(by_name.values())
 
-    def _threads(self, cores_per_rank: float | None) -> Variable:
+    def _choose_threads(self, cores_per_rank: float | None) -> EnvVariable:
         """Return the threads of a rank's own work on the host."""
         limit = self.thread_limit
         if limit == 1:
-            why = "ranks share the cores of the node, and a sum is the same on a machine with more of them"
-            return Variable("OMP_NUM_THREADS", "1", why, yields=True)
+            reason = "ranks share the cores of the node, and a sum is the same on a machine with more of them"
+            return EnvVariable("OMP_NUM_THREADS", "1", reason, is_overridable=True)
         known = "not known" if cores_per_rank is None else f"{cores_per_rank:.4g}"
         threads = limit if cores_per_rank is None else max(1, min(limit, int(cores_per_rank)))
-        why = (
+        reason = (
             f"cores per rank ({known}), at most {limit}; with 1 a step of the experts' benchmark took 456 ms"
             " on an H200, with the machine's own number 421"
         )
-        return Variable("OMP_NUM_THREADS", str(threads), why, yields=True)
+        return EnvVariable("OMP_NUM_THREADS", str(threads), reason, is_overridable=True)
 
-    def conflicts_of(self, environment: Mapping[str, str]) -> list[str]:
+    def list_conflicts(self, environment: Mapping[str, str]) -> list[str]:
         """What does not go together in such an environment."""
-        return [conflict.why for conflict in self.conflicts if conflict.of(environment)]
+        return [conflict.reason for conflict in self.conflicts if conflict.applies_to(environment)]
 
 
 # Of ranks on every backend.
-COMMON = (
-    Variable(
+COMMON_VARIABLES = (
+    EnvVariable(
         "GLOO_SOCKET_IFNAME",
         "lo",
         "nothing of a job on one node can be reached from outside",
-        alone=True,
-        yields=True,
+        is_single_node=True,
+        is_overridable=True,
     ),
 )
 
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on every device
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on every device
 
 
-def of(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
+def find_capabilities(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
     """What a backend (cpu, cuda, ascend) offers to a job with these features."""
     from bundle.capabilities.ascend import ASCEND, MINDSPEED
     from bundle.capabilities.cpu import CPU
     from bundle.capabilities.cuda import CUDA
 
     ascend = MINDSPEED if "mindspeed" in features else ASCEND
-    return next(can for can in (CPU, CUDA, ascend) if can.backend == backend)
+    return next(candidate for candidate in (CPU, CUDA, ascend) if candidate.backend == backend)

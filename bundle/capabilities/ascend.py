@@ -3,34 +3,36 @@
 from collections.abc import Mapping
 
 from bundle.capabilities import (
-    CONNECTIONS,
+    CONNECTIONS_VARIABLE,
     AttentionKernel,
     Capabilities,
-    Choice,
-    Conflict,
-    Emulated,
+    DeviceOperator,
+    EmulatedDevice,
+    EnvVariable,
     Fp8Scaling,
+    KernelChoice,
     LayerTraits,
-    Mask,
-    Operator,
-    Resource,
-    Variable,
+    ModelMask,
+    SchedulerResource,
+    VariableConflict,
 )
 from bundle.fp8 import FORMATS, SCALINGS
 
-_PLUGIN = "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
+_PLUGIN_SOURCE = (
+    "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
+)
 
 
-def _event_before_exec(environment: Mapping[str, str]) -> bool:
-    event, run = (environment.get(f"HCCL_{of}_TIMEOUT", "") for of in ("EVENT", "EXEC"))
-    return event.isdigit() and run.isdigit() and 0 < int(event) <= int(run)
+def _is_event_before_exec(environment: Mapping[str, str]) -> bool:
+    event, execution = (environment.get(f"HCCL_{phase}_TIMEOUT", "") for phase in ("EVENT", "EXEC"))
+    return event.isdigit() and execution.isdigit() and 0 < int(event) <= int(execution)
 
 
 ASCEND = Capabilities(
     backend="ascend",
     device="npu",
     collectives="hccl",
-    delta_nets=False,
+    has_delta_nets=False,
     layers=LayerTraits(
         fused_norms=False,
         grouped_experts=False,
@@ -45,7 +47,7 @@ ASCEND = Capabilities(
     kernels=(
         AttentionKernel(
             name="flash",
-            what="npu_fusion_attention",
+            implementation="npu_fusion_attention",
             head_dims={"thd": "v<=qk", "bshd": "v<=qk"},
             max_head_dim=768,
             masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
@@ -56,7 +58,7 @@ ASCEND = Capabilities(
         ),
         AttentionKernel(
             name="unfused",
-            what="megatron's own DotProductAttention",
+            implementation="megatron's own DotProductAttention",
             layouts=("bshd",),
             head_dims={"bshd": "equal"},
             masks=("causal", "padding", "no_mask", "arbitrary"),
@@ -65,77 +67,81 @@ ASCEND = Capabilities(
             source="megatron.core.transformer.dot_product_attention takes one head dim, cp 1, nothing packed",
         ),
     ),
-    auto_attention=Choice("flash", "the only kernel for packed input"),
+    auto_attention=KernelChoice("flash", "the only kernel for packed input"),
     operators=(
-        Operator("rms_norm", "npu_rms_norm", "one kernel, which keeps its input and a number for each row"),
-        Operator("swiglu", "npu_swiglu", "one kernel, which keeps its input alone"),
-        Operator("rotary", "npu_rotary_mul", "one kernel for each turn, which keeps its input"),
-        Operator(
+        DeviceOperator(
+            "rms_norm", "npu_rms_norm", "one kernel, which keeps its input and a number for each row"
+        ),
+        DeviceOperator("swiglu", "npu_swiglu", "one kernel, which keeps its input alone"),
+        DeviceOperator("rotary", "npu_rotary_mul", "one kernel for each turn, which keeps its input"),
+        DeviceOperator(
             "permute",
             "npu_moe_token_permute_with_routing_map",
             "tokens go to their experts and back by one kernel each; the order is not read back to the host",
             frozenset({"moe"}),
         ),
-        Operator(
+        DeviceOperator(
             "grouped_experts",
             "npu_grouped_matmul",
             "one product for all experts of a rank, where they would be multiplied one after the other",
             frozenset({"moe"}),
-            unless=frozenset({"lora"}),
+            excluded_features=frozenset({"lora"}),
         ),
-        Operator(
+        DeviceOperator(
             "adamw",
             "_fused_adamw_",
             "one kernel for a tensor's update, where torch takes a dozen",
             frozenset({"adam"}),
-            unless=frozenset({"optimizer-cpu-offload"}),
+            excluded_features=frozenset({"optimizer-cpu-offload"}),
         ),
     ),
     fp8=(),
-    without_fp8="Atlas A5 (Ascend950) has it through MindSpeed's layers: backend_options.mindspeed; A2 and A3"
-    " multiply no 8-bit floats",
+    no_fp8_reason=(
+        "Atlas A5 (Ascend950) has it through MindSpeed's layers: backend_options.mindspeed;"
+        " A2 and A3 multiply no 8-bit floats"
+    ),
     masks=(
-        Mask("text", "thd", "none", "the ends of the sequences say everything"),
-        Mask(
+        ModelMask("text", "thd", "none", "the ends of the sequences say everything"),
+        ModelMask(
             "text",
             "bshd",
             "none",
             "padding stands at the end, where one compressed causal mask hides it: [b, 1, s, s] would be b s²"
             " bytes, and [b, s] is refused",
         ),
-        Mask(
+        ModelMask(
             "vlm",
             "thd",
             "valid",
             "the model looks for its image tokens in it and packs by itself; it must not reach the kernel",
         ),
-        Mask(
+        ModelMask(
             "vlm",
             "bshd",
             "none",
             "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
         ),
     ),
-    emulated=Emulated("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
+    emulated_device=EmulatedDevice("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
     resources=(
-        Resource("huawei.com/Ascend910", "gres=npu:{}", "NPU", _PLUGIN),
-        Resource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN, frozenset({"a5"})),
+        SchedulerResource("huawei.com/Ascend910", "gres=npu:{}", "NPU", _PLUGIN_SOURCE),
+        SchedulerResource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN_SOURCE, frozenset({"a5"})),
     ),
     environment=(
-        Variable(CONNECTIONS, "1", "megatron's own check, which MindSpeed keeps"),
-        Variable(
+        EnvVariable(CONNECTIONS_VARIABLE, "1", "megatron's own check, which MindSpeed keeps"),
+        EnvVariable(
             "HCCL_CONNECT_TIMEOUT",
             "1800",
             "seconds until all ranks are there; 120 is short for a cold cluster",
         ),
-        Variable(
+        EnvVariable(
             "HCCL_EXEC_TIMEOUT",
             "3600",
             "seconds that one collective may wait for a rank that writes a checkpoint",
         ),
-        Variable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT where that is set"),
-        Variable("CPU_AFFINITY_CONF", "1", "binds every rank to the cores of its device's NUMA node"),
-        Variable(
+        EnvVariable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT where that is set"),
+        EnvVariable("CPU_AFFINITY_CONF", "1", "binds every rank to the cores of its device's NUMA node"),
+        EnvVariable(
             "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
             "1",
             "Ray would renumber the devices under our ranks",
@@ -143,16 +149,16 @@ ASCEND = Capabilities(
         ),
     ),
     conflicts=(
-        Conflict(
-            _event_before_exec,
+        VariableConflict(
+            _is_event_before_exec,
             "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT, where it is set: an event is waited for as"
             " long as a collective may take",
         ),
-        Conflict(
+        VariableConflict(
             lambda e: e.get("ASCEND_LAUNCH_BLOCKING") == "1" and e.get("TASK_QUEUE_ENABLE", "0") != "0",
             "ASCEND_LAUNCH_BLOCKING=1 voids TASK_QUEUE_ENABLE: leave one of them out",
         ),
-        Conflict(
+        VariableConflict(
             lambda e: "PYTORCH_ALLOC_CONF" in e and "PYTORCH_NPU_ALLOC_CONF" in e,
             "torch-npu from 26.2 on aborts where PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF are both set",
         ),
@@ -172,7 +178,9 @@ MINDSPEED = ASCEND._replace(
         source="MindSpeed's layers and AdamW; what they keep is not measured: no device",
     ),
     # Norms, experts and AdamW have no others there.
-    operators=tuple(one for one in ASCEND.operators if one.name in ("swiglu", "rotary", "permute")),
+    operators=tuple(
+        operator for operator in ASCEND.operators if operator.name in ("swiglu", "rotary", "permute")
+    ),
     fp8=tuple(
         Fp8Scaling(
             scaling,
@@ -214,10 +222,10 @@ FACADE = {
 
 # Those of them that stand beside MindSpeed's replacements. Of torch the one that core_r0.15.3 has without a
 # device, which torch 2.13 names.
-BESIDE_MINDSPEED = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
+MINDSPEED_FACADE = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
 
 # What MindSpeed replaces on every machine and has to give back, by the names that it registers.
-TAKEN_BACK = {
+RESTORED_FUNCTIONS = {
     f"{_ROPE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15 turns no"
     " pack",
     f"{_ROPE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine; ours is"

@@ -1,20 +1,20 @@
 """What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
 from bundle.capabilities import (
-    CONNECTIONS,
+    CONNECTIONS_VARIABLE,
     Capabilities,
-    Choice,
+    EnvVariable,
     Fp8Scaling,
+    KernelChoice,
     LayerTraits,
-    Variable,
 )
 from bundle.capabilities.cuda import CUDA, FLASH, FUSED, UNFUSED
 from bundle.fp8 import FORMATS, SCALINGS
 
-_RUNS = "torch's cpu kernels, with the refusals of {}"
-_EMULATED = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
+_IMPLEMENTATION = "torch's cpu kernels, with the refusals of {}"
+_FP8_SOURCE = "Transformer Engine's recipe in torch's own 8-bit numbers, with the refusals of its layers"
 
-LOCAL = LayerTraits(
+LOCAL_LAYERS = LayerTraits(
     fused_norms=False,
     grouped_experts=False,
     fused_kernels=False,
@@ -30,26 +30,35 @@ CPU = Capabilities(
     device="cpu",
     collectives="gloo",
     thread_limit=1,
-    layers=LOCAL,
+    layers=LOCAL_LAYERS,
     kernels=tuple(
         kernel._replace(
-            what=_RUNS.format(kernel.what), dtypes=("bf16", "fp32"), context_parallel=True, refused_on=None
+            implementation=_IMPLEMENTATION.format(kernel.implementation),
+            dtypes=("bf16", "fp32"),
+            context_parallel=True,
+            explain_device_refusal=None,
         )
         for kernel in (FLASH, FUSED, UNFUSED._replace(sinks=("bshd", "thd", "cp")))
     ),
-    auto_attention=Choice("unfused", "the contract that takes everything: here all three cost the same"),
-    fp8=tuple(Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _EMULATED) for name in SCALINGS),
+    auto_attention=KernelChoice(
+        "unfused", "the contract that takes everything: here all three cost the same"
+    ),
+    fp8=tuple(
+        Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
+    ),
     masks=CUDA.masks,  # a model is given what it is given there
     environment=(
-        Variable(
+        EnvVariable(
             "CUDA_VISIBLE_DEVICES", "", "hides GPUs: torch must see none under the facade on torch.cuda"
         ),
-        Variable(
+        EnvVariable(
             "TORCH_DEVICE_BACKEND_AUTOLOAD",
             "0",
             "an installed torch-npu must not be loaded: without CANN it makes `import torch` itself fail",
         ),
-        Variable(CONNECTIONS, "1", "without it megatron warns at every layer under sequence parallelism"),
+        EnvVariable(
+            CONNECTIONS_VARIABLE, "1", "without it megatron warns at every layer under sequence parallelism"
+        ),
     ),
 )
 

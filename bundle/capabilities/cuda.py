@@ -4,25 +4,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bundle.capabilities import (
-    CONNECTIONS,
+    CONNECTIONS_VARIABLE,
     AttentionKernel,
     Capabilities,
-    Choice,
+    EnvVariable,
     Fp8Scaling,
+    KernelChoice,
+    KernelPreference,
     LayerTraits,
-    Mask,
+    ModelMask,
     Peak,
-    Preference,
-    Resource,
-    Variable,
+    SchedulerResource,
 )
 from bundle.fp8 import FORMATS
 
 if TYPE_CHECKING:
     from bundle.recipe import Recipe
 
-_MATRIX = "Transformer Engine's support matrix"
-_RATES = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
+_MATRIX_SOURCE = "Transformer Engine's support matrix"
+_RATES_SOURCE = "get_peak_flops of pytorch/torchtitan (02581674), which names NVIDIA's own pages"
 
 TRANSFORMER_ENGINE = LayerTraits(
     fused_norms=True,
@@ -32,28 +32,28 @@ TRANSFORMER_ENGINE = LayerTraits(
     adam_counters=False,
     typed_adam=True,
     plain_sgd=False,
-    fp8_copies=2,
+    fp8_copy_bytes=2,
     source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1;"
     " FusedSGD makes a momentum_buffer of any tensor; FP8 weights stay by rows and by columns",
 )
 FLASH = AttentionKernel(
     name="flash",
-    what="flash-attention 2, through Transformer Engine",
+    implementation="flash-attention 2, through Transformer Engine",
     head_dims={"thd": "equal", "bshd": "equal"},
     max_head_dim=256,
-    padded_packs=False,
+    takes_padded_packs=False,
     source="flash-attention's README (up to 256); get_attention_backend of Transformer Engine 2.11, 2.12 and"
     " 2.14; Megatron-LM#3003, TransformerEngine#2629 (one size)",
 )
 
 
-def _capability(generation: str) -> tuple[int, ...]:
+def _parse_capability(generation: str) -> tuple[int, ...]:
     return tuple(map(int, generation.split(".")))
 
 
-def _without_cudnn(generation: str, layout: str, width: int, value_width: int) -> str | None:
+def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width: int) -> str | None:
     """Why cuDNN, through Transformer Engine, does not train with such heads on a device."""
-    capability = _capability(generation)
+    capability = _parse_capability(generation)
     if layout == "thd" and capability < (9, 0):
         return f"takes packs from compute capability 9.0 on; this device is {generation}"
     if max(width, value_width) <= 128 or capability == (9, 0):
@@ -68,18 +68,18 @@ def _without_cudnn(generation: str, layout: str, width: int, value_width: int) -
 
 FUSED = AttentionKernel(
     name="fused",
-    what="cuDNN's attention, through Transformer Engine",
+    implementation="cuDNN's attention, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
     max_head_dim=256,
     sinks=("bshd",),
-    refused_on=_without_cudnn,
+    explain_device_refusal=_explain_cudnn_refusal,
     source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead;"
     " sinks by get_attention_backend of Transformer Engine (002a3e57, 2.11): no packs, which 2.12 takes, and"
     " with cp only by a2a; devices by its fused_attn.cpp (015d346d)",
 )
 UNFUSED = AttentionKernel(
     name="unfused",
-    what="matrix products and a softmax, through Transformer Engine",
+    implementation="matrix products and a softmax, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
     masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
     dtypes=("bf16", "fp32"),
@@ -90,15 +90,15 @@ UNFUSED = AttentionKernel(
 )
 
 
-def _at_least(major: int, minor: int) -> Callable[[str], bool]:
-    return lambda generation: _capability(generation) >= (major, minor)
+def _is_at_least(major: int, minor: int) -> Callable[[str], bool]:
+    return lambda generation: _parse_capability(generation) >= (major, minor)
 
 
 def _is_before(major: int, minor: int) -> Callable[[str], bool]:
-    return lambda generation: _capability(generation) < (major, minor)
+    return lambda generation: _parse_capability(generation) < (major, minor)
 
 
-_ONE_QUEUE = (
+_ONE_QUEUE_REASON = (
     "one hardware queue keeps communication launched first in front of the kernels it overlaps; Megatron-LM's"
     " arguments.py demands it for tp and cp before compute capability 10.0"
 )
@@ -107,14 +107,14 @@ _ONE_QUEUE = (
 def _packs_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
     """Whether packed values are narrower than their keys, on Hopper and on no more than one rank."""
     hopper = generation is not None and generation.startswith("9.")
-    return hopper and recipe.parallel.cp == 1 and _narrow(recipe)
+    return hopper and recipe.parallel.cp == 1 and _has_narrow_values(recipe)
 
 
 def _divides_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
-    return recipe.parallel.cp > 1 and _narrow(recipe)
+    return recipe.parallel.cp > 1 and _has_narrow_values(recipe)
 
 
-def _narrow(recipe: "Recipe") -> bool:
+def _has_narrow_values(recipe: "Recipe") -> bool:
     width, value_width = recipe.architecture.head_dims
     return recipe.data.packed and value_width < width
 
@@ -125,17 +125,17 @@ CUDA = Capabilities(
     collectives="nccl",
     layers=TRANSFORMER_ENGINE,
     kernels=(FLASH, FUSED, UNFUSED),
-    auto_attention=Choice(
+    auto_attention=KernelChoice(
         "auto", "Transformer Engine chooses one of those that take the input, call by call"
     ),
-    preferred=(
-        Preference(
+    preferences=(
+        KernelPreference(
             "fused",
             _packs_narrow_values,
             "takes packed values narrower than keys as they are; padded to one width, as other kernels want"
             " them, a step of latent attention took 11 % longer on an H200",
         ),
-        Preference(
+        KernelPreference(
             "auto",
             _divides_narrow_values,
             "packed values narrower than keys are padded to one width: between ranks cuDNN was not seen to"
@@ -143,53 +143,59 @@ CUDA = Capabilities(
         ),
     ),
     fp8=(
-        Fp8Scaling("delayed", FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
-        Fp8Scaling("tensorwise", FORMATS, "compute capability 8.9 or newer", _at_least(8, 9), _MATRIX),
-        Fp8Scaling("blockwise", FORMATS, "compute capability 9.0 or newer", _at_least(9, 0), _MATRIX),
+        Fp8Scaling("delayed", FORMATS, "compute capability 8.9 or newer", _is_at_least(8, 9), _MATRIX_SOURCE),
+        Fp8Scaling(
+            "tensorwise", FORMATS, "compute capability 8.9 or newer", _is_at_least(8, 9), _MATRIX_SOURCE
+        ),
+        Fp8Scaling(
+            "blockwise", FORMATS, "compute capability 9.0 or newer", _is_at_least(9, 0), _MATRIX_SOURCE
+        ),
         Fp8Scaling(
             "mxfp8",
             FORMATS,
             "compute capability 10.0 or 10.3",
             lambda capability: capability in ("10.0", "10.3"),
-            f"{_MATRIX}, which excludes 12.0; TransformerEngine#2304",
+            f"{_MATRIX_SOURCE}, which excludes 12.0; TransformerEngine#2304",
         ),
     ),
     masks=(
-        Mask("text", "thd", "none", "the boundaries of the sequences say everything"),
-        Mask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
-        Mask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
-        Mask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
+        ModelMask("text", "thd", "none", "the boundaries of the sequences say everything"),
+        ModelMask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
+        ModelMask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
+        ModelMask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
     ),
     resources=(
-        Resource(
+        SchedulerResource(
             "nvidia.com/gpu", "gpus-per-node={}", "GPU", "NVIDIA/k8s-device-plugin; sbatch(1); ray 2.60"
         ),
     ),
     peaks=(
-        Peak("NVIDIA A100-SXM4-80GB", 312e12, _RATES),
-        Peak("NVIDIA H100 80GB HBM3", 989e12, _RATES),
-        Peak("NVIDIA H200", 989e12, _RATES),
-        Peak("NVIDIA B200", 2.25e15, _RATES),
+        Peak("NVIDIA A100-SXM4-80GB", 312e12, _RATES_SOURCE),
+        Peak("NVIDIA H100 80GB HBM3", 989e12, _RATES_SOURCE),
+        Peak("NVIDIA H200", 989e12, _RATES_SOURCE),
+        Peak("NVIDIA B200", 2.25e15, _RATES_SOURCE),
     ),
     environment=(
-        Variable(
-            CONNECTIONS,
+        EnvVariable(
+            CONNECTIONS_VARIABLE,
             "8",
             "CUDA's own default: with 1, which Megatron-LM demands for tp and cp, a step of the experts'"
             " benchmark took 421 ms on an H200 instead of 377",
         ),
         *(
-            Variable(CONNECTIONS, "1", _ONE_QUEUE, frozenset({axis}), runs_on=_is_before(10, 0))
+            EnvVariable(
+                CONNECTIONS_VARIABLE, "1", _ONE_QUEUE_REASON, frozenset({axis}), runs_on=_is_before(10, 0)
+            )
             for axis in ("tp", "cp")
         ),
-        Variable(
+        EnvVariable(
             "NCCL_CUMEM_ENABLE",
             "0",
             "must be equal on both sides of a weight sync, and SGLang sets 0: else the first transfer fails"
             " on the server with 'invalid argument' and the trainer waits for ever",
             frozenset({"rl"}),
         ),
-        Variable(
+        EnvVariable(
             "TORCH_DEVICE_BACKEND_AUTOLOAD",
             "0",
             "an installed torch-npu refuses to load next to CUDA and makes `import torch` itself fail",

@@ -13,18 +13,18 @@ from bundle import files
 from bundle.architectures import identity
 from bundle.checkpoints import manifest, rng, state
 from bundle.checkpoints.directory import MEGATRON, CheckpointDirectory
-from bundle.distributed.world import on_all_ranks, on_rank_0
+from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed
 from bundle.mcore import checkpoints as megatron_checkpoints
 from bundle.mcore import groups
 
 # torch's own exception is not an Exception.
-_MEGATRON_FAILED = (Exception, CheckpointException)
+_MEGATRON_ERRORS = (Exception, CheckpointException)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """Where the run was, and what a person should know about how that was found."""
 
     state: state.TrainState
@@ -42,70 +42,74 @@ class Checkpoints:
         *,
         keep: int,
         background: bool = False,
-        beside: Mapping[str, str] | None = None,
-        when_published: Callable[[int], None] = lambda _: None,
+        base_digests: Mapping[str, str] | None = None,
+        on_published: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`background`: files are written while training goes on, and `poll` makes them a checkpoint.
 
-        `beside`: the digests of the weights that the engine's adapters are of, as `state.Saved` has them.
-        Rank 0 calls `when_published` with the step of each checkpoint that is complete.
+        `base_digests`: the digests of the weights that the engine's adapters are of, as `state.SavedState`
+        has them. Rank 0 calls `on_published` with the step of each checkpoint that is complete.
         """
         self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
-        self.beside, self.when_published = beside, when_published
-        self._writing: tuple[int, megatron_checkpoints.Writing] | None = None
+        self.base_digests, self.on_published = base_digests, on_published
+        self._writing: tuple[int, megatron_checkpoints.AsyncSave] | None = None
 
-    def save(self, now: state.TrainState) -> None:
+    def save(self, train_state: state.TrainState) -> None:
         """Writes a checkpoint; until it is whole it has no name, and the ones before it stay.
 
         Raises JobFailed, with nothing left half written, when it cannot be written.
         """
         self.poll(wait=True)
         self.engine.gather_weights()
-        partial = on_rank_0(lambda: self.directory.start(now.step))
+        partial = run_on_rank_0(lambda: self.directory.create_partial(train_state.step))
         engine = self.engine
-        with self._whole_or_not(partial):
-            on_all_ranks(lambda: self._write_our_part(partial, now))
-            with engine.runtime.megatron():
+        with self._clear_on_failure(partial):
+            run_on_all_ranks(lambda: self._write_own_files(partial, train_state))
+            with engine.runtime.megatron_calls():
                 if self.background:
-                    writing = megatron_checkpoints.Writing(partial / MEGATRON, engine.kept, engine.optimizer)
-                    self._writing = (now.step, writing)
+                    writing = megatron_checkpoints.AsyncSave(
+                        partial / MEGATRON, engine.checkpoint_modules, engine.optimizer
+                    )
+                    self._writing = (train_state.step, writing)
                     return
-                megatron_checkpoints.save(partial / MEGATRON, engine.kept, engine.optimizer)
-            self._publish(now.step)
+                megatron_checkpoints.save(partial / MEGATRON, engine.checkpoint_modules, engine.optimizer)
+            self._publish(train_state.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
         """The step whose checkpoint became complete by this call, if any."""
         if self._writing is None:
             return None
         step, writing = self._writing
-        with self._whole_or_not(self.directory.partial(step)):
-            with self.engine.runtime.megatron():
-                if not writing.finished(wait=wait):
+        with self._clear_on_failure(self.directory.get_partial_path(step)):
+            with self.engine.runtime.megatron_calls():
+                if not writing.is_finished(wait=wait):
                     return None
             self._writing = None
             self._publish(step)
         return step
 
-    def load_newest(self) -> Loaded | None:
+    def load_newest(self) -> LoadedCheckpoint | None:
         """Reads the newest checkpoint that is as it was written; None when there is none at all.
 
         Raises JobFailed when there are some and all are damaged.
         """
         damaged: list[str] = []
-        for step in on_rank_0(self.directory.steps):
-            directory = self.directory.place(step)
-            if reasons := self._damage(directory):
+        for step in run_on_rank_0(self.directory.list_steps):
+            directory = self.directory.get_path(step)
+            if reasons := self._find_damage(directory):
                 damaged.append(f"{directory.name} is damaged and was left out: {'; '.join(reasons[:3])}")
                 continue
             loaded = self._read(directory)
-            aside = on_rank_0(functools.partial(self.directory.go_back_to, step))
-            notes = [f"{why}; it lies in {name} now" for why, name in zip(damaged, aside, strict=True)]
-            return Loaded(loaded.state, directory, (*notes, *loaded.notes))
+            new_names = run_on_rank_0(functools.partial(self.directory.go_back_to, step))
+            notes = [
+                f"{reason}; it lies in {name} now" for reason, name in zip(damaged, new_names, strict=True)
+            ]
+            return LoadedCheckpoint(loaded.state, directory, (*notes, *loaded.notes))
         if damaged:
             raise JobFailed(f"{self.directory.root}: no checkpoint can be used; --fresh starts over", damaged)
         return None
 
-    def load_from(self, directory: Path) -> Loaded:
+    def load_from(self, directory: Path) -> LoadedCheckpoint:
         """Reads a checkpoint that a person named; raises JobFailed for a damaged one."""
         self._refuse_damaged(directory)
         return self._read(directory)
@@ -117,35 +121,35 @@ class Checkpoints:
         another model, JobFailed for a damaged checkpoint and for one that cannot be loaded.
         """
         self._refuse_damaged(directory)
-        self._saved(directory)
+        self._read_saved(directory)
         engine = self.engine
-        with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
-            megatron_checkpoints.load_weights(place, engine.kept, engine.optimizer)
+        with _wrap_load_errors(directory / MEGATRON) as megatron_directory, engine.runtime.megatron_calls():
+            megatron_checkpoints.load_weights(megatron_directory, engine.checkpoint_modules, engine.optimizer)
 
     def _refuse_damaged(self, directory: Path) -> None:
-        if reasons := self._damage(directory):
+        if reasons := self._find_damage(directory):
             raise JobFailed(f"{directory}: this checkpoint cannot be used", reasons)
 
-    def _write_our_part(self, partial: Path, now: state.TrainState) -> None:
+    def _write_own_files(self, partial: Path, train_state: state.TrainState) -> None:
         engine = self.engine
-        with engine.runtime.megatron():
+        with engine.runtime.megatron_calls():
             rng.write(partial, dist.get_rank(), engine.device)
         if dist.get_rank() == 0:
             (partial / MEGATRON).mkdir()
-            state.Saved(
-                state=now,
+            state.SavedState(
+                state=train_state,
                 scheduler=engine.scheduler.state_dict(),
-                layout=self._layout(),
-                sharding=megatron_checkpoints.sharding(),
-                optimizer=state.optimizer_kept(engine.recipe.optimizer),
-                mcore=megatron_checkpoints.version(),
-                model=identity.noted(engine.recipe.architecture),
-                adapters=state.adapters_kept(engine.recipe, loaded=engine.loaded),
-                beside=self.beside,
+                layout=self._get_layout(),
+                sharding=megatron_checkpoints.choose_sharding_type(),
+                optimizer=state.describe_optimizer(engine.recipe.optimizer),
+                mcore=megatron_checkpoints.read_megatron_version(),
+                model=identity.dump_architecture(engine.recipe.architecture),
+                adapters=state.describe_adapters(engine.recipe, loaded=engine.has_pretrained_weights),
+                base_digests=self.base_digests,
             ).write(partial)
 
     @contextmanager
-    def _whole_or_not(self, partial: Path) -> Iterator[None]:
+    def _clear_on_failure(self, partial: Path) -> Iterator[None]:
         """Leaves nothing half written when what is inside fails, and has rank 0 say why."""
         try:
             yield
@@ -153,15 +157,15 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 self._clear_leftovers()
             raise
-        except _MEGATRON_FAILED as error:
+        except _MEGATRON_ERRORS as error:
             # Megatron tells the cause to rank 0.
             if dist.get_rank() != 0:
-                why = _cause(error)  # or what this rank alone has seen
+                cause = _describe_cause(error)  # or what this rank alone has seen
                 raise RuntimeError(
-                    f"the checkpoint could not be written; rank 0 knows why ({why})"
+                    f"the checkpoint could not be written; rank 0 knows why ({cause})"
                 ) from error
             self._clear_leftovers()
-            raise files.failed(partial, error) from error
+            raise files.build_write_error(partial, error) from error
 
     def _clear_leftovers(self) -> None:
         """Remove what was half written; the next checkpoint removes what ranks that still write add to it."""
@@ -169,80 +173,86 @@ class Checkpoints:
             self.directory.clear()
 
     def _publish(self, step: int) -> None:
-        partial, rank, size = self.directory.partial(step), dist.get_rank(), dist.get_world_size()
-        names = on_rank_0(lambda: manifest.file_names(partial))
-        mine = manifest.share(names, rank, size)
-        shares = on_all_ranks(lambda: {name: manifest.digest(partial / name, sync=True) for name in mine})
+        partial, rank, size = self.directory.get_partial_path(step), dist.get_rank(), dist.get_world_size()
+        names = run_on_rank_0(lambda: manifest.list_file_names(partial))
+        own_names = manifest.select_share(names, rank, size)
+        shares = run_on_all_ranks(
+            lambda: {name: manifest.compute_digest(partial / name, sync=True) for name in own_names}
+        )
 
         def finish() -> None:
-            manifest.write(partial, {name: found for share in shares for name, found in share.items()})
+            manifest.write(partial, {name: digest for share in shares for name, digest in share.items()})
             self.directory.publish(step, self.keep)
-            self.when_published(step)
+            self.on_published(step)
 
-        on_rank_0(finish)
+        run_on_rank_0(finish)
 
-    def _damage(self, directory: Path) -> list[str]:
+    def _find_damage(self, directory: Path) -> list[str]:
         """What is wrong with a checkpoint, before any of its files is read."""
 
-        def listed() -> tuple[dict[str, str], list[str]]:
+        def list_digests() -> tuple[dict[str, str], list[str]]:
             try:
                 state.read(directory)
                 digests = manifest.read(directory)
             except ValueError as error:
                 return {}, [str(error)]
-            return digests, manifest.strangers(directory, digests)
+            return digests, manifest.find_unlisted_files(directory, digests)
 
-        digests, reasons = on_rank_0(listed)
+        digests, reasons = run_on_rank_0(list_digests)
         if reasons:
             return reasons
-        mine = manifest.share(sorted(digests), dist.get_rank(), dist.get_world_size())
-        found = on_all_ranks(lambda: manifest.defects(directory, digests, mine))
-        return [defect for share in found for defect in share]
+        own_names = manifest.select_share(sorted(digests), dist.get_rank(), dist.get_world_size())
+        shares = run_on_all_ranks(lambda: manifest.find_defects(directory, digests, own_names))
+        return [defect for share in shares for defect in share]
 
-    def _read(self, directory: Path) -> Loaded:
+    def _read(self, directory: Path) -> LoadedCheckpoint:
         """Raises UsageError for another model's or optimizer's, JobFailed for one that cannot be loaded."""
-        saved, engine = self._saved(directory), self.engine
+        saved, engine = self._read_saved(directory), self.engine
         state.refuse_another_optimizer(directory, saved, engine.recipe.optimizer)
-        with _loading(directory / MEGATRON) as place, engine.runtime.megatron():
-            megatron_checkpoints.load(place, engine.kept, engine.optimizer, saved.sharding)
+        with _wrap_load_errors(directory / MEGATRON) as megatron_directory, engine.runtime.megatron_calls():
+            megatron_checkpoints.load(
+                megatron_directory, engine.checkpoint_modules, engine.optimizer, saved.sharding
+            )
         engine.scheduler.load_state_dict(dict(saved.scheduler))
-        if dict(saved.layout) == dict(self._layout()):
-            with engine.runtime.megatron():
+        if dict(saved.layout) == dict(self._get_layout()):
+            with engine.runtime.megatron_calls():
                 rng.read(directory, dist.get_rank(), engine.device)
-            return Loaded(saved.state, directory)
-        with engine.runtime.megatron():
-            groups.begin_random(engine.recipe.seed, after=saved.state.step)
-        note = f"{directory.name} was written at {_spelled(saved.layout)}: random states begin anew"
-        return Loaded(saved.state, directory, (note,))
+            return LoadedCheckpoint(saved.state, directory)
+        with engine.runtime.megatron_calls():
+            groups.seed_random_states(engine.recipe.seed, completed_steps=saved.state.step)
+        note = f"{directory.name} was written at {_format_layout(saved.layout)}: random states begin anew"
+        return LoadedCheckpoint(saved.state, directory, (note,))
 
-    def _saved(self, directory: Path) -> state.Saved:
+    def _read_saved(self, directory: Path) -> state.SavedState:
         """What a checkpoint says of itself. Raises UsageError for another model's, or other adapters."""
         saved = state.read(directory)
-        state.refuse_another_model(directory, saved, self.engine.recipe, loaded=self.engine.loaded)
-        state.refuse_other_weights(directory, saved, self.beside)
+        state.refuse_another_model(
+            directory, saved, self.engine.recipe, loaded=self.engine.has_pretrained_weights
+        )
+        state.refuse_other_weights(directory, saved, self.base_digests)
         return saved
 
-    def _layout(self) -> Mapping[str, int]:
+    def _get_layout(self) -> Mapping[str, int]:
         groups = self.engine.groups
         axes = {name: getattr(groups, name).size for name in ("tp", "pp", "cp", "ep", "etp", "dp")}
         return {**axes, "vpp": groups.vpp}
 
 
 @contextmanager
-def _loading(place: Path) -> Iterator[Path]:
-    """Raises JobFailed for whatever megatron raises while it reads `place`."""
+def _wrap_load_errors(directory: Path) -> Iterator[Path]:
+    """Raises JobFailed for whatever megatron raises while it reads `directory`."""
     try:
-        yield place
-    except _MEGATRON_FAILED as error:
-        raise JobFailed(f"{place}: cannot be loaded: {_cause(error)}") from error
+        yield directory
+    except _MEGATRON_ERRORS as error:
+        raise JobFailed(f"{directory}: cannot be loaded: {_describe_cause(error)}") from error
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     """What torch's exception of all ranks says of one of them; other errors as they are."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     first_failure = next((failure for failure, _ in failures.values()), error)
     return f"{type(first_failure).__name__}: {first_failure}"
 
 
-def _spelled(layout: Mapping[str, int]) -> str:
+def _format_layout(layout: Mapping[str, int]) -> str:
     return " ".join(f"{name}{size}" for name, size in layout.items() if size > 1) or "one rank"

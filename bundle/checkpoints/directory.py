@@ -11,7 +11,7 @@ LATEST = "latest"
 MEGATRON = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
-_OURS = re.compile(
+_OWN_NAME = re.compile(
     rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_COMPLETE.pattern}|{LATEST}|\.{LATEST}\.\d+"
 )
 
@@ -22,43 +22,43 @@ class CheckpointDirectory:
 
     root: Path
 
-    def place(self, step: int) -> Path:
+    def get_path(self, step: int) -> Path:
         """Where the complete checkpoint of `step` lies."""
         return self.root / f"step-{step:08d}"
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """The steps that have a complete checkpoint, the newest first.
 
         The names alone say it: a checkpoint gets its name, in one rename, when it is complete.
         """
         if not files.is_directory(self.root):
             return []
-        found = (_COMPLETE.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir())
-        return sorted((int(match.group(1)) for match in found if match), reverse=True)
+        matches = (_COMPLETE.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir())
+        return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
-    def start(self, step: int) -> Path:
+    def create_partial(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into; leftovers of others are removed."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.clear()
-        partial = self.partial(step)
+        partial = self.get_partial_path(step)
         partial.mkdir()
         return partial
 
-    def partial(self, step: int) -> Path:
+    def get_partial_path(self, step: int) -> Path:
         """Where the checkpoint of `step` is while it is written."""
         return self.root / f"{_PARTIAL}{step:08d}"
 
     def publish(self, step: int, keep: int) -> None:
         """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay."""
-        partial, place = self.partial(step), self.place(step)
+        partial, complete = self.get_partial_path(step), self.get_path(step)
         for directory in (path for path in partial.rglob("*") if path.is_dir()):
             files.sync_directory(directory)  # `partial` itself is synced with the manifest, its last file
-        if place.exists():  # a resumed run came here again: its own is as good
-            self._remove(place)
-        partial.rename(place)
-        self._point_at(step)  # syncs the new name too: what is older goes only then
-        for old in [before for before in self.steps() if before < step][keep - 1 :]:
-            self._remove(self.place(old))
+        if complete.exists():  # a resumed run came here again: its own is as good
+            self._remove(complete)
+        partial.rename(complete)
+        self._point_latest_at(step)  # syncs the new name too: what is older goes only then
+        for old in [earlier for earlier in self.list_steps() if earlier < step][keep - 1 :]:
+            self._remove(self.get_path(old))
 
     def go_back_to(self, step: int) -> list[str]:
         """Takes the name from every checkpoint after `step`, where a run goes on; returns their new names.
@@ -66,14 +66,14 @@ class CheckpointDirectory:
         They are damaged. Under their old names they would count among the newest, which `publish` keeps.
         """
         names = []
-        for newer in [found for found in self.steps() if found > step]:
-            aside = self.root / f"{_DAMAGED}{self.place(newer).name}"
-            if aside.exists():
-                self._remove(aside)
-            self.place(newer).rename(aside)
-            names.append(aside.name)
+        for newer in [step_number for step_number in self.list_steps() if step_number > step]:
+            damaged = self.root / f"{_DAMAGED}{self.get_path(newer).name}"
+            if damaged.exists():
+                self._remove(damaged)
+            self.get_path(newer).rename(damaged)
+            names.append(damaged.name)
         if names:
-            self._point_at(step)
+            self._point_latest_at(step)
         return names
 
     def clear(self) -> None:
@@ -81,19 +81,19 @@ class CheckpointDirectory:
         for leftover in (*self.root.glob(f"{_PARTIAL}*"), *self.root.glob(f"{_LEAVING}*")):
             _discard(leftover)
 
-    def empty(self) -> None:
+    def remove_all(self) -> None:
         """Removes every checkpoint, the newest first; the folder, which may be a link, and strangers stay.
 
         Whoever is interrupted leaves a run that goes on from an older checkpoint.
         """
-        for step in self.steps():
-            self._remove(self.place(step))
-        for path in [path for path in self.root.glob("*") if _OURS.fullmatch(path.name)]:
+        for step in self.list_steps():
+            self._remove(self.get_path(step))
+        for path in [path for path in self.root.glob("*") if _OWN_NAME.fullmatch(path.name)]:
             _discard(path)
 
-    def _point_at(self, step: int) -> None:
+    def _point_latest_at(self, step: int) -> None:
         # For people and scripts; a run that resumes looks at the folders, which cannot be behind.
-        files.write_text(self.root / LATEST, f"{self.place(step).name}\n")
+        files.write_text(self.root / LATEST, f"{self.get_path(step).name}\n")
 
     def _remove(self, directory: Path) -> None:
         # Renamed first: a removal that is interrupted must not leave half a checkpoint under its name.

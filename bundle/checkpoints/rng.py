@@ -29,18 +29,18 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
     }
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state()
-    tensors |= {_MEGATRON + name: state for name, state in groups.random_states().items()}
+    tensors |= {_MEGATRON + name: state for name, state in groups.get_random_states().items()}
     rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
-    path = _path(directory, rank)
+    path = _get_path(directory, rank)
     try:
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"rest": json.dumps(rest)})
     except (OSError, SafetensorError) as error:  # it wraps the system's errors in one of its own
-        raise files.failed(path, error) from error
+        raise files.build_write_error(path, error) from error
 
 
 def read(directory: Path, rank: int, device: torch.device) -> None:
     """Puts back what `write` wrote."""
-    with safe_open(_path(directory, rank), framework="pt") as file:
+    with safe_open(_get_path(directory, rank), framework="pt") as file:
         rest = json.loads(file.metadata()["rest"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
     version, gauss = rest["python"]
@@ -55,5 +55,5 @@ def read(directory: Path, rank: int, device: torch.device) -> None:
     )
 
 
-def _path(directory: Path, rank: int) -> Path:
+def _get_path(directory: Path, rank: int) -> Path:
     return directory / f"random-{rank:05d}.safetensors"

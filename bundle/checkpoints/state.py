@@ -12,8 +12,8 @@ from bundle.errors import UsageError
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
-NAME = "state.json"
-_SCHEMA = 3
+FILE_NAME = "state.json"
+_SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """The state with what loading it needs to know."""
 
     state: TrainState
@@ -38,39 +38,39 @@ class Saved:
     sharding: str
     """How megatron laid out the optimizer's state."""
     optimizer: str
-    """Whose state it holds, as `optimizer_kept` says it."""
+    """Whose state it holds, as `describe_optimizer` says it."""
     mcore: str
     model: Mapping[str, Any]
-    """What the weights are of, as `architectures.identity.noted` says it."""
+    """What the weights are of, as `architectures.identity.dump_architecture` says it."""
     adapters: Mapping[str, Any] | None = None
-    """What it holds in the place of the weights, as `adapters_kept` says it."""
-    beside: Mapping[str, str] | None = None
+    """What it holds in the place of the weights, as `describe_adapters` says it."""
+    base_digests: Mapping[str, str] | None = None
     """SHA-256 of the files of the weights that its adapters are of; none of those of random ones."""
 
     def write(self, directory: Path) -> None:
         """Writes it into a checkpoint."""
-        files.write_json(directory / NAME, {"schema": _SCHEMA, **asdict(self)})
+        files.write_json(directory / FILE_NAME, {"schema": _SCHEMA, **asdict(self)})
 
 
-def read(directory: Path) -> Saved:
+def read(directory: Path) -> SavedState:
     """What a checkpoint says about itself; raises ValueError saying why it cannot be used."""
     try:
-        found = json.loads((directory / NAME).read_text(encoding="utf-8"))
-        if found.pop("schema") != _SCHEMA:
+        document = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
+        if document.pop("schema") != _SCHEMA:
             raise ValueError("written by another version of mcore-bundle")
-        return Saved(**{**found, "state": TrainState(**found["state"])})
+        return SavedState(**{**document, "state": TrainState(**document["state"])})
     except FileNotFoundError:
-        raise ValueError(f"it has no {NAME}") from None
+        raise ValueError(f"it has no {FILE_NAME}") from None
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"its {NAME} cannot be used: {error}") from None
+        raise ValueError(f"its {FILE_NAME} cannot be used: {error}") from None
 
 
-def optimizer_kept(optimizer: Optimizer) -> str:
+def describe_optimizer(optimizer: Optimizer) -> str:
     """Which optimizer a checkpoint has the state of, and whether data-parallel ranks divided it."""
     return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
 
 
-def adapters_kept(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
+def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
     """What a checkpoint says of its adapters, as JSON gives it back; None where it holds the weights.
 
     `loaded`: whether the model begins with the weights of model.path.
@@ -78,28 +78,32 @@ def adapters_kept(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
     lora = recipe.model.lora
     if lora is None:
         return None
-    beside = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": beside}
+    base_weights = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": base_weights}
 
 
-def refuse_another_model(directory: Path, saved: Saved, recipe: Recipe, *, loaded: bool) -> None:
+def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, loaded: bool) -> None:
     """Raises UsageError for a checkpoint of another model, or of other adapters; `loaded` as above."""
-    if changes := identity.changes(saved.model, recipe.architecture, "the checkpoint"):
+    if changes := identity.list_changes(saved.model, recipe.architecture, "the checkpoint"):
         raise UsageError(f"{directory} holds another model than the recipe's", changes)
-    own = adapters_kept(recipe, loaded=loaded)
-    if saved.adapters != own:
-        kept, asked = (f"adapters {dict(of)}" if of else "all weights" for of in (saved.adapters, own))
+    own_adapters = describe_adapters(recipe, loaded=loaded)
+    if saved.adapters != own_adapters:
+        saved_weights, recipe_weights = (
+            f"adapters {dict(adapters)}" if adapters else "all weights"
+            for adapters in (saved.adapters, own_adapters)
+        )
         raise UsageError(
-            f"{directory} holds {kept}, the recipe (model.lora) trains {asked}: export it with the recipe"
+            f"{directory} holds {saved_weights}, the recipe (model.lora) trains {recipe_weights}:"
+            " export it with the recipe"
             " that it was trained with (checkpoint.export: hf), and begin with that as model.path"
         )
 
 
-def refuse_other_weights(directory: Path, saved: Saved, beside: Mapping[str, str] | None) -> None:
+def refuse_other_weights(directory: Path, saved: SavedState, base_digests: Mapping[str, str] | None) -> None:
     """Raises UsageError where adapters were trained beside other weights than those that are there now."""
-    if saved.beside is None or beside is None or saved.beside == beside:
+    if saved.base_digests is None or base_digests is None or saved.base_digests == base_digests:
         return  # all weights, or written before this was noted
-    was, now = dict(saved.beside), dict(beside)
+    was, now = dict(saved.base_digests), dict(base_digests)
     changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
     raise UsageError(
         f"{directory}: its adapters were trained beside other weights than model.path has: put those back, or"
@@ -111,11 +115,11 @@ def refuse_other_weights(directory: Path, saved: Saved, beside: Mapping[str, str
     )
 
 
-def refuse_another_optimizer(directory: Path, saved: Saved, optimizer: Optimizer) -> None:
+def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Optimizer) -> None:
     """Raises UsageError for the state of another optimizer than the recipe's."""
-    if (own := optimizer_kept(optimizer)) != saved.optimizer:
+    if (own_optimizer := describe_optimizer(optimizer)) != saved.optimizer:
         raise UsageError(
             f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
-            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own};"
+            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own_optimizer};"
             " --weights-only begins with its weights alone"
         )

@@ -41,7 +41,7 @@ VERBS: dict[str, str] = {
 
 
 @functools.cache
-def _module(verb: str) -> Any:
+def _import_verb(verb: str) -> Any:
     """The module of a verb. What its import makes stays as long as the process and is no garbage: it is not
     looked through while it is made, nor by any collection later, which is a fifteenth of a plan's time.
     """
@@ -53,7 +53,7 @@ def _module(verb: str) -> Any:
         gc.enable()
 
 
-class Verbs(TyperGroup):
+class VerbGroup(TyperGroup):
     """The verbs by name: their modules are not imported to be listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -62,20 +62,20 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             raise UsageError(
-                f"no verb {cmd_name[:100]!r}", [f"{verb}: {what}" for verb, what in VERBS.items()]
+                f"no verb {cmd_name[:100]!r}", [f"{verb}: {summary}" for verb, summary in VERBS.items()]
             )
-        return typer.main.get_command(_module(cmd_name).app)
+        return typer.main.get_command(_import_verb(cmd_name).app)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
 
-app = typer.Typer(cls=Verbs, rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(cls=VerbGroup, rich_markup_mode=None, no_args_is_help=True)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print("mcore-bundle", __version__)
         raise typer.Exit
 
@@ -84,7 +84,7 @@ def _say_version(wanted: bool) -> None:
 def program(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Post-train large models with Megatron-Core on CUDA, Ascend or a laptop."""
@@ -96,7 +96,7 @@ def program(
 
 def main() -> None:
     """Runs the command line; ends the process with a code of `errors.ExitCode`."""
-    guard()
+    guard_streams()
     # What other packages plug into pydantic is not looked for in all that is installed: our models take none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
@@ -113,14 +113,14 @@ def main() -> None:
 
 
 # A pipe that nobody reads any more, a terminal that is gone.
-_NO_READER = (errno.EPIPE, errno.EIO)
+_NO_READER_ERRORS = (errno.EPIPE, errno.EIO)
 
 
 class OutputLost(JobFailed):
     """What a command was asked to print could not be written, as on a full disk."""
 
 
-class Outlet(io.FileIO):
+class OutputFile(io.FileIO):
     """A file descriptor that turns into /dev/null when it cannot be written to any more.
 
     Raises OutputLost at that moment, unless nobody reads it or it `may_fail`.
@@ -136,11 +136,11 @@ class Outlet(io.FileIO):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            if error.errno not in _NO_READER:
-                self._lost(error)
+            if error.errno not in _NO_READER_ERRORS:
+                self._report_loss(error)
             return len(memoryview(data).cast("B"))
 
-    def _lost(self, error: OSError) -> None:
+    def _report_loss(self, error: OSError) -> None:
         name = {1: "standard output", 2: "standard error"}.get(self.fileno(), str(self.fileno()))
         message = f"{name} cannot be written: {error.strerror}"
         if not self.may_fail:
@@ -149,30 +149,30 @@ class Outlet(io.FileIO):
             print(f"mcore-bundle: {message}; what follows is not shown", file=sys.stderr)
 
 
-def guard() -> None:
+def guard_streams() -> None:
     """Puts an Outlet under both standard streams; errors may get lost, what was asked for may not."""
-    sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
-    _may_fail(sys.stderr)
+    sys.stdout, sys.stderr = _guard_stream(sys.stdout, 1), _guard_stream(sys.stderr, 2)
+    _set_may_fail(sys.stderr)
 
 
-def may_fail() -> None:
+def ignore_lost_output() -> None:
     """Has the command go on where standard output cannot be written: its results are elsewhere."""
-    _may_fail(sys.stdout)
+    _set_may_fail(sys.stdout)
 
 
-def _may_fail(stream: TextIO) -> None:
+def _set_may_fail(stream: TextIO) -> None:
     outlet = getattr(stream.buffer, "raw", None)
-    if isinstance(outlet, Outlet):
+    if isinstance(outlet, OutputFile):
         outlet.may_fail = True
 
 
-def _guarded(stream: Any, number: int) -> TextIO:
+def _guard_stream(stream: Any, descriptor: int) -> TextIO:
     if stream is None:  # closed by whoever started us
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  as long as the process
     return io.TextIOWrapper(
-        io.BufferedWriter(Outlet(number, "wb", closefd=False)),
+        io.BufferedWriter(OutputFile(descriptor, "wb", closefd=False)),
         encoding=stream.encoding,
         errors="backslashreplace",
-        line_buffering=stream.line_buffering or stream.isatty() or number == 2,
+        line_buffering=stream.line_buffering or stream.isatty() or descriptor == 2,
         write_through=stream.write_through,
     )

@@ -10,11 +10,11 @@ from bundle.architectures import Architecture
 from bundle.cli.request import JobRequest
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
-from bundle.planning import plan_for
-from bundle.planning.inputs import input_problems
-from bundle.planning.plan import machine, refuse
-from bundle.recipe import Recipe, flat, from_mapping
-from bundle.recipe.completion import describe
+from bundle.planning import build_plan
+from bundle.planning.inputs import find_input_problems
+from bundle.planning.plan import choose_hardware, refuse
+from bundle.recipe import Recipe, flatten, from_mapping
+from bundle.recipe.completion import list_settings
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 # SFT: the default of transformers' TrainingArguments and of ms-swift. DPO: what Zephyr and Tulu 3 trained.
 EPOCHS = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
-SHORTEST = 64
-PACK = 8192  # the pack length of the ready jobs (`recipes list`)
-WINDOW = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
+SHORTEST_SAMPLE = 64
+PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
+PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
 LARGEST_BATCH = 64
-STEPS = 32  # of an epoch at least, where the data has as many samples
-ENOUGH = 16  # samples of such a step, from which on samples may be longer
+LEAST_EPOCH_STEPS = 32  # of an epoch at least, where the data has as many samples
+ENOUGH_SAMPLES = 16  # samples of such a step, from which on samples may be longer
 
 
 class KeyChoice(NamedTuple):
@@ -39,7 +39,7 @@ class KeyChoice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wish:
+class TaskSpec:
     """What a user gives in the place of a recipe."""
 
     task: str
@@ -53,8 +53,8 @@ class Wish:
     @property
     def name(self) -> str:
         """The recipe's name: that of the run directory where one is named, else of task and model."""
-        output, how = self.request.run_directory, "-lora" if self.lora else ""
-        text = output.absolute().name if output else f"{self.task}{how}-{Path(self.model).absolute().name}"
+        output, suffix = self.request.run_directory, "-lora" if self.lora else ""
+        text = output.absolute().name if output else f"{self.task}{suffix}-{Path(self.model).absolute().name}"
         return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:63] or self.task
 
     @property
@@ -67,7 +67,7 @@ class Wish:
         return not any(key == name or key.startswith(f"{name}.") for name in self.set_keys)
 
 
-class Built(NamedTuple):
+class BuiltRecipe(NamedTuple):
     """A recipe, the choices that it is made of beside its defaults, and its data."""
 
     recipe: Recipe
@@ -75,164 +75,169 @@ class Built(NamedTuple):
     corpus: "Corpus"
 
 
-def build_recipe(wish: Wish) -> Built:
+def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     """Return the recipe for a wish, by the model's config, the data's lengths and this machine's devices.
 
     Where no layout fits, the recipe has the last one, whose plan says what is against it. Raise UsageError
     for inputs that are not there, JobFailed for corrupt rows and rows longer than the model's positions.
     """
-    named = _choose_from_wish(wish)
-    draft = _recipe(wish, named, _draft(SHORTEST))
-    if wish.task != "pretrain":
+    spec_choices = _choose_from_spec(spec)
+    draft = _compose_recipe(spec, spec_choices, _draft_choices(SHORTEST_SAMPLE))
+    if spec.task != "pretrain":
         positions = draft.architecture.max_position_embeddings
-        draft = _recipe(wish, named, _draft(_sample(positions, draft)))
-    chosen = [*named, _length(draft, _read_data(draft, wish.request))]
-    corpus = _read_data(_recipe(wish, chosen, _draft(SHORTEST)), wish.request)
-    request = wish.request
+        draft = _compose_recipe(spec, spec_choices, _draft_choices(_find_sample_length(positions, draft)))
+    length_choices = [*spec_choices, _choose_length(draft, _read_data(draft, spec.request))]
+    corpus = _read_data(_compose_recipe(spec, length_choices, _draft_choices(SHORTEST_SAMPLE)), spec.request)
+    request = spec.request
     devices = request.devices_per_node or draft.devices.per_node
     if devices is None:
-        hardware, _ = machine(draft.backend, request.backend or None, wish.hardware)
+        hardware, _ = choose_hardware(draft.backend, request.backend or None, spec.hardware)
         devices = len(hardware.devices) or 1
-    for layout in _layouts(wish, draft.architecture, devices):
+    for layout in _propose_layouts(spec, draft.architecture, devices):
         try:
-            recipe = _recipe(wish, chosen, layout, _draft(SHORTEST))
+            recipe = _compose_recipe(spec, length_choices, layout, _draft_choices(SHORTEST_SAMPLE))
         except UsageError:
             if not layout:
                 raise
             continue  # these sizes do not divide the model
-        choices = [*chosen, _batch(recipe, len(corpus.training), devices), *layout]
-        recipe = _recipe(wish, choices)
-        plan = plan_for(
+        choices = [*length_choices, _choose_batch_size(recipe, len(corpus.training), devices), *layout]
+        recipe = _compose_recipe(spec, choices)
+        plan = build_plan(
             recipe,
             backend=request.backend or None,
-            named=wish.hardware,
+            hardware_name=spec.hardware,
             allow_drift=request.allow_drift or (),
             per_node=request.devices_per_node,
         )
-        if plan.code is not ExitCode.ENVIRONMENT_UNFIT:
+        if plan.exit_code is not ExitCode.ENVIRONMENT_UNFIT:
             break
-    return Built(recipe, tuple(_final(wish, recipe, choices)), corpus)
+    return BuiltRecipe(recipe, tuple(_list_final_choices(spec, recipe, choices)), corpus)
 
 
-def _final(wish: Wish, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
+def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
     """Yield what is chosen here, the keys that the user sets, and the defaults that decide the training."""
-    by_key = {choice.key: choice for choice in choices if wish.leaves_open(choice.key)}
-    values = dict(flat(recipe.dump()))
-    for name in dict.fromkeys(wish.set_keys):
+    by_key = {choice.key: choice for choice in choices if spec.leaves_open(choice.key)}
+    values = dict(flatten(recipe.dump()))
+    for name in dict.fromkeys(spec.set_keys):
         keys = (key for key in values if key == name or key.startswith(f"{name}."))
         by_key |= {key: KeyChoice(key, values[key], "--set") for key in keys}
-    for setting in describe(recipe.dump(), recipe.origins):
+    for setting in list_settings(recipe.dump(), recipe.origins):
         by_key.setdefault(setting.key, KeyChoice(*setting))
     # A section that is chosen as such, like model.lora, stands in its keys.
     sections = {key.rpartition(".")[0] for key in by_key}
     yield from (choice for key, choice in by_key.items() if key not in sections)
 
 
-def _choose_from_wish(wish: Wish) -> list[KeyChoice]:
+def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     """Return what the wish says, and what follows from its task alone."""
-    epochs = EPOCHS[wish.task] if wish.epochs is None else wish.epochs
+    epochs = EPOCHS[spec.task] if spec.epochs is None else spec.epochs
     choices = [
-        KeyChoice("name", wish.name, "names the run directory"),
-        KeyChoice("task", wish.task, "what is learned"),
-        KeyChoice("model.path", wish.model, "--model"),
-        KeyChoice("data.path", list(wish.data), "--data"),
+        KeyChoice("name", spec.name, "names the run directory"),
+        KeyChoice("task", spec.task, "what is learned"),
+        KeyChoice("model.path", spec.model, "--model"),
+        KeyChoice("data.path", list(spec.data), "--data"),
         KeyChoice("checkpoint.export", "hf", "a whole model, which transformers opens"),
     ]
-    if wish.task != "pretrain":
+    if spec.task != "pretrain":
         choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
-    if wish.lora:
+    if spec.lora:
         choices.append(KeyChoice("model.lora", {}, "--lora"))
-    if wish.leaves_open("train.steps") and wish.leaves_open("train.samples"):
-        reason = f"the default of {wish.task}" if wish.epochs is None else "--epochs"
+    if spec.leaves_open("train.steps") and spec.leaves_open("train.samples"):
+        reason = f"the default of {spec.task}" if spec.epochs is None else "--epochs"
         choices.append(KeyChoice("train.epochs", epochs, reason))
     return choices
 
 
-def _draft(length: int) -> list[KeyChoice]:
+def _draft_choices(length: int) -> list[KeyChoice]:
     """Return stand-ins for what the data decides: enough to read it with."""
     return [KeyChoice("data.sequence_length", length, ""), KeyChoice("train.global_batch_size", 1, "")]
 
 
-def _recipe(wish: Wish, *choices: Sequence[KeyChoice]) -> Recipe:
+def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
     """Return the recipe of these choices, of which the first one counts and what the user sets before all."""
     values: dict[str, Any] = {}
-    for choice in (choice for group in choices for choice in group if wish.leaves_open(choice.key)):
+    for choice in (choice for group in choices for choice in group if spec.leaves_open(choice.key)):
         *sections, last = choice.key.split(".")
-        place = values
+        node = values
         for section in sections:
-            place = place.setdefault(section, {})
-        place.setdefault(last, choice.value)
-    return from_mapping(values, f"recipe {wish.name}", wish.request.overrides or ())
+            node = node.setdefault(section, {})
+        node.setdefault(last, choice.value)
+    return from_mapping(values, f"recipe {spec.name}", spec.request.overrides or ())
 
 
 def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
     """Return the data of a recipe, made into tokens. Raise for inputs that cannot be used."""
-    directory = request.directory(recipe)
+    directory = request.find_run_directory(recipe)
     run = RunDirectory(directory)
     # Whether an earlier run there is of the same recipe is known when the recipe is whole.
-    others = run.problems(recipe, Start(fresh=True))
-    begins = run.beginning(recipe, request.start())
-    refuse(recipe, [*input_problems(recipe, directory, begins), *others])
+    run_problems = run.find_problems(recipe, Start(fresh=True))
+    initial_weights = run.find_initial_weights(recipe, request.build_start())
+    refuse(recipe, [*find_input_problems(recipe, directory, initial_weights), *run_problems])
     from bundle.data import prepare
-    from bundle.data.cache import place
-    from bundle.data.loader import told
+    from bundle.data.cache import choose_cache_directory
+    from bundle.data.loader import build_progress_callback
 
-    return prepare(recipe, place(recipe, directory), told())
+    return prepare(recipe, choose_cache_directory(recipe, directory), build_progress_callback())
 
 
-def _sample(longest: int, recipe: Recipe) -> int:
+def _find_sample_length(longest: int, recipe: Recipe) -> int:
     """Return the tokens of a sample that holds a document of this length and what stays with it."""
     if not recipe.data.packed:
         return longest
-    multiple = recipe.alignment.sequence * 16
+    multiple = recipe.alignment.sequence_multiple * 16
     return -(-longest // multiple) * multiple * recipe.documents_per_sample
 
 
-def _length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
+def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     """Return the length of samples: of rows the longest, of running text as the data gives enough of them.
 
     Packs are longer where the data fills enough of them: a device then has more to do at once.
     """
     key, positions = "data.sequence_length", recipe.architecture.max_position_embeddings
     if is_text := recipe.task == "pretrain":
-        length, most = SHORTEST, min(WINDOW, positions)
+        length, max_length = SHORTEST_SAMPLE, min(PRETRAIN_LENGTH, positions)
         reason = f"of {corpus.tokens:,} tokens, for a model of {positions:,} positions"
     else:
         longest = max(int(store.lengths.max(initial=0)) for store in corpus.stores)
-        length, most = 1 << (max(SHORTEST, _sample(longest, recipe)) - 1).bit_length(), PACK
+        length, max_length = (
+            1 << (max(SHORTEST_SAMPLE, _find_sample_length(longest, recipe)) - 1).bit_length(),
+            PACK_LENGTH,
+        )
         reason = f"holds the longest row ({longest:,} tokens)"
     if is_text or recipe.data.packed:
-        while 2 * length <= most and corpus.tokens >= 2 * length * STEPS * ENOUGH:
+        while 2 * length <= max_length and corpus.tokens >= 2 * length * LEAST_EPOCH_STEPS * ENOUGH_SAMPLES:
             length *= 2
     return KeyChoice(key, length if recipe.data.packed else min(length, positions), reason)
 
 
-def _batch(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
+def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     """Return the samples of a step: a power of two that leaves an epoch enough steps, for every replica."""
     batch = 1
-    while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * STEPS:
+    while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * LEAST_EPOCH_STEPS:
         batch *= 2
-    portion = recipe.train.micro_batch_size
-    portion *= recipe.parallel.dp(devices) if recipe.parallel.fits(devices) else 1
-    batch = -(-batch // portion) * portion
+    multiple = recipe.train.micro_batch_size
+    multiple *= recipe.parallel.compute_dp(devices) if recipe.parallel.fits(devices) else 1
+    batch = -(-batch // multiple) * multiple
     reason = f"{samples:,} samples are {-(-samples // batch):,} steps an epoch"
     return KeyChoice("train.global_batch_size", batch, reason)
 
 
-def _layouts(wish: Wish, architecture: Architecture, devices: int) -> Iterator[tuple[KeyChoice, ...]]:
+def _propose_layouts(
+    spec: TaskSpec, architecture: Architecture, devices: int
+) -> Iterator[tuple[KeyChoice, ...]]:
     """Yield ways to lay the model out, those that need the least exchange between devices first."""
     yield ()
-    why = "memory: the model does not fit otherwise"
-    if any(key.partition(".")[0] in ("parallel", "devices") for key in wish.set_keys):
+    reason = "memory: the model does not fit otherwise"
+    if any(key.partition(".")[0] in ("parallel", "devices") for key in spec.set_keys):
         return
-    full = KeyChoice("model.recompute", {"granularity": "full"}, why)
-    yield (full,)
+    full_recompute = KeyChoice("model.recompute", {"granularity": "full"}, reason)
+    yield (full_recompute,)
     for size in range(2, devices + 1):
         if devices % size:
             continue
-        tp, ep = KeyChoice("parallel.tp", size, why), KeyChoice("parallel.ep", size, why)
+        tp, ep = KeyChoice("parallel.tp", size, reason), KeyChoice("parallel.ep", size, reason)
         if architecture.moe is None:
-            yield (tp, full)
+            yield (tp, full_recompute)
         else:
-            yield (ep, full)
-            yield (tp, ep, KeyChoice("parallel.etp", 1, "experts are divided by ep"), full)
+            yield (ep, full_recompute)
+            yield (tp, ep, KeyChoice("parallel.etp", 1, "experts are divided by ep"), full_recompute)

@@ -13,9 +13,9 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options
 from bundle.errors import UsageError
 from bundle.launch import Start
-from bundle.planning import plan_for
-from bundle.planning.inputs import input_problems
-from bundle.planning.output import disk_shown, settings_json, settings_lines
+from bundle.planning import build_plan
+from bundle.planning.inputs import find_input_problems
+from bundle.planning.output import build_settings_json, format_disk, format_settings
 from bundle.recipe import Recipe, from_mapping, load, with_steps
 from bundle.runs.directory import RunDirectory
 
@@ -30,7 +30,7 @@ def check(
     recipe: options.Recipe,
     overrides: options.Overrides = None,
     run_directory: options.RunDirectory = None,
-    start_from: options.From = None,
+    start_from: options.StartFrom = None,
     weights_only: options.WeightsOnly = False,
     resume: options.Resume = False,
     hardware: options.Hardware = "",
@@ -42,53 +42,53 @@ def check(
     directory = run_directory or job.run_directory
     start = Start(resume=resume, origin=start_from, weights_only=weights_only)
     run = RunDirectory(directory)
-    begins = run.beginning(job, start)
+    initial_weights = run.find_initial_weights(job, start)
     # The data of a finished run may be looked at again.
-    goes_on = start.model_copy(update={"resume": resume or run.finished(job)})
-    problems = [*input_problems(job, directory, begins), *run.problems(job, goes_on)]
+    resumed_start = start.model_copy(update={"resume": resume or run.is_finished(job)})
+    problems = [*find_input_problems(job, directory, initial_weights), *run.find_problems(job, resumed_start)]
     if hardware:
-        plan_for(job, named=hardware, beside=problems).refuse()
+        build_plan(job, hardware_name=hardware, extra_problems=problems).refuse()
     elif problems:
         raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
-    from bundle.data.cache import place
-    from bundle.data.corpus import first_samples
-    from bundle.data.loader import told
+    from bundle.data.cache import choose_cache_directory
+    from bundle.data.corpus import decode_first_samples
+    from bundle.data.loader import build_progress_callback
 
-    corpus = prepare(job, place(job, directory), told())
-    counts, shown = count_data(job, corpus), first_samples(job, corpus, samples)
-    room = run.room(with_steps(job, len(corpus.training)))
+    corpus = prepare(job, choose_cache_directory(job, directory), build_progress_callback())
+    counts, sample_texts = count_data(job, corpus), decode_first_samples(job, corpus, samples)
+    disk_space = run.estimate_disk(with_steps(job, len(corpus.training)))
     if as_json:
-        said = {"weights": begins.described, "settings": settings_json(job), **counts}
-        said |= {"disk": room._asdict(), "samples": shown}
-        print(json.dumps({"schema": 1, **said}, indent=2))
+        document = {"weights": initial_weights.description, "settings": build_settings_json(job), **counts}
+        document |= {"disk": disk_space._asdict(), "samples": sample_texts}
+        print(json.dumps({"schema": 1, **document}, indent=2))
         _refuse_other_data(run, corpus)
         return
     lines = (
-        f"weights    {begins.described}",
-        *(f"{'' if at else 'settings':<10} {line}" for at, line in enumerate(settings_lines(job))),
-        *data_lines(job, counts),
-        f"disk       {disk_shown(room, directory)}",
+        f"weights    {initial_weights.description}",
+        *(f"{'' if index else 'settings':<10} {line}" for index, line in enumerate(format_settings(job))),
+        *format_data_lines(job, counts),
+        f"disk       {format_disk(disk_space, directory)}",
     )
     print("\n".join(lines))
-    say_left_out(corpus)
-    for number, text in enumerate(shown, start=1):
+    print_left_out_rows(corpus)
+    for number, text in enumerate(sample_texts, start=1):
         print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
     _refuse_other_data(run, corpus)
 
 
 def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
     """Raise UsageError where `train` would go on with a run that was trained on other data."""
-    from bundle.data import changed
+    from bundle.data import list_changes
 
     checkpoints = CheckpointDirectory(run.checkpoints)
-    if not (steps := checkpoints.steps()):
+    if not (steps := checkpoints.list_steps()):
         return
     try:
-        before = state.read(checkpoints.place(steps[0])).state.metrics.get("data", {})
+        last_identity = state.read(checkpoints.get_path(steps[0])).state.metrics.get("data", {})
     except ValueError:  # which `train` says
         return
-    if changes := changed(before, corpus.identity):
+    if changes := list_changes(last_identity, corpus.identity):
         raise UsageError(
             f"{run.root} was trained on other data: put that back as it was, or name another directory with"
             " --run-directory",
@@ -106,12 +106,12 @@ def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
     return counts
 
 
-_SPARSE = 0.6  # of a row: below it, packs are worth their trouble
+_LEAST_FILLED = 0.6  # of a row: below it, packs are worth their trouble
 
 
 def _advise(job: Recipe, filled: float) -> Iterator[str]:
     """What would make the job faster, as far as the recipe allows it; `filled` is the share of each row."""
-    if job.task == "pretrain" or job.data.packed or filled >= _SPARSE:
+    if job.task == "pretrain" or job.data.packed or filled >= _LEAST_FILLED:
         return
     values = job.dump()
     values["data"]["packed"], values["train"]["micro_batch_size"] = True, 1
@@ -126,30 +126,35 @@ def _advise(job: Recipe, filled: float) -> Iterator[str]:
     )
 
 
-def say_left_out(corpus: "Corpus") -> None:
+def print_left_out_rows(corpus: "Corpus") -> None:
     """Print the first rows that did not become tokens as they are, on standard error."""
-    named = ((f"data.validation_sets.{name}: ", each) for name, each in corpus.validation_left_out.items())
-    for where, left_out in (("", corpus.left_out), *named):
+    validation_sets = (
+        (f"data.validation_sets.{name}: ", set_left_out)
+        for name, set_left_out in corpus.validation_left_out.items()
+    )
+    for prefix, left_out in (("", corpus.left_out), *validation_sets):
         for reason in (*left_out.skipped_rows, *left_out.long_rows):
-            print(f"  - {where}{reason}", file=sys.stderr)
+            print(f"  - {prefix}{reason}", file=sys.stderr)
 
 
-def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
+def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
     """Return what the data comes to, a line for each kind of count."""
     kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
-    by = f" (data.validation: {job.data.validation:g})"
-    held = f", {counts['held_out']:,} held out{by}" if counts["held_out"] else f", none held out{by}"
-    of_rows = f" of {counts['rows']:,} rows" if counts["rows"] != counts["documents"] else ""
+    setting = f" (data.validation: {job.data.validation:g})"
+    held_out = (
+        f", {counts['held_out']:,} held out{setting}" if counts["held_out"] else f", none held out{setting}"
+    )
+    row_note = f" of {counts['rows']:,} rows" if counts["rows"] != counts["documents"] else ""
     return [
         *(f"rows       {name}: {count:,}" for name, count in counts["formats"].items()),
-        f"documents  {counts['documents']:,}{of_rows}{_apart(counts)}",
+        f"documents  {counts['documents']:,}{row_note}{_format_left_out(counts)}",
         f"tokens     {counts['tokens']:,}; {share:.1f} % are learned",
         *(f"{kind:<10} {counts[kind]:,}" for kind in ("images", "videos") if counts[kind]),
-        f"{kind:<10} {counts['training']:,} to train on{held}; of {job.data.sequence_length:,} tokens,"
+        f"{kind:<10} {counts['training']:,} to train on{held_out}; of {job.data.sequence_length:,} tokens,"
         f" filled to {100 * counts['filled']:.1f} %",
         *(
-            f"evaluated  {name}: {count:,} {kind}{_apart(counts['validation_left_out'][name])}"
+            f"evaluated  {name}: {count:,} {kind}{_format_left_out(counts['validation_left_out'][name])}"
             for name, count in counts["validation_sets"].items()
         ),
         f"epochs     {counts['steps']:,} steps of {size} are {counts['epochs']:.2f} epochs;"
@@ -159,15 +164,15 @@ def data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
             f" {share['epochs']:.2f} epochs of it"
             for share in counts["blend"]
         ),
-        *(f"advice     {each}" for each in counts["advice"]),
+        *(f"advice     {advice}" for advice in counts["advice"]),
     ]
 
 
-def _apart(counts: dict[str, Any]) -> str:
+def _format_left_out(counts: dict[str, Any]) -> str:
     """What was left out of a data set; empty where it is nothing."""
     left_out = (
         ("skipped", "corrupt rows or files are skipped"),
         ("deleted", "rows that are too long are deleted"),
         ("cut", "are cut"),
     )
-    return "".join(f"; {counts[key]:,} {what}" for key, what in left_out if counts[key])
+    return "".join(f"; {counts[key]:,} {meaning}" for key, meaning in left_out if counts[key])

@@ -13,7 +13,7 @@ from bundle.cli import options
 from bundle.environment import image, interpreters, machine, nodes, packages
 from bundle.environment.doctor import examine
 from bundle.environment.machine import Finding, Hardware, Level
-from bundle.environment.packages import Stack
+from bundle.environment.packages import InstalledPackages
 from bundle.errors import ExitCode, UsageError
 from bundle.patches import hook
 
@@ -36,74 +36,85 @@ def doctor(
         bool,
         typer.Option("--acceptance", help="Then compute, exchange, train and prove here, half an hour."),
     ] = False,
-    backend: options.OwnBackend = "auto",
+    backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
     if compare is not bool(reports):
         raise UsageError("reports of nodes and --compare go together: doctor --compare A.json B.json ...")
-    if reports and (more := options.said(context) & {"backend", "acceptance"}):
-        named = " and ".join(f"--{name}" for name in sorted(more))
-        raise UsageError(f"--compare looks at files, not at this machine: leave out {named}")
+    if reports and (conflicting := options.list_set_parameters(context) & {"backend", "acceptance"}):
+        option_names = " and ".join(f"--{name}" for name in sorted(conflicting))
+        raise UsageError(f"--compare looks at files, not at this machine: leave out {option_names}")
     if reports:
         _compare(reports, as_json)
         return
-    installed = packages.detect()
-    found, findings = examine(machine.local(), installed, backend)
-    findings = (*findings, *hook.findings(hook.found(interpreters.own_sites())))
-    if acceptance and found is not None:
-        _accept(found, installed, findings, as_json)
+    installed_packages = packages.detect()
+    local_hardware, findings = examine(machine.get_local_machine(), installed_packages, backend)
+    findings = (*findings, *hook.iter_findings(hook.find_hooks(interpreters.list_own_sites())))
+    if acceptance and local_hardware is not None:
+        _run_acceptance(local_hardware, installed_packages, findings, as_json)
         return
     if as_json:
-        built = image.own()
+        image_record = image.read_own_record()
         report = {
             "schema": 1,
-            **nodes.described(installed),
-            "findings": machine.plain(findings),
-            "hardware": machine.plain(found),
-            "image": built.model_dump(by_alias=True) if built else None,  # for `plan --image-record`
+            **nodes.describe_node(installed_packages),
+            "findings": machine.to_json_value(findings),
+            "hardware": machine.to_json_value(local_hardware),
+            "image": image_record.model_dump(by_alias=True)
+            if image_record
+            else None,  # for `plan --image-record`
         }
         print(json.dumps(report, indent=2))
     else:
-        print("\n".join(map(line, findings)))
+        print("\n".join(map(format_finding, findings)))
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
 
-def _accept(hardware: Hardware, installed: Stack, findings: Sequence[Finding], as_json: bool) -> None:
+def _run_acceptance(
+    hardware: Hardware, installed_packages: InstalledPackages, findings: Sequence[Finding], as_json: bool
+) -> None:
     """Prints what each part came to; ends with 3 where one failed, whose runs it leaves behind."""
-    from bundle.verification.acceptance import accept, document
+    from bundle.verification.acceptance import build_document, run_acceptance
 
-    runs, parts = Path(tempfile.mkdtemp(prefix="mcore-bundle-acceptance-")), []
-    for part in accept(hardware, findings, runs):
+    runs_directory, parts = Path(tempfile.mkdtemp(prefix="mcore-bundle-acceptance-")), []
+    for part in run_acceptance(hardware, findings, runs_directory):
         parts.append(part)
         if not as_json:
-            print(line(part.finding(runs)), flush=True)
+            print(format_finding(part.build_finding(runs_directory)), flush=True)
     if as_json:
-        print(json.dumps(document(hardware, installed, parts), indent=2))
-    if any(part.found.wrong for part in parts):
+        print(json.dumps(build_document(hardware, installed_packages, parts), indent=2))
+    if any(part.result.wrong for part in parts):
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
-    shutil.rmtree(runs)
+    shutil.rmtree(runs_directory)
 
 
 def _compare(paths: Sequence[Path], as_json: bool) -> None:
     """Prints in what nodes differ; ends with 3 where they do."""
-    reports = nodes.read(paths)
-    found = nodes.differences(reports)
+    reports = nodes.read_reports(paths)
+    differences = nodes.compare_reports(reports)
     if as_json:
         print(
             json.dumps(
-                {"schema": 1, "nodes": list(reports), "differences": [one.dump() for one in found]}, indent=2
+                {
+                    "schema": 1,
+                    "nodes": list(reports),
+                    "differences": [difference.to_dict() for difference in differences],
+                },
+                indent=2,
             )
         )
     else:
-        print("\n".join(one.text() for one in found) or f"{len(reports)} nodes are alike")
-    if found:
+        print(
+            "\n".join(difference.to_text() for difference in differences) or f"{len(reports)} nodes are alike"
+        )
+    if differences:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
 
 
-def line(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     """A finding as people read it."""
     fix = f"\n{'':22}fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<5} {finding.subject:<15} {finding.cause}{fix}"

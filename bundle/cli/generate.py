@@ -13,11 +13,11 @@ from bundle import files
 from bundle.architectures import read_config
 from bundle.cli import options, weights
 from bundle.errors import UsageError
-from bundle.pretrained.writing import Published
+from bundle.pretrained.writing import PublishedModel
 from bundle.recipe import Recipe
 
 if TYPE_CHECKING:
-    from bundle.mcore.torch_dist import Directory
+    from bundle.mcore.torch_dist import TorchDistCheckpoint
     from bundle.models.generation import Prompt
 
 DEFAULT_TOKENS = 128
@@ -59,56 +59,56 @@ def generate(
 ) -> None:
     """Ask a trained model, as its training wrote prompts: by its chat template, or as text that goes on."""
     weights.refuse_missing(model)
-    weights.quiet()
+    weights.silence_megatron()
     from bundle.data.prompts import Prompts
-    from bundle.models.generation import GenerationOptions, answers
+    from bundle.models.generation import GenerationOptions, generate_answers
 
     checkpoint, job = None, None
     if not files.is_file(model / "config.json"):
-        checkpoint, job = weights.checkpoint_of(model, verified=True)
+        checkpoint, job = weights.find_checkpoint(model, verified=True)
         if job is None:
             raise UsageError(
                 f"{model}: no run of ours: `weights export` makes a Hugging Face directory of it"
             )
-    writer = Prompts.of_recipe(job) if job else Prompts.of_directory(model)
-    shown = {"image": images or [], "video": videos or []}
-    encoded = [writer.prompt(prompt, shown) for prompt in prompts]
+    writer = Prompts.from_recipe(job) if job else Prompts.from_directory(model)
+    media = {"image": images or [], "video": videos or []}
+    encoded = [writer.build_prompt(prompt, media) for prompt in prompts]
     positions = job.architecture.max_position_embeddings if job else _read_positions(model)
     sampling = GenerationOptions(limit_tokens(max_tokens, encoded, positions), temperature, top_p, seed)
-    text = TextStream(writer.tokenizer.decode, writer.ends, as_json=as_json)
+    text = TextStream(writer.tokenizer.decode, writer.end_tokens, as_json=as_json)
     with open_weights(model, checkpoint, job) as directory:
-        found = answers(directory, encoded, writer.ends, sampling, text.add)
+        answer_ids = generate_answers(directory, encoded, writer.end_tokens, sampling, text.add)
         for prompt in prompts:
             text.begin(prompt if len(prompts) > 1 else None)
-            text.close(prompt, next(found))
+            text.close(prompt, next(answer_ids))
 
 
 class TextStream:
     """Prints an answer while its tokens come, or as one JSON object when it is whole."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], ends: Collection[int], *, as_json: bool
+        self, decode: Callable[[Sequence[int]], str], end_ids: Collection[int], *, as_json: bool
     ) -> None:
-        self._decode, self._ends, self._as_json = decode, ends, as_json
+        self._decode, self._end_ids, self._as_json = decode, end_ids, as_json
         self._ids: list[int] = []
-        self._before = self._printed = 0  # tokens: where the last text begins, and how many are printed
+        self._text_start = self._printed = 0  # tokens: where the last text begins, and how many are printed
 
     def begin(self, prompt: str | None) -> None:
         """Begin an answer, behind a line with its prompt where there is one."""
-        self._ids, self._before, self._printed = [], 0, 0
+        self._ids, self._text_start, self._printed = [], 0, 0
         if prompt is not None and not self._as_json:
             print(f"> {prompt}", flush=True)
 
     def add(self, token: int) -> None:
         """Print what a token adds, unless it ends the answer or its last character is not whole."""
-        if token not in self._ends and not self._as_json:
+        if token not in self._end_ids and not self._as_json:
             self._ids.append(token)
             self._print(is_last=False)
 
     def close(self, prompt: str, ids: Sequence[int]) -> None:
         """Print what is left of an answer with these tokens."""
         if self._as_json:
-            answer = self._decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+            answer = self._decode(ids[:-1] if ids and ids[-1] in self._end_ids else ids)
             print(json.dumps({"prompt": prompt, "answer": answer, "tokens": len(ids)}), flush=True)
             return
         self._print(is_last=True)
@@ -116,11 +116,11 @@ class TextStream:
 
     def _print(self, *, is_last: bool) -> None:
         # A token's text depends on the one before it: a tokenizer drops a space at the beginning.
-        old = self._decode(self._ids[self._before : self._printed])
-        new = self._decode(self._ids[self._before :])
+        old = self._decode(self._ids[self._text_start : self._printed])
+        new = self._decode(self._ids[self._text_start :])
         if is_last or not new.endswith("\N{REPLACEMENT CHARACTER}"):
             print(new[len(old) :], end="", flush=True)
-            self._before, self._printed = self._printed, len(self._ids)
+            self._text_start, self._printed = self._printed, len(self._ids)
 
 
 def _read_positions(directory: Path) -> int | None:
@@ -136,21 +136,22 @@ def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions:
     longest = max(len(prompt.ids) for prompt in prompts)
     if positions is None:
         return max_tokens or DEFAULT_TOKENS
-    if (room := positions - longest) < 1:
+    if (free_positions := positions - longest) < 1:
         raise UsageError(
             f"--prompt: the longest has {longest:,} tokens, and the model {positions:,} positions"
             f" (max_position_embeddings). Shorten it to {positions - 1:,} tokens at most."
         )
-    if max_tokens is not None and max_tokens > room:
+    if max_tokens is not None and max_tokens > free_positions:
         raise UsageError(
             f"--max-tokens: {max_tokens:,} is more than the model's {positions:,} positions"
-            f" (max_position_embeddings) hold behind a prompt of {longest:,} tokens. Set it to {room:,}."
+            f" (max_position_embeddings) hold behind a prompt of {longest:,} tokens. Set it to"
+            f" {free_positions:,}."
         )
-    return max_tokens or min(DEFAULT_TOKENS, room)
+    return max_tokens or min(DEFAULT_TOKENS, free_positions)
 
 
 @contextmanager
-def open_weights(model: Path, checkpoint: "Directory | None", job: Recipe | None) -> Iterator[Path]:
+def open_weights(model: Path, checkpoint: "TorchDistCheckpoint | None", job: Recipe | None) -> Iterator[Path]:
     """Yield a Hugging Face directory of the model: of a checkpoint one that is removed at the end."""
     if checkpoint is None or job is None:
         yield model
@@ -161,7 +162,7 @@ def open_weights(model: Path, checkpoint: "Directory | None", job: Recipe | None
 
     if base := find_base(job):
         step = checkpoint.root.parent
-        digests = {path.name: manifest.digest(path) for path in base.weights.files}
+        digests = {path.name: manifest.compute_digest(path) for path in base.weights.files}
         try:
             saved = state.read(step)
         except ValueError as error:
@@ -169,5 +170,5 @@ def open_weights(model: Path, checkpoint: "Directory | None", job: Recipe | None
         state.refuse_other_weights(step, saved, digests)
     with tempfile.TemporaryDirectory(prefix="generate-") as folder:
         exported = Path(folder, "hf")
-        to_hugging_face(checkpoint, Published.of(job), exported, job.model.dtype, base)
+        to_hugging_face(checkpoint, PublishedModel.from_recipe(job), exported, job.model.dtype, base)
         yield exported

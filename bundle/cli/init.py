@@ -10,10 +10,10 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.building import EPOCHS, KeyChoice, Wish, build_recipe
+from bundle.cli.building import EPOCHS, KeyChoice, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import UsageError
-from bundle.recipe.document import written
+from bundle.recipe.document import to_yaml
 
 _HEAD = "# Written by `mcore-bundle init`; docs/recipe.md lists every key.\n"
 
@@ -25,7 +25,7 @@ def init(
     model: options.Model,
     data: options.Data,
     task: Annotated[
-        str, typer.Option(callback=options.one_of(EPOCHS), help=f"One of {', '.join(EPOCHS)}.")
+        str, typer.Option(callback=options.allow_only(EPOCHS), help=f"One of {', '.join(EPOCHS)}.")
     ] = "sft",
     lora: options.Lora = False,
     epochs: options.Epochs = None,
@@ -45,29 +45,29 @@ def init(
             f"--output {output}: this file exists. Name another one, or replace it with --force."
         )
     request = JobRequest(overrides=overrides)
-    built = build_recipe(Wish(task, model, data, lora, epochs, hardware or None, request))
-    files.write_text(output, _HEAD + "".join(_write_comments(_tree(built.choices))))
-    named = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
+    built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware or None, request))
+    files.write_text(output, _HEAD + "".join(_format_comments(_build_tree(built.choices))))
+    shell_path = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")
-    print("\n".join(f"next: mcore-bundle {verb} {named}" for verb in ("plan", "check", "train")))
+    print("\n".join(f"next: mcore-bundle {verb} {shell_path}" for verb in ("plan", "check", "train")))
 
 
-def _tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
+def _build_tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
     """Return the choices as the sections of a recipe, each choice under its last name."""
     tree: dict[str, Any] = {}
     for choice in choices:
         *sections, last = choice.key.split(".")
-        place = tree
+        node = tree
         for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = choice
+            node = node.setdefault(section, {})
+        node[last] = choice
     return tree
 
 
-def _write_comments(tree: Mapping[str, Any]) -> Iterator[str]:
+def _format_comments(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yield YAML, a comment with the reason before each key."""
     for name, node in tree.items():
         if isinstance(node, KeyChoice):
-            yield f"# {node.reason}\n{written({name: node.value})}"
+            yield f"# {node.reason}\n{to_yaml({name: node.value})}"
         else:
-            yield f"{name}:\n{indent(''.join(_write_comments(node)), '  ')}"
+            yield f"{name}:\n{indent(''.join(_format_comments(node)), '  ')}"

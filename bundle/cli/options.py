@@ -55,7 +55,7 @@ Epochs = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]
-From = Annotated[
+StartFrom = Annotated[
     Path | None,
     typer.Option("--from", help="A checkpoint, or a run's newest, that a new run begins with."),
 ]
@@ -101,7 +101,7 @@ ImageRecord = Annotated[
         help="The packages of an image: its build-info.json, or what its `doctor --json` said.",
     ),
 ]
-RunsIn = Annotated[
+ImageRecordOrNone = Annotated[
     str,
     typer.Option(
         "--image-record",
@@ -117,12 +117,12 @@ AllowDrift = Annotated[
 JSON = Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")]
 
 
-def one_of(names: Collection[str]) -> Callable[[str], str]:
+def allow_only(choices: Collection[str]) -> Callable[[str], str]:
     """A callback that lets only these values of an option pass, or none where it has none."""
 
     def check(value: str) -> str:
-        if value and value not in names:
-            raise typer.BadParameter(f"choose one of {', '.join(names)}")
+        if value and value not in choices:
+            raise typer.BadParameter(f"choose one of {', '.join(choices)}")
         return value
 
     return check
@@ -131,27 +131,29 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
 Hardware = Annotated[
     str,
     typer.Option(
-        callback=one_of(hardware.NAMES),
-        help=f"Instead of this machine: {', '.join(hardware.NAMES)}.",
+        callback=allow_only(hardware.PRESET_NAMES),
+        help=f"Instead of this machine: {', '.join(hardware.PRESET_NAMES)}.",
     ),
 ]
 Backend = Annotated[
     str,
     typer.Option(
-        callback=one_of(hardware.CHOICES),
-        help=f"One of {', '.join(hardware.CHOICES)}; without it, the recipe's.",
+        callback=allow_only(hardware.BACKEND_CHOICES),
+        help=f"One of {', '.join(hardware.BACKEND_CHOICES)}; without it, the recipe's.",
     ),
 ]
 # Of a verb that has no recipe.
-OwnBackend = Annotated[
+MachineBackend = Annotated[
     str,
-    typer.Option(callback=one_of(hardware.CHOICES), help=f"One of {', '.join(hardware.CHOICES)}."),
+    typer.Option(
+        callback=allow_only(hardware.BACKEND_CHOICES), help=f"One of {', '.join(hardware.BACKEND_CHOICES)}."
+    ),
 ]
 
 
-def _choose(level: str) -> str:
+def _choose_level(level: str) -> str:
     if level:
-        log.choose(level)
+        log.choose_level(level)
     return level
 
 
@@ -160,29 +162,32 @@ LogLevel = Annotated[
     str,
     typer.Option(
         metavar="LEVEL",
-        callback=_choose,
-        help=f"{', '.join(log.LEVELS)}: from which on is told; else ${log.VARIABLE}, else {log.DEFAULT}.",
+        callback=_choose_level,
+        help=(
+            f"{', '.join(log.LEVELS)}: from which on is told; else ${log.LEVEL_VARIABLE}, else"
+            f" {log.DEFAULT_LEVEL}."
+        ),
     ),
 ]
 
 
-def said(context: typer.Context) -> set[str]:
+def list_set_parameters(context: typer.Context) -> set[str]:
     """The names of the parameters that were given, rather than left at their defaults."""
     sources = {p.name: context.get_parameter_source(p.name) for p in context.command.params if p.name}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
-def words_of(context: typer.Context, without: Collection[str]) -> list[str]:
-    """The words that say the same to another verb that knows all of them but those in `without`."""
-    words: list[str] = []
-    for parameter in sorted(context.command.params, key=lambda each: each.param_type_name):  # arguments first
-        if parameter.name not in said(context) - set(without):
+def build_arguments(context: typer.Context, excluded: Collection[str]) -> list[str]:
+    """The words that say the same to another verb that knows all of them but those in `excluded`."""
+    arguments: list[str] = []
+    for parameter in sorted(context.command.params, key=lambda item: item.param_type_name):  # arguments first
+        if parameter.name not in list_set_parameters(context) - set(excluded):
             continue
         value = context.params[parameter.name]
         flag = [] if parameter.param_type_name == "argument" else [parameter.opts[0]]
         if value is True:
-            words += flag
+            arguments += flag
         else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [*flag, str(one)]
-    return words
+            for element in value if isinstance(value, list | tuple) else [value]:
+                arguments += [*flag, str(element)]
+    return arguments

@@ -10,13 +10,13 @@ import typer
 from bundle import files
 from bundle.cli import options
 from bundle.environment import BACKENDS, interpreters, packages
-from bundle.environment.packages import Stack
+from bundle.environment.packages import InstalledPackages
 from bundle.errors import ExitCode
-from bundle.patches import Action, Decision, hook
-from bundle.patches.entry import NOTHING, known_features, spelled_features
-from bundle.patches.hook import Words
-from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import installed, load, named
+from bundle.patches import Decision, PatchAction, hook
+from bundle.patches.entry import NO_ASSUMPTION, normalize_features, resolve_features
+from bundle.patches.hook import HookArguments
+from bundle.patches.megatron_core import find_installed_core, find_named_core, load_review_table
+from bundle.patches.plan import Survey, survey_patches
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
@@ -29,7 +29,8 @@ def plan(
     backend: Annotated[
         str,
         typer.Option(
-            callback=options.one_of(BACKENDS), help=f"One of {', '.join(BACKENDS)}; without it, all of them."
+            callback=options.allow_only(BACKENDS),
+            help=f"One of {', '.join(BACKENDS)}; without it, all of them.",
         ),
     ] = "",
     recipe: Annotated[
@@ -43,19 +44,23 @@ def plan(
     log_level: options.LogLevel = "",
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
-    features, backend = _job(recipe, backend)
-    here, table = packages.detect(), load()
-    found = survey(
-        named(mcore, table) if mcore else installed(here, table),
+    features, backend = _read_recipe_features(recipe, backend)
+    installed_packages, table = packages.detect(), load_review_table()
+    patch_survey = survey_patches(
+        find_named_core(mcore, table) if mcore else find_installed_core(installed_packages, table),
         table,
-        here,
+        installed_packages,
         backend=backend or None,
         features=features,
         requested=request or (),
         allowed=allow_drift or (),
     )
-    print(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
-    found.check()
+    print(
+        json.dumps(_build_document(patch_survey), indent=2)
+        if as_json
+        else "\n".join(_format_lines(patch_survey))
+    )
+    patch_survey.check()
 
 
 @app.command()
@@ -83,7 +88,7 @@ def verify(
     ids: Annotated[
         list[str] | None, typer.Argument(metavar="[ID]...", help="Patches; without any, all that apply.")
     ] = None,
-    backend: options.OwnBackend = "auto",
+    backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,
 ) -> None:
     """Prove patches in child processes; ends with 4 if one does not do what it is for."""
@@ -91,28 +96,32 @@ def verify(
     from bundle.verification import verify as run
     from bundle.verification.check import Status
 
-    found = hardware.detect(backend)
-    device = found.devices[0].name if found.devices else found.backend
-    shown = {status: f"{status} on {device}" if status is Status.PROVEN else str(status) for status in Status}
-    width = max(map(len, shown.values())) + 2
+    local_hardware = hardware.detect(backend)
+    device = local_hardware.devices[0].name if local_hardware.devices else local_hardware.backend
+    labels = {
+        status: f"{status} on {device}" if status is Status.PROVEN else str(status) for status in Status
+    }
+    width = max(map(len, labels.values())) + 2
     results = []
-    for result in run(found.backend, ids or (), devices=len(found.devices) or None):
+    for result in run(local_hardware.backend, ids or (), devices=len(local_hardware.devices) or None):
         results.append(result)
         if not as_json:
-            print(f"{shown[result.status]:<{width}}{result.patch:<42}{result.reason}", flush=True)
+            print(f"{labels[result.status]:<{width}}{result.patch:<42}{result.reason}", flush=True)
     failed = any(result.status is Status.FAILED for result in results)
     if as_json:
         rows = [result.as_json() for result in results]
         proven = ", ".join(result.patch for result in results if result.status is Status.PROVEN)
-        seen: dict[str, Any] = {"combination": None}  # for docs/compatibility.md
+        extra_fields: dict[str, Any] = {"combination": None}  # for docs/compatibility.md
         if proven and not failed:
-            command = " ".join(["mcore-bundle patches verify", *(ids or ()), "--backend", found.backend])
-            combination = compatibility.observed(
-                packages.detect(), found.backend, device, [f"patches {proven}"], command
+            command = " ".join(
+                ["mcore-bundle patches verify", *(ids or ()), "--backend", local_hardware.backend]
             )
-            seen["combination"] = combination.model_dump(mode="json")
-        where = {"backend": found.backend, "device": device}
-        print(json.dumps({"schema": 1, **where, "results": rows, **seen}, indent=2))
+            combination = compatibility.record_combination(
+                packages.detect(), local_hardware.backend, device, [f"patches {proven}"], command
+            )
+            extra_fields["combination"] = combination.model_dump(mode="json")
+        device_fields = {"backend": local_hardware.backend, "device": device}
+        print(json.dumps({"schema": 1, **device_fields, "results": rows, **extra_fields}, indent=2))
     if failed:
         raise typer.Exit(int(ExitCode.PATCHES))
 
@@ -141,7 +150,7 @@ def list_(as_json: options.JSON = False) -> None:
     else:
         print(
             "\n".join(
-                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}{_assumed(assumes)}"
+                f"{kind:<7}{name:<42}{within or 'every release':<22}{why}{_format_assumption(assumes)}"
                 for kind, name, within, why, assumes in rows
             )
         )
@@ -152,12 +161,12 @@ def new(
     patch_id: Annotated[str, typer.Argument(metavar="ID", help="Words with dashes, like mtp-zero-layers.")],
 ) -> None:
     """Write the files that a new patch starts from, in a checkout of this project."""
-    from bundle.patches.scaffold import create
+    from bundle.patches.scaffold import create_patch_files
 
-    print(create(patch_id, Path.cwd()))
+    print(create_patch_files(patch_id, Path.cwd()))
 
 
-def _job(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
+def _read_recipe_features(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
     """(features, backend) of a recipe; what the command line says about the backend wins."""
     if not recipe:
         return None, backend
@@ -167,17 +176,21 @@ def _job(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
     return loaded.features, backend or (loaded.backend if loaded.backend in BACKENDS else "")
 
 
-def _document(found: Survey) -> dict[str, Any]:
-    return {"schema": 1, "mcore": found.subject.as_json(), "decisions": [_row(d) for d in found.decisions]}
+def _build_document(patch_survey: Survey) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "mcore": patch_survey.core.as_json(),
+        "decisions": [_build_row(decision) for decision in patch_survey.decisions],
+    }
 
 
-def _row(decision: Decision) -> dict[str, Any]:
+def _build_row(decision: Decision) -> dict[str, Any]:
     return {
         "id": decision.id,
         "decision": decision.action.value,
         "reason": decision.reason,
         "range": decision.range,
-        "evidence": decision.evidence.value,
+        "evidence": decision.presence.value,
         "proven": decision.proven,
         "assumes": decision.assumes,
         "target": ", ".join(decision.targets),
@@ -185,18 +198,18 @@ def _row(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _lines(found: Survey) -> list[str]:
-    lines = [str(found.subject)]
-    for decision in found.decisions:
+def _format_lines(patch_survey: Survey) -> list[str]:
+    lines = [str(patch_survey.core)]
+    for decision in patch_survey.decisions:
         unproven = "" if decision.proven else " [unproven]"
-        assumed = _assumed(decision.assumes) if decision.action is Action.APPLY else ""
-        lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}{assumed}")
+        assumption = _format_assumption(decision.assumes) if decision.action is PatchAction.APPLY else ""
+        lines.append(f"{decision.action:<9}{decision.id:<42}{decision.reason}{unproven}{assumption}")
     return lines
 
 
-def _assumed(of: str) -> str:
+def _format_assumption(assumption: str) -> str:
     """The end of a line about a patch: what it takes for granted of its caller, where it does."""
-    return "" if of in ("", NOTHING) else f" (assumes that {of})"
+    return "" if assumption in ("", NO_ASSUMPTION) else f" (assumes that {assumption})"
 
 
 Environment = Annotated[
@@ -220,31 +233,36 @@ def enable(
         typer.Option(metavar="ID", help="The programs are what this patch assumes of its caller."),
     ] = None,
     allow_drift: options.AllowDrift = None,
-    backend: options.OwnBackend = "auto",
+    backend: options.MachineBackend = "auto",
 ) -> None:
     """Have every program of an environment patched when it imports megatron.core."""
-    from bundle.patches import enabling
+    from bundle.patches import external_program
 
-    words = Words(
-        spelled_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
+    arguments = HookArguments(
+        normalize_features(features.split(",")), tuple(vouch or ()), tuple(allow_drift or ()), backend
     )
-    at = interpreters.sites_of(env or sys.executable)
-    stack = Stack(interpreters.search_path_of(at.python))
-    said = ["there is no megatron-core here yet: programs that bring one are patched"]
+    sites = interpreters.query_sites(env or sys.executable)
+    stack = InstalledPackages(interpreters.read_search_path(sites.python))
+    messages = ["there is no megatron-core here yet: programs that bring one are patched"]
     if stack.megatron.core is not None:
-        decided, _ = enabling.planned(
-            stack, words.features, vouched=words.vouched, allowed=words.allowed, backend=backend
+        patch_survey, _ = external_program.plan_patches(
+            stack, arguments.features, vouched=arguments.vouched, allowed=arguments.allowed, backend=backend
         )
-        used = known_features(words.features)
-        said = [*enabling.lines(decided), *enabling.warnings(decided, used)]
-    written = hook.install(at, words)
-    print(f"{'written' if written else 'there already'}: {files.printable(at.own / hook.NAME)}")
-    print("\n".join(said))
+        used_features = resolve_features(arguments.features)
+        messages = [
+            *external_program.format_lines(patch_survey),
+            *external_program.iter_warnings(patch_survey, used_features),
+        ]
+    written = hook.install(sites, arguments)
+    print(
+        f"{'written' if written else 'there already'}: {files.to_printable(sites.purelib / hook.FILE_NAME)}"
+    )
+    print("\n".join(messages))
 
 
 @app.command()
 def disable(env: Environment = "") -> None:
     """Take away what `enable` has put into an environment."""
-    at = interpreters.sites_of(env or sys.executable)
-    gone = hook.remove(at)
-    print(f"{'removed' if gone else 'not there'}: {files.printable(at.own / hook.NAME)}")
+    sites = interpreters.query_sites(env or sys.executable)
+    is_removed = hook.remove(sites)
+    print(f"{'removed' if is_removed else 'not there'}: {files.to_printable(sites.purelib / hook.FILE_NAME)}")

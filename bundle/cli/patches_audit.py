@@ -8,73 +8,97 @@ import typer
 
 from bundle import files
 from bundle.environment import interpreters, packages
-from bundle.environment.packages import Package, Stack
+from bundle.environment.packages import InstalledPackages, Package
 from bundle.errors import EnvironmentUnfit, ExitCode
 from bundle.patches import hook
-from bundle.patches.audit import Audit, Defect, Standing
+from bundle.patches.audit import Audit, AuditedDefect, DefectStatus
 from bundle.patches.audit import audit as examine
-from bundle.patches.entry import NOTHING, DefectKind, Patch, known_features, shown_features
-from bundle.patches.hook import Hook, Words
-from bundle.patches.subject import Subject, Table, installed, load, named
+from bundle.patches.entry import NO_ASSUMPTION, DefectKind, Patch, describe_features, resolve_features
+from bundle.patches.hook import Hook, HookArguments
+from bundle.patches.megatron_core import (
+    MegatronCore,
+    ReviewTable,
+    find_installed_core,
+    find_named_core,
+    load_review_table,
+)
 
 _INDENT = " " * 13
 
 
 def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
     """Prints the silent defects; ends with 4 where one reaches the jobs."""
-    used, table = known_features(features.split(",")), load()
-    stack = Stack(interpreters.search_path_of(env)) if env else packages.detect()
-    if not env and not mcore and stack.megatron.core is None and (active := interpreters.active()):
-        stack = Stack(interpreters.search_path_of(env := active))
-    found = examine(_subject(mcore, stack, table, env), table, stack, used)
-    hooks = hook.found(interpreters.sites_in(env) if env else interpreters.own_sites())
-    document = {**_document(found, env, used), "hooks": [_hook(each) for each in hooks]}
-    print(json.dumps(document, indent=2) if as_json else "\n".join(_lines(found, used, hooks)))
-    if found.reaching:
+    used_features, table = resolve_features(features.split(",")), load_review_table()
+    stack = InstalledPackages(interpreters.read_search_path(env)) if env else packages.detect()
+    if (
+        not env
+        and not mcore
+        and stack.megatron.core is None
+        and (active := interpreters.find_active_environment())
+    ):
+        stack = InstalledPackages(interpreters.read_search_path(env := active))
+    audit_report = examine(_find_megatron_core(mcore, stack, table, env), table, stack, used_features)
+    hooks = hook.find_hooks(interpreters.find_sites(env) if env else interpreters.list_own_sites())
+    document = {
+        **_build_document(audit_report, env, used_features),
+        "hooks": [_build_hook_row(installed_hook) for installed_hook in hooks],
+    }
+    print(
+        json.dumps(document, indent=2)
+        if as_json
+        else "\n".join(_format_lines(audit_report, used_features, hooks))
+    )
+    if audit_report.reaching_defects:
         raise typer.Exit(int(ExitCode.PATCHES))
 
 
-def _subject(mcore: str, stack: Stack, table: Table, env: str) -> Subject:
+def _find_megatron_core(mcore: str, stack: InstalledPackages, table: ReviewTable, env: str) -> MegatronCore:
     if mcore:
-        return named(mcore, table)
+        return find_named_core(mcore, table)
     if stack.megatron.core is None:
         archive = stack.megatron.archive
-        why = f"its megatron-core is in a zip: {archive}" if archive else "there is no megatron-core"
-        where = files.printable(env or "this environment")
-        raise EnvironmentUnfit(f"{where}: {why}; name another by --env PYTHON, or a tree by --mcore PATH")
-    return installed(stack, table)
+        reason = f"its megatron-core is in a zip: {archive}" if archive else "there is no megatron-core"
+        environment_name = files.to_printable(env or "this environment")
+        raise EnvironmentUnfit(
+            f"{environment_name}: {reason}; name another by --env PYTHON, or a tree by --mcore PATH"
+        )
+    return find_installed_core(stack, table)
 
 
-def _document(found: Audit, env: str, used: frozenset[str] | None) -> dict[str, Any]:
+def _build_document(audit_report: Audit, env: str, used_features: frozenset[str] | None) -> dict[str, Any]:
     return {
         "schema": 2,
         "environment": env or None,
-        "mcore": found.subject.as_json(),
+        "mcore": audit_report.core.as_json(),
         "frameworks": [
             {"name": p.name, "version": p.version, "commit": p.commit, "path": str(p.path)}
-            for p in found.frameworks
+            for p in audit_report.frameworks
         ],
-        "features": None if used is None else sorted(used),
-        "reaching": [defect.entry.id for defect in found.reaching],
-        "defects": [_row(defect) for defect in found.defects],
+        "features": None if used_features is None else sorted(used_features),
+        "reaching": [defect.entry.id for defect in audit_report.reaching_defects],
+        "defects": [_build_row(defect) for defect in audit_report.defects],
         "upgrades": [
-            {"release": upgrade.release, "left": upgrade.left, "new": upgrade.new}
-            for upgrade in found.upgrades
+            {"release": upgrade.release, "left": upgrade.remaining_ids, "new": upgrade.new_ids}
+            for upgrade in audit_report.upgrades
         ],
     }
 
 
-def _hook(of: Hook) -> dict[str, Any]:
-    said = of.words._asdict() if of.words else dict.fromkeys(Words._fields)
-    return {"file": str(of.file), **said, "fault": of.fault or None}
+def _build_hook_row(installed_hook: Hook) -> dict[str, Any]:
+    arguments = (
+        installed_hook.arguments._asdict()
+        if installed_hook.arguments
+        else dict.fromkeys(HookArguments._fields)
+    )
+    return {"file": str(installed_hook.file), **arguments, "fault": installed_hook.fault or None}
 
 
-def _row(defect: Defect) -> dict[str, Any]:
+def _build_row(defect: AuditedDefect) -> dict[str, Any]:
     entry = defect.entry
-    ours = isinstance(entry, Patch)
+    is_patch = isinstance(entry, Patch)
     return {
         "id": entry.id,
-        "standing": defect.standing.value,
+        "standing": defect.status.value,
         "kind": entry.kind.value,
         "proven": defect.proven,
         "reason": defect.reason,
@@ -82,92 +106,94 @@ def _row(defect: Defect) -> dict[str, Any]:
         "unless": [] if isinstance(entry, Patch) else sorted(entry.unless),
         "why": entry.why,
         "replaced_by": [
-            {"framework": p.framework, "target": p.target, "place": p.place, "when": p.when}
+            {"framework": p.framework, "target": p.target, "place": p.location, "when": p.when}
             for p in defect.patched_by
         ],
-        "mended_in": defect.mended_in,
+        "mended_in": defect.fixing_minor,
         "instead": None if isinstance(entry, Patch) else entry.instead,
-        "patch": ours and defect.applies,
+        "patch": is_patch and defect.has_patch,
         "assumes": entry.assumes if isinstance(entry, Patch) else "",
     }
 
 
-def _lines(found: Audit, used: frozenset[str] | None, hooks: Iterable[Hook]) -> list[str]:
-    lines = [str(found.subject), *map(_framework, found.frameworks)]
-    for finding in hook.findings(hooks):
-        then = finding.fix or "what follows is so without them"
-        lines.append(f"{finding.subject}: {finding.cause}; {then}")
-    silent, errors, slow = ([d for d in found.defects if d.entry.kind is kind] for kind in DefectKind)
+def _format_lines(
+    audit_report: Audit, used_features: frozenset[str] | None, hooks: Iterable[Hook]
+) -> list[str]:
+    lines = [str(audit_report.core), *map(_format_framework, audit_report.frameworks)]
+    for finding in hook.iter_findings(hooks):
+        remedy = finding.fix or "what follows is so without them"
+        lines.append(f"{finding.subject}: {finding.cause}; {remedy}")
+    silent, errors, slow = ([d for d in audit_report.defects if d.entry.kind is kind] for kind in DefectKind)
     counts = [
-        f"{count} {what}"
-        for standing, what in _COUNTED.items()
-        if (count := sum(defect.standing is standing for defect in silent)) or standing is Standing.PRESENT
+        f"{count} {label}"
+        for status, label in _STATUS_LABELS.items()
+        if (count := sum(defect.status is status for defect in silent)) or status is DefectStatus.PRESENT
     ]
-    of = f"a job with {shown_features(used)}" if used else "whatever is used"
-    lines += [f"silent defects that reach {of}: {', '.join(counts)}", ""]
-    lines += _describe_defects(silent, used)
+    jobs = f"a job with {describe_features(used_features)}" if used_features else "whatever is used"
+    lines += [f"silent defects that reach {jobs}: {', '.join(counts)}", ""]
+    lines += _describe_defects(silent, used_features)
     if slow:
-        lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used)]
-    for upgrade in found.upgrades:
-        new = f", and brings {', '.join(upgrade.new)}" if upgrade.new else ""
-        left = f"{len(upgrade.left)} of the {len(found.reaching)}"
-        lines.append(f"megatron-core {upgrade.release} still has {left}{new}")
+        lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used_features)]
+    for upgrade in audit_report.upgrades:
+        new = f", and brings {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
+        remaining = f"{len(upgrade.remaining_ids)} of the {len(audit_report.reaching_defects)}"
+        lines.append(f"megatron-core {upgrade.release} still has {remaining}{new}")
     if errors:
         lines.append(f"defects that end in an error: {', '.join(defect.entry.id for defect in errors)}")
     return lines
 
 
-def _describe_defects(defects: Iterable[Defect], used: frozenset[str] | None) -> list[str]:
+def _describe_defects(defects: Iterable[AuditedDefect], used_features: frozenset[str] | None) -> list[str]:
     """Return the paragraphs of the defects, those that are present first."""
-    order = list(Standing)
-    ordered = sorted(defects, key=lambda defect: order.index(defect.standing))
-    return [line for defect in ordered for line in (*_said(defect, used), "")]
+    order = list(DefectStatus)
+    ordered = sorted(defects, key=lambda defect: order.index(defect.status))
+    return [line for defect in ordered for line in (*_format_defect(defect, used_features), "")]
 
 
-_COUNTED = {
-    Standing.PRESENT: "there",
-    Standing.MENDED: "mended by the framework",
-    Standing.CONDITIONAL: "mended by the framework in some jobs",
-    Standing.UNKNOWN: "unknown",
+_STATUS_LABELS = {
+    DefectStatus.PRESENT: "there",
+    DefectStatus.MENDED: "mended by the framework",
+    DefectStatus.CONDITIONAL: "mended by the framework in some jobs",
+    DefectStatus.UNKNOWN: "unknown",
 }
 
 
-def _framework(package: Package) -> str:
+def _format_framework(package: Package) -> str:
     commit = f" at {package.commit[:12]}" if package.commit else ""
-    version = f" {files.printable(package.version)}" if package.version else ""
-    return f"{package.name}{version}{commit} in {files.printable(package.path)}"
+    version = f" {files.to_printable(package.version)}" if package.version else ""
+    return f"{package.name}{version}{commit} in {files.to_printable(package.path)}"
 
 
-def _said(defect: Defect, used: frozenset[str] | None) -> list[str]:
+def _format_defect(defect: AuditedDefect, used_features: frozenset[str] | None) -> list[str]:
     entry = defect.entry
-    met = shown_features(entry.when)
+    features = describe_features(entry.when)
     unless = (
-        "" if isinstance(entry, Patch) or not entry.unless else f" without {shown_features(entry.unless)}"
+        "" if isinstance(entry, Patch) or not entry.unless else f" without {describe_features(entry.unless)}"
     )
-    if used is None:
-        condition = f"  if you use {met}{unless}" if met else "  in any job"
+    if used_features is None:
+        condition = f"  if you use {features}{unless}" if features else "  in any job"
     else:
-        condition = f"  by {met}" if met else ""
-    lines = [f"{defect.standing.value.upper():<13}{entry.id}{condition}", _INDENT + entry.why]
+        condition = f"  by {features}" if features else ""
+    lines = [f"{defect.status.value.upper():<13}{entry.id}{condition}", _INDENT + entry.why]
     if defect.reason:
         lines.append(f"{_INDENT}{defect.reason}")
-    if defect.standing is not Standing.MENDED:
-        lines.append(f"{_INDENT}what to do: {'; '.join(_advice(defect))}")
+    if defect.status is not DefectStatus.MENDED:
+        lines.append(f"{_INDENT}what to do: {'; '.join(_list_advice(defect))}")
     return lines
 
 
-def _advice(defect: Defect) -> list[str]:
+def _list_advice(defect: AuditedDefect) -> list[str]:
     """What can be done, the surest first."""
     entry = defect.entry
-    said = []
-    if defect.mended_in:
-        said.append(f"megatron-core {defect.mended_in} or later does not have it")
+    advice = []
+    if defect.fixing_minor:
+        advice.append(f"megatron-core {defect.fixing_minor} or later does not have it")
     if isinstance(entry, Patch):
-        if defect.applies:
-            assumed = "" if entry.assumes in ("", NOTHING) else f" (it assumes that {entry.assumes})"
-            said.append(f"mcore-bundle's patch {entry.id} mends it{assumed}")
+        if defect.has_patch:
+            assumption = "" if entry.assumes in ("", NO_ASSUMPTION) else f" (it assumes that {entry.assumes})"
+            advice.append(f"mcore-bundle's patch {entry.id} mends it{assumption}")
     else:
-        said.append(entry.instead)
-    return said or [
+        advice.append(entry.instead)
+    return advice or [
         "do without one of these features, or ask us: no release and no patch is known to mend it"
     ]

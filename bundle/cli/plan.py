@@ -10,26 +10,26 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.request import JobRequest, Machines, spread
+from bundle.cli.request import JobRequest, Machines, expand_options
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
 from bundle.launch import outcomes
-from bundle.launch.command import Launch, command
+from bundle.launch.command import Launch, build_command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
-from bundle.planning import Plan, Problem, plan_for, to_json, to_text
-from bundle.planning.inputs import input_problems, missing_files
+from bundle.planning import Plan, Problem, build_plan, to_json, to_text
+from bundle.planning.inputs import find_input_problems, find_missing_files
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # What `train` does not know, or is told beside its node's rank.
-_PLANS_ONLY = {"hardware", "record", "job", "as_json", "nodes"}
+_PLAN_ONLY_PARAMETERS = {"hardware", "record", "job", "as_json", "nodes"}
 
 
 @app.command()
-@spread
+@expand_options
 def plan(
     context: typer.Context,
     recipe: options.Recipe,
@@ -43,89 +43,113 @@ def plan(
     as_json: options.JSON = False,
 ) -> None:
     """Plan a job: layout, memory, patches, traps, environment, command; ends with what would stop it."""
-    asked = request.load(recipe)
-    directory = request.directory(asked)
-    of = image.named(record) if record else None
-    elsewhere = bool(machines.hardware or of)
-    start = request.start(fresh=fresh)
+    loaded_recipe = request.load_recipe(recipe)
+    directory = request.find_run_directory(loaded_recipe)
+    image_record = image.read_record(record) if record else None
+    is_remote = bool(machines.hardware or image_record)
+    start = request.build_start(fresh=fresh)
     run_directory = RunDirectory(directory)
-    begins = None if elsewhere else run_directory.beginning(asked, start)
-    beside: tuple[Problem, ...] = ()
-    if begins is not None:
-        beside = (*input_problems(asked, directory, begins), *run_directory.problems(asked, start))
-    made = planned(asked, request, machines, of, beside, begins.described if begins else "")
-    if elsewhere:
-        missing = (f"{problem.text} (seen from here; mount it there)" for problem in missing_files(asked))
-        made = made._replace(notes=(*made.notes, *missing))
-    run = starts = ""
-    if made.code is ExitCode.OK:
+    initial_weights = None if is_remote else run_directory.find_initial_weights(loaded_recipe, start)
+    extra_problems: tuple[Problem, ...] = ()
+    if initial_weights is not None:
+        extra_problems = (
+            *find_input_problems(loaded_recipe, directory, initial_weights),
+            *run_directory.find_problems(loaded_recipe, start),
+        )
+    job_plan = plan_request(
+        loaded_recipe,
+        request,
+        machines,
+        image_record,
+        extra_problems,
+        initial_weights.description if initial_weights else "",
+    )
+    if is_remote:
+        missing = (
+            f"{problem.text} (seen from here; mount it there)"
+            for problem in find_missing_files(loaded_recipe)
+        )
+        job_plan = job_plan._replace(notes=(*job_plan.notes, *missing))
+    run_command = start_command = ""
+    if job_plan.exit_code is ExitCode.OK:
         if job:
-            from bundle.launch.job import of_plan
+            from bundle.launch.job import from_plan
 
-            built = of if elsewhere else image.own()
-            decided = of_plan(made, directory, start=start, record=built)
-            files.write_text(job, decided.text())
-            words = ["train", f"--job={job}"]
+            job_record = image_record if is_remote else image.read_own_record()
+            planned_job = from_plan(job_plan, directory, start=start, record=job_record)
+            files.write_text(job, planned_job.to_text())
+            arguments = ["train", f"--job={job}"]
         else:
             # A machine was named that has another backend than a command there would take.
-            chosen = ["--backend", made.hardware.backend] if machines.hardware and not request.backend else []
-            words = ["train", *options.words_of(context, _PLANS_ONLY), *chosen]
-        run, starts = _run(made, words, told=bool(job)), _starts(made, words, directory)
+            backend_arguments = (
+                ["--backend", job_plan.hardware.backend] if machines.hardware and not request.backend else []
+            )
+            arguments = [
+                "train",
+                *options.build_arguments(context, _PLAN_ONLY_PARAMETERS),
+                *backend_arguments,
+            ]
+        run_command, start_command = (
+            _format_run_command(job_plan, arguments, has_job_file=bool(job)),
+            _format_start_command(job_plan, arguments, directory),
+        )
     if as_json:
-        print(json.dumps(to_json(made) | {"run": run, "starts": starts}, indent=2))
+        print(json.dumps(to_json(job_plan) | {"run": run_command, "starts": start_command}, indent=2))
     else:
-        print(to_text(made, run, starts))
-    raise typer.Exit(int(made.code))
+        print(to_text(job_plan, run_command, start_command))
+    raise typer.Exit(int(job_plan.exit_code))
 
 
-def planned(
+def plan_request(
     recipe: Recipe,
     request: JobRequest,
     machines: Machines,
     record: BuildInfo | None,
-    beside: Sequence[Problem] = (),
+    extra_problems: Sequence[Problem] = (),
     weights: str = "",
 ) -> Plan:
     """The plan of a recipe for the machines that are asked for; `record`: of the image that they run."""
-    return plan_for(
+    return build_plan(
         recipe,
         backend=request.backend or None,
-        named=machines.hardware or None,
+        hardware_name=machines.hardware or None,
         mcore=request.mcore or (record.megatron if record else ""),
         allow_drift=request.allow_drift or (),
         nodes=machines.nodes,
         per_node=request.devices_per_node,
-        others=record,
-        beside=beside,
+        other_packages=record,
+        extra_problems=extra_problems,
         weights=weights,
     )
 
 
-def _run(made: Plan, words: list[str], *, told: bool) -> str:
+def _format_run_command(job_plan: Plan, arguments: list[str], *, has_job_file: bool) -> str:
     """The command that runs the job: by the file that was written, or else as the plan was asked for."""
-    nodes = (
-        ["--nodes", str(made.nodes)] if not told and max(made.nodes, made.recipe.devices.nodes) > 1 else []
+    node_arguments = (
+        ["--nodes", str(job_plan.nodes)]
+        if not has_job_file and max(job_plan.nodes, job_plan.recipe.devices.nodes) > 1
+        else []
     )
-    meet = ["--node-rank", "RANK", "--rendezvous", "HOST:PORT"] if made.nodes > 1 else []
-    return shlex.join(["mcore-bundle", *words, *nodes, *meet])
+    rendezvous_arguments = ["--node-rank", "RANK", "--rendezvous", "HOST:PORT"] if job_plan.nodes > 1 else []
+    return shlex.join(["mcore-bundle", *arguments, *node_arguments, *rendezvous_arguments])
 
 
-def _starts(made: Plan, words: list[str], directory: Path) -> str:
+def _format_start_command(job_plan: Plan, arguments: list[str], directory: Path) -> str:
     """What starts the ranks of the first node."""
-    alone = made.nodes == 1
-    meeting = Rendezvous(
-        nodes=made.nodes,
+    is_single_node = job_plan.nodes == 1
+    rendezvous = Rendezvous(
+        nodes=job_plan.nodes,
         node_rank=0,
-        address=LOOPBACK if alone else "HOST",
-        port=None if alone else DEFAULT_PORT,
+        address=LOOPBACK if is_single_node else "HOST",
+        port=None if is_single_node else DEFAULT_PORT,
         source="plan",
         reason="planned",
     )
     launch = Launch(
-        arguments=tuple(words),
-        rendezvous=meeting,
-        per_node=made.per_node,
-        logs=outcomes.next_logs(directory, 0),
-        environment=made.variables,
+        arguments=tuple(arguments),
+        rendezvous=rendezvous,
+        per_node=job_plan.per_node,
+        logs=outcomes.find_next_log_folder(directory, 0),
+        environment=job_plan.variables,
     )
-    return command(launch, {}).shell()
+    return build_command(launch, {}).to_shell()

@@ -9,7 +9,7 @@ import typer
 
 from bundle import preflight as probing
 from bundle.cli import options
-from bundle.cli.doctor import line
+from bundle.cli.doctor import format_finding
 from bundle.environment import hardware
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import command
@@ -24,7 +24,7 @@ def preflight(
     quick: Annotated[
         bool, typer.Option("--quick", help="Under a minute: less is computed, written and read.")
     ] = False,
-    backend: options.OwnBackend = "auto",
+    backend: options.MachineBackend = "auto",
     devices_per_node: Annotated[
         int | None, typer.Option(min=1, help="Devices that have to be here; without it, those that are.")
     ] = None,
@@ -36,16 +36,28 @@ def preflight(
     log_level: options.LogLevel = "",
 ) -> None:
     """Have this node compute, write and read, and send to others; ends with 3 if it should be left out."""
-    here = hardware.detect(backend)
-    where = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
-    if where.is_rank:
-        raise UsageError(f"{where.reason}: start preflight once on each node")
-    asked = probing.Asked(here, directory.absolute(), where, quick=quick, devices=devices_per_node, wait=wait)
+    local_hardware = hardware.detect(backend)
+    node_rendezvous = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
+    if node_rendezvous.is_rank:
+        raise UsageError(f"{node_rendezvous.reason}: start preflight once on each node")
+    node_check = probing.NodeCheck(
+        local_hardware,
+        directory.absolute(),
+        node_rendezvous,
+        quick=quick,
+        devices=devices_per_node,
+        wait=wait,
+    )
     if as_json:
-        print(json.dumps(probing.report(here.backend, asked.found, asked.nodes), indent=2))
+        print(
+            json.dumps(
+                probing.build_report(local_hardware.backend, node_check.results, node_check.node_defects),
+                indent=2,
+            )
+        )
     else:
-        print("\n".join(map(line, probing.findings(asked.found))))
-        for name, why in asked.nodes if where.nodes > 1 else ():
-            print(f"{name}: {why or 'passes'}")
-    if asked.own:
+        print("\n".join(map(format_finding, probing.build_findings(node_check.results))))
+        for name, defect in node_check.node_defects if node_rendezvous.nodes > 1 else ():
+            print(f"{name}: {defect or 'passes'}")
+    if node_check.own_defects:
         raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))

@@ -8,7 +8,7 @@ import typer
 from pydantic.json_schema import GenerateJsonSchema
 
 from bundle.cli import options
-from bundle.recipe import Recipe, about, built_in, find, load
+from bundle.recipe import Recipe, describe_built_in, find_recipe, list_built_in, load
 
 # What pydantic writes its schemas in.
 DIALECT = GenerateJsonSchema.schema_dialect
@@ -19,12 +19,12 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=T
 @app.command("list")
 def list_(as_json: options.JSON = False) -> None:
     """List the built-in recipes."""
-    found = [{"name": name, "about": about(name)} for name in built_in()]
+    recipes = [{"name": name, "about": describe_built_in(name)} for name in list_built_in()]
     if as_json:
-        print(json.dumps({"schema": 1, "recipes": found}, indent=2))
+        print(json.dumps({"schema": 1, "recipes": recipes}, indent=2))
         return
-    width = max(len(recipe["name"]) for recipe in found) + 2
-    for recipe in found:
+    width = max(len(recipe["name"]) for recipe in recipes) + 2
+    for recipe in recipes:
         lines = textwrap.wrap(recipe["about"], 110 - width)
         print(f"{recipe['name']:<{width}}" + f"\n{'':{width}}".join(lines))
 
@@ -45,4 +45,4 @@ def show(
         print(json.dumps({"schema": 1, "recipe": load(name).dump()}, indent=2))
     else:
         load(name)
-        print(find(name).read_text(), end="")
+        print(find_recipe(name).read_text(), end="")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bundle.files import write_text
-from bundle.report import read, render
+from bundle.report import read_run, render_page
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -21,5 +21,5 @@ def report(
 ) -> None:
     """Write one page with the curves, the plan, the patches and the versions; it needs no network."""
     page = output or runs[0] / "report.html"
-    write_text(page, render([read(run) for run in runs]))
+    write_text(page, render_page([read_run(run) for run in runs]))
     print(page)

@@ -19,7 +19,7 @@ class JobRequest:
     overrides: options.Overrides = None
     run_directory: options.RunDirectory = None
     resume: options.Resume = False
-    start_from: options.From = None
+    start_from: options.StartFrom = None
     weights_only: options.WeightsOnly = False
     backend: options.Backend = ""
     mcore: options.Mcore = ""
@@ -27,15 +27,15 @@ class JobRequest:
     devices_per_node: options.DevicesPerNode = None
     log_level: options.LogLevel = ""
 
-    def load(self, recipe: str) -> Recipe:
+    def load_recipe(self, recipe: str) -> Recipe:
         """The recipe of that name or file, with what is said of its keys."""
         return load(recipe, self.overrides or ())
 
-    def directory(self, recipe: Recipe) -> Path:
+    def find_run_directory(self, recipe: Recipe) -> Path:
         """Where the run lives."""
         return self.run_directory or recipe.run_directory
 
-    def start(self, *, fresh: bool = False) -> Start:
+    def build_start(self, *, fresh: bool = False) -> Start:
         """What the run begins with."""
         return Start(fresh=fresh, resume=self.resume, origin=self.start_from, weights_only=self.weights_only)
 
@@ -48,28 +48,28 @@ class Machines:
     hardware: options.Hardware = ""
 
 
-def spread(verb: Callable[..., None]) -> Callable[..., None]:
+def expand_options(verb: Callable[..., None]) -> Callable[..., None]:
     """The verb for typer: a parameter that is one of the above becomes an option for each of its fields."""
-    own = inspect.signature(verb)
+    signature = inspect.signature(verb)
     groups: dict[str, Any] = {
         name: parameter.annotation
-        for name, parameter in own.parameters.items()
+        for name, parameter in signature.parameters.items()
         if parameter.annotation in (JobRequest, Machines)
     }
-    flat: list[inspect.Parameter] = []
-    for name, parameter in own.parameters.items():
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
         group = groups.get(name)
-        flat += inspect.signature(group).parameters.values() if group else [parameter]
+        parameters += inspect.signature(group).parameters.values() if group else [parameter]
 
     @functools.wraps(verb)
-    def spread_out(**said: Any) -> None:
-        made = {
-            name: group(**{field.name: said.pop(field.name) for field in fields(group)})
+    def call_verb(**values: Any) -> None:
+        option_groups = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        verb(**said, **made)
+        verb(**values, **option_groups)
 
-    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
-    spread_out.__signature__ = own.replace(parameters=by_name)  # type: ignore[attr-defined]
-    spread_out.__annotations__ = {parameter.name: parameter.annotation for parameter in by_name}
-    return spread_out
+    keyword_parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call_verb.__signature__ = signature.replace(parameters=keyword_parameters)  # type: ignore[attr-defined]
+    call_verb.__annotations__ = {parameter.name: parameter.annotation for parameter in keyword_parameters}
+    return call_verb

@@ -19,73 +19,76 @@ def resolve(
         str,
         typer.Option(metavar="VERSION", help="A release or a minor, like 0.17.1 or 0.17; without it, any."),
     ] = "",
-    backend: options.OwnBackend = "auto",
+    backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,
 ) -> None:
     """Print versions that were seen together, as constraints for pip; ends with 3 where none were."""
     backend = hardware.detect("auto").backend if backend == "auto" else backend
     answer = compatibility.resolve(compatibility.load(), backend, mcore)
     if as_json:
-        print(json.dumps(_document(answer, backend, mcore), indent=2))
-    elif answer.found is not None:
-        print("\n".join(_lines(answer.found, answer, mcore)))
-    if answer.found is None:
+        print(json.dumps(_build_document(answer, backend, mcore), indent=2))
+    elif answer.best is not None:
+        print("\n".join(_format_lines(answer.best, answer, mcore)))
+    if answer.best is None:
         raise EnvironmentUnfit(
             f"megatron-core{' ' + mcore if mcore else ''} was never seen on {backend}; nearest:",
-            [*map(_where, answer.nearest), *map(_declared, answer.images)],
+            [*map(_format_combination, answer.nearest), *map(_format_image_pins, answer.images)],
         )
 
 
-def _lines(found: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
-    lines = [f"# seen together on {found.backend}, Python {found.packages[PYTHON]}:"]
-    for seen in (found, *answer.also):
-        said = f", {seen.source}" if seen.source else ""
-        lines.append(f"#   {seen.device}, {seen.date}{said}: {seen.command}")
-        lines += [f"#     {what}" for what in seen.proven]
-    if found.device == EMULATED:
+def _format_lines(combination: Combination, answer: CombinationAdvice, mcore: str) -> list[str]:
+    lines = [f"# seen together on {combination.backend}, Python {combination.packages[PYTHON]}:"]
+    for listed in (combination, *answer.same_versions):
+        source = f", {listed.source}" if listed.source else ""
+        lines.append(f"#   {listed.device}, {listed.date}{source}: {listed.command}")
+        lines += [f"#     {proof}" for proof in listed.proven]
+    if combination.device == EMULATED:
         lines.append("# emulated: the vendor's libraries were stand-ins, and nothing ran on a device")
-    lines += [f"# not this: {_declared(image)}" for image in answer.images if image.unproven]
-    pins = _pins(found, mcore)
+    lines += [f"# not this: {_format_image_pins(image)}" for image in answer.images if image.unproven]
+    pins = _list_pins(combination, mcore)
     width = max(len(f"{name}=={version}") for name, version, _ in pins)
     return lines + [f"{f'{name}=={version}':<{width}}  # {reason}" for name, version, reason in pins]
 
 
-def _pins(found: Combination, mcore: str) -> list[tuple[str, str, str]]:
+def _list_pins(combination: Combination, mcore: str) -> list[tuple[str, str, str]]:
     """(package, version, reason) in the order of a constraints file."""
-    core = found.packages["megatron-core"]
+    core = combination.packages["megatron-core"]
     rows = []
-    for name, version in compatibility.pins(found).items():
+    for name, version in compatibility.build_pins(combination).items():
         reason = f"ran beside megatron-core {core}"
         if name == "megatron-core":
-            asked = f"the newest {mcore}".rstrip() + f" that was seen on {found.backend}"
-            reason = "asked for" if version == mcore else asked
-        note = found.notes.get(name)
+            newest_reason = f"the newest {mcore}".rstrip() + f" that was seen on {combination.backend}"
+            reason = "asked for" if version == mcore else newest_reason
+        note = combination.notes.get(name)
         rows.append((name, version, f"{reason}; {note}" if note else reason))
     return rows
 
 
-def _where(seen: Combination) -> str:
-    beside = ", ".join(f"{name} {version}" for name, version in compatibility.pins(seen).items())
-    return f"{seen.backend}: {beside}, Python {seen.packages[PYTHON]} ({seen.device}, {seen.command})"
+def _format_combination(combination: Combination) -> str:
+    pins = ", ".join(f"{name} {version}" for name, version in compatibility.build_pins(combination).items())
+    return (
+        f"{combination.backend}: {pins}, Python {combination.packages[PYTHON]}"
+        f" ({combination.device}, {combination.command})"
+    )
 
 
-def _declared(image: compatibility.Pinned) -> str:
+def _format_image_pins(image: compatibility.PinnedImage) -> str:
     pins = ", ".join(f"{name} {version}" for name, version in image.packages.items())
-    without = ", ".join(image.unproven)
-    return f"the image stack {image.stack} pins {pins}; never run beside that megatron-core: {without}"
+    unproven = ", ".join(image.unproven)
+    return f"the image stack {image.stack} pins {pins}; never run beside that megatron-core: {unproven}"
 
 
-def _document(answer: CombinationAdvice, backend: str, mcore: str) -> dict[str, Any]:
-    found = answer.found
+def _build_document(answer: CombinationAdvice, backend: str, mcore: str) -> dict[str, Any]:
+    combination = answer.best
     return {
         "schema": 1,
         "asked": {"backend": backend, "mcore": mcore or None},
         "pins": [
             {"package": name, "version": version, "reason": reason}
-            for name, version, reason in (_pins(found, mcore) if found else ())
+            for name, version, reason in (_list_pins(combination, mcore) if combination else ())
         ],
-        "found": found.model_dump(mode="json") if found else None,
-        "also": [seen.model_dump(mode="json") for seen in answer.also],
-        "nearest": [seen.model_dump(mode="json") for seen in answer.nearest],
+        "found": combination.model_dump(mode="json") if combination else None,
+        "also": [listed.model_dump(mode="json") for listed in answer.same_versions],
+        "nearest": [listed.model_dump(mode="json") for listed in answer.nearest],
         "images": [image.model_dump(mode="json") for image in answer.images],
     }

@@ -5,10 +5,10 @@ import shlex
 
 import typer
 
-from bundle.cli import may_fail, options
-from bundle.cli.building import Built, Wish, build_recipe
-from bundle.cli.check import count_data, data_lines, say_left_out
-from bundle.cli.request import JobRequest, spread
+from bundle.cli import ignore_lost_output, options
+from bundle.cli.building import BuiltRecipe, TaskSpec, build_recipe
+from bundle.cli.check import count_data, format_data_lines, print_left_out_rows
+from bundle.cli.request import JobRequest, expand_options
 from bundle.cli.train import decide_job, import_megatron_from, run_job
 from bundle.errors import UsageError
 from bundle.launch.job import Job
@@ -16,12 +16,12 @@ from bundle.launch.rendezvous import discover
 from bundle.runs.directory import RunDirectory
 
 
-def build_app(task: str, about: str) -> typer.Typer:
-    """Return the typer app of the verb that trains this task; `about` is its help."""
+def build_app(task: str, help_text: str) -> typer.Typer:
+    """Return the typer app of the verb that trains this task; `help_text` is its help."""
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-    @app.command(task, help=about)
-    @spread
+    @app.command(task, help=help_text)
+    @expand_options
     def train_task(
         model: options.Model,
         data: options.Data,
@@ -30,46 +30,46 @@ def build_app(task: str, about: str) -> typer.Typer:
         epochs: options.Epochs = None,
         fresh: options.Fresh = False,
     ) -> None:
-        may_fail()  # the run directory has it all
-        run_wish(Wish(task, model, data, lora, epochs, request=request), fresh=fresh)
+        ignore_lost_output()  # the run directory has it all
+        run_task(TaskSpec(task, model, data, lora, epochs, request=request), fresh=fresh)
 
     return app
 
 
-def run_wish(wish: Wish, *, fresh: bool) -> None:
+def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     """Build the recipe of a wish, train it on this machine's devices, and say where the result is."""
-    if wish.request.mcore:
-        import_megatron_from(wish.request.mcore)
-    where = discover(os.environ)
-    if where.is_rank or where.nodes > 1:
+    if spec.request.mcore:
+        import_megatron_from(spec.request.mcore)
+    rendezvous = discover(os.environ)
+    if rendezvous.is_rank or rendezvous.nodes > 1:
         raise UsageError(
-            f"{wish.task}: {where.reason}, and this verb starts the ranks of one machine."
+            f"{spec.task}: {rendezvous.reason}, and this verb starts the ranks of one machine."
             f" Write a recipe with `mcore-bundle init` and start `mcore-bundle train` instead."
         )
-    built = build_recipe(wish)
-    job = decide_job(built.recipe, wish.request, where, fresh=fresh)
-    print("\n".join(_describe_choices(built)), flush=True)
-    say_left_out(built.corpus)
-    run_job(job, where)
-    print("\n".join(_result(job)))
+    built = build_recipe(spec)
+    job = decide_job(built.recipe, spec.request, rendezvous, fresh=fresh)
+    print("\n".join(_format_choices(built)), flush=True)
+    print_left_out_rows(built.corpus)
+    run_job(job, rendezvous)
+    print("\n".join(_format_result(job)))
 
 
-def _describe_choices(built: Built) -> list[str]:
+def _format_choices(built: BuiltRecipe) -> list[str]:
     """Return lines about what was chosen for a run."""
     width = max(len(choice.key) for choice in built.choices)
     lines = [f"  {choice.key:<{width}}  {choice.value}  ({choice.reason})" for choice in built.choices]
     counts = count_data(built.recipe, built.corpus)
-    return [*lines, *data_lines(built.recipe, counts)]
+    return [*lines, *format_data_lines(built.recipe, counts)]
 
 
-def _result(job: Job) -> list[str]:
+def _format_result(job: Job) -> list[str]:
     """Return lines about where the trained model is and what to do with it."""
     run, lines = RunDirectory(job.directory), []
     if export := job.recipe.checkpoint.export:
-        lines.append(f"trained model: {run.exported(export)}")
-    model = job.directory if export in (None, "peft") else run.exported(export)
+        lines.append(f"trained model: {run.build_export_path(export)}")
+    model = job.directory if export in (None, "peft") else run.build_export_path(export)
     lines.append(f"try it: {shlex.join(['mcore-bundle', 'generate', str(model), '--prompt', 'Hello'])}")
-    again = ["mcore-bundle", "train", str(run.recipe)]
+    train_arguments = ["mcore-bundle", "train", str(run.recipe)]
     if job.directory != job.recipe.run_directory:
-        again += ["--run-directory", str(job.directory)]
-    return [*lines, f"its recipe: {shlex.join(again)}"]
+        train_arguments += ["--run-directory", str(job.directory)]
+    return [*lines, f"its recipe: {shlex.join(train_arguments)}"]

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bundle.cli import may_fail, options
-from bundle.cli.request import JobRequest, spread
-from bundle.cli.room import say_room
+from bundle.cli import ignore_lost_output, options
+from bundle.cli.disk_space import warn_disk_space
+from bundle.cli.request import JobRequest, expand_options
 from bundle.environment import hardware, image, machine, packages
-from bundle.environment.ascend import cann
-from bundle.environment.doctor import package_findings
+from bundle.environment.ascend import read_cann_version
+from bundle.environment.doctor import check_packages
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
@@ -23,25 +23,34 @@ from bundle.launch import Start, command, events, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
-from bundle.launch.restarts import repeated
-from bundle.launch.spares import Spares
-from bundle.patches import subject
-from bundle.planning import Problem, hardware_problem, plan_for, recipe_problem
-from bundle.planning.inputs import input_problems
+from bundle.launch.restarts import run_with_restarts
+from bundle.launch.spares import SpareNodeRunner
+from bundle.patches import megatron_core
+from bundle.planning import Problem, build_plan, to_hardware_problem, to_recipe_problem
+from bundle.planning.inputs import find_input_problems
 from bundle.planning.plan import refuse
-from bundle.planning.problems import devices_problems
+from bundle.planning.problems import find_device_problems
 from bundle.recipe import Recipe
-from bundle.runs.directory import RunDirectory, newest_checkpoint
+from bundle.runs.directory import RunDirectory, find_newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # Which node this is, which its ranks learn from whoever starts them.
-_OF_NODE = {"nodes", "node_rank", "rendezvous", "dry_run", "restarts", "spares", "preflight", "as_json"}
+_NODE_PARAMETERS = {
+    "nodes",
+    "node_rank",
+    "rendezvous",
+    "dry_run",
+    "restarts",
+    "spares",
+    "preflight",
+    "as_json",
+}
 # What may be said beside --job: who we are and what is installed here, not what is done.
-_BESIDE_JOB = _OF_NODE | {"job", "mcore", "wait", "log_level"}
+_JOB_FILE_PARAMETERS = _NODE_PARAMETERS | {"job", "mcore", "wait", "log_level"}
 
 
 @app.command()
-@spread
+@expand_options
 def train(
     context: typer.Context,
     request: JobRequest,
@@ -68,81 +77,98 @@ def train(
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
-        may_fail()  # the run directory has it all
+        ignore_lost_output()  # the run directory has it all
     if request.mcore:
         import_megatron_from(request.mcore)
 
-    def here(planned_nodes: int) -> Rendezvous:
-        where = discover(
+    def discover_rendezvous(planned_nodes: int) -> Rendezvous:
+        node_rendezvous = discover(
             os.environ,
             nodes=nodes and nodes + spares,
             node_rank=node_rank,
             endpoint=rendezvous,
-            planned=planned_nodes + spares,
+            planned_nodes=planned_nodes + spares,
         )
-        if as_json and where.is_rank:
-            raise UsageError(f"--json: {where.reason}, and only the command that starts ranks has events")
-        return _among(spares, where)
+        if as_json and node_rendezvous.is_rank:
+            raise UsageError(
+                f"--json: {node_rendezvous.reason}, and only the command that starts ranks has events"
+            )
+        return _check_spares(spares, node_rendezvous)
 
     if job is not None:
-        if more := options.said(context) - _BESIDE_JOB:
-            raise UsageError(f"--job {job} says all about the job: leave out {', '.join(sorted(more))}")
-        told = job_file.load(job)
-        where = here(told.nodes)
-        if where.is_rank:
-            _be_a_rank(where, lambda: job_file.decided(told), told, wait)
-        _check(told, where, where.nodes - spares)
+        if conflicting := options.list_set_parameters(context) - _JOB_FILE_PARAMETERS:
+            raise UsageError(
+                f"--job {job} says all about the job: leave out {', '.join(sorted(conflicting))}"
+            )
+        decided_job = job_file.load(job)
+        node_rendezvous = discover_rendezvous(decided_job.nodes)
+        if node_rendezvous.is_rank:
+            _run_as_rank(node_rendezvous, lambda: job_file.decide_patches(decided_job), decided_job, wait)
+        _check_job(decided_job, node_rendezvous, node_rendezvous.nodes - spares)
     else:
-        asked = request.load(recipe)
-        where = here(asked.devices.nodes)
+        loaded_recipe = request.load_recipe(recipe)
+        node_rendezvous = discover_rendezvous(loaded_recipe.devices.nodes)
 
         def decide() -> Job:
-            return decide_job(asked, request, where, fresh=fresh, spares=spares, is_dry=dry_run)
+            return decide_job(
+                loaded_recipe, request, node_rendezvous, fresh=fresh, spares=spares, is_dry=dry_run
+            )
 
-        if where.is_rank:
-            _be_a_rank(where, decide, None, wait)
-        told = decide()
+        if node_rendezvous.is_rank:
+            _run_as_rank(node_rendezvous, decide, None, wait)
+        decided_job = decide()
     if dry_run:
         # As anybody may start it: of the job file that we would give to the ranks there is none yet.
-        words = ("train", *options.words_of(context, _OF_NODE))
-        first = where._replace(nodes=told.nodes)
-        every = (job_file.launch(told, first._replace(node_rank=node), wait) for node in range(told.nodes))
-        launches = [replace(launch, arguments=words, files={}) for launch in every]
-        print(command.dry_run(launches, os.environ), end="")
+        arguments = ("train", *options.build_arguments(context, _NODE_PARAMETERS))
+        first_node = node_rendezvous._replace(nodes=decided_job.nodes)
+        node_launches = (
+            job_file.build_launch(decided_job, first_node._replace(node_rank=node), wait)
+            for node in range(decided_job.nodes)
+        )
+        launches = [replace(launch, arguments=arguments, files={}) for launch in node_launches]
+        print(command.format_dry_run(launches, os.environ), end="")
         return
-    run_job(told, where, wait=wait, restarts=restarts, spares=spares, preflight=preflight, has_events=as_json)
+    run_job(
+        decided_job,
+        node_rendezvous,
+        wait=wait,
+        restarts=restarts,
+        spares=spares,
+        preflight=preflight,
+        has_events=as_json,
+    )
 
 
 def decide_job(
     recipe: Recipe,
     request: JobRequest,
-    where: Rendezvous,
+    rendezvous: Rendezvous,
     *,
     fresh: bool,
     spares: int = 0,
     is_dry: bool = False,
 ) -> Job:
     """Return the job that a recipe comes to on this machine. Raise what a plan with problems raises."""
-    start, directory = request.start(fresh=fresh), request.directory(recipe)
-    plan = plan_for(
+    start, directory = request.build_start(fresh=fresh), request.find_run_directory(recipe)
+    plan = build_plan(
         recipe,
         backend=request.backend or None,
         allow_drift=request.allow_drift or (),
-        nodes=where.nodes - spares,
-        per_node=where.per_node or request.devices_per_node,
-        beside=[
-            *_files(recipe, directory, start),
-            *_starter(request.devices_per_node or recipe.devices.per_node, where),
-            *(() if is_dry else _packages()),
+        nodes=rendezvous.nodes - spares,
+        per_node=rendezvous.per_node or request.devices_per_node,
+        extra_problems=[
+            *_find_file_problems(recipe, directory, start),
+            *_find_starter_problems(request.devices_per_node or recipe.devices.per_node, rendezvous),
+            *(() if is_dry else _find_package_problems()),
         ],
     )
     plan.refuse()
-    return job_file.of_plan(plan, directory, start=start, record=image.own())
+    return job_file.from_plan(plan, directory, start=start, record=image.read_own_record())
 
 
 def run_job(
     job: Job,
-    where: Rendezvous,
+    rendezvous: Rendezvous,
     *,
     wait: int = command.WAIT_SECONDS,
     restarts: int = 0,
@@ -152,30 +178,32 @@ def run_job(
 ) -> None:
     """Run this node's ranks of a job to their end, or say that its run is finished."""
     run = RunDirectory(job.directory)
-    goes_on = run.begin(job.recipe, job.start)
-    with _announce(job, where, has_events=has_events):
-        if goes_on and run.finished(job.recipe):
-            print(run.nothing_left(), file=sys.stderr if has_events else sys.stdout)
+    is_resumed = run.check_start(job.recipe, job.start)
+    with _announce(job, rendezvous, has_events=has_events):
+        if is_resumed and run.is_finished(job.recipe):
+            print(run.describe_finished(), file=sys.stderr if has_events else sys.stdout)
             return
-        if where.node_rank == 0:
-            say_room(job.recipe, run)
-        unfit = _unfit(job, run, where, wait, spares) if preflight else ""
-        _run(job, run, where, wait, restarts, spares, unfit, has_events=has_events)
+        if rendezvous.node_rank == 0:
+            warn_disk_space(job.recipe, run)
+        unfit_reason = _run_preflight(job, run, rendezvous, wait, spares) if preflight else ""
+        _run_ranks(job, run, rendezvous, wait, restarts, spares, unfit_reason, has_events=has_events)
 
 
 @contextmanager
-def _announce(job: Job, where: Rendezvous, *, has_events: bool) -> Iterator[None]:
+def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator[None]:
     """Say where the run lives at the start and at the end, or write the events of these."""
     if not has_events:
-        line = f"run directory: {job.directory}\n" if where.node_rank == 0 else ""
+        line = f"run directory: {job.directory}\n" if rendezvous.node_rank == 0 else ""
         print(line, end="", flush=True)
         try:
             yield
         finally:
             print(line, end="")
         return
-    place = {"run_directory": str(job.directory.absolute()), "node_rank": where.node_rank}
-    events.write_event("start", **place, recipe=job.recipe.name, nodes=job.nodes, per_node=job.per_node)
+    event_fields = {"run_directory": str(job.directory.absolute()), "node_rank": rendezvous.node_rank}
+    events.write_event(
+        "start", **event_fields, recipe=job.recipe.name, nodes=job.nodes, per_node=job.per_node
+    )
     code = ExitCode.JOB_FAILED
     try:
         yield
@@ -187,65 +215,72 @@ def _announce(job: Job, where: Rendezvous, *, has_events: bool) -> Iterator[None
         code = ExitCode.INTERRUPTED
         raise
     finally:
-        events.write_event("end", **place, code=int(code))
+        events.write_event("end", **event_fields, code=int(code))
 
 
-def _unfit(told: Job, run: RunDirectory, where: Rendezvous, wait: int, spares: int) -> str:
+def _run_preflight(job: Job, run: RunDirectory, rendezvous: Rendezvous, wait: int, spares: int) -> str:
     """What preflight has against this node, where the job may do without it.
 
     Raises EnvironmentUnfit with all that it has against any node, where the job needs all of them.
     """
-    from bundle.preflight import Asked
+    from bundle.preflight import NodeCheck
 
     run.logs.mkdir(parents=True, exist_ok=True)
-    on = hardware.detect(told.backend)
-    asked = Asked(on, run.logs, where, quick=True, devices=told.per_node, wait=wait)
-    own, failing = asked.own, [f"{name}: {why}" for name, why in asked.nodes if why]
+    local_hardware = hardware.detect(job.backend)
+    node_check = NodeCheck(local_hardware, run.logs, rendezvous, quick=True, devices=job.per_node, wait=wait)
+    own_defects, failing = (
+        node_check.own_defects,
+        [f"{name}: {defect}" for name, defect in node_check.node_defects if defect],
+    )
     if failing and not spares:
         raise EnvironmentUnfit("preflight: nodes are not fit to run this job", failing)
-    return f"preflight: {own}" if own else ""
+    return f"preflight: {own_defects}" if own_defects else ""
 
 
-def _run(
-    told: Job,
+def _run_ranks(
+    decided_job: Job,
     run: RunDirectory,
-    where: Rendezvous,
+    rendezvous: Rendezvous,
     wait: int,
     restarts: int,
     spares: int,
-    unfit: str,
+    unfit_reason: str,
     *,
     has_events: bool,
 ) -> None:
     """Runs the ranks of this node, and again where that may mend what broke them."""
-    before = run.begun()
+    earlier_start = run.identify_start()
 
-    def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
+    def start(placement: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
         # What has begun anew goes on with that.
-        anew = told.start.fresh and run.begun() == before and not continues
-        job = replace(told, start=told.start.model_copy(update={"fresh": anew}))
-        launch = replace(job_file.launch(job, where, wait), has_events=has_events)
+        is_fresh = decided_job.start.fresh and run.identify_start() == earlier_start and not continues
+        job = replace(decided_job, start=decided_job.start.model_copy(update={"fresh": is_fresh}))
+        launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
         process.run(launch, os.environ, alive)
 
-    def kept() -> object:
-        return newest_checkpoint(told.directory)
+    def get_progress() -> object:
+        return find_newest_checkpoint(decided_job.directory)
 
     if spares:
-        Spares(where, spares, run.logs, wait=wait, most=restarts).run(start, kept, unfit)
+        SpareNodeRunner(rendezvous, spares, run.logs, wait=wait, most_restarts=restarts).run(
+            start, get_progress, unfit_reason
+        )
     else:
-        repeated(lambda: start(where, False, lambda: None), restarts, kept)
+        run_with_restarts(lambda: start(rendezvous, False, lambda: None), restarts, get_progress)
 
 
-def _among(spares: int, where: Rendezvous) -> Rendezvous:
+def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
     """Where this process stands among all nodes, of which `spares` are beyond what the job needs.
 
     Raises UsageError where none is left, and where a rank is told of them.
     """
-    if spares and where.is_rank:
-        raise UsageError(f"--spares: {where.reason}, and only who starts ranks can start them elsewhere")
-    if where.nodes <= spares:
-        raise UsageError(f"--spares {spares}: {where.source} says {where.nodes} nodes, so that none is left")
-    return where
+    if spares and rendezvous.is_rank:
+        raise UsageError(f"--spares: {rendezvous.reason}, and only who starts ranks can start them elsewhere")
+    if rendezvous.nodes <= spares:
+        raise UsageError(
+            f"--spares {spares}: {rendezvous.source} says {rendezvous.nodes} nodes, so that none is left"
+        )
+    return rendezvous
 
 
 def import_megatron_from(mcore: str) -> None:
@@ -253,61 +288,76 @@ def import_megatron_from(mcore: str) -> None:
 
     Raises UsageError for a version that is not installed, and for a tree that would not be imported.
     """
-    asked = subject.named(mcore, subject.load())
-    if asked.root is not None:
-        sys.path.insert(1, str(asked.root))
-        paths = (str(asked.root), os.environ.get("PYTHONPATH", ""))
+    named = megatron_core.find_named_core(mcore, megatron_core.load_review_table())
+    if named.root is not None:
+        sys.path.insert(1, str(named.root))
+        paths = (str(named.root), os.environ.get("PYTHONPATH", ""))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     core = packages.detect().megatron.core
-    if asked.root is not None:
-        if core is None or core.root != asked.root:
-            first = f": {core.root} comes before it ({core.origin})" if core else ""
-            raise UsageError(f"--mcore {mcore}: a rank would not import it{first}")
-    elif core is None or parse_version(core.version or "") != parse_version(asked.version or ""):
-        here = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
-        raise UsageError(f"--mcore {mcore}: installed is {here}; give the directory of its source instead")
+    if named.root is not None:
+        if core is None or core.root != named.root:
+            hint = f": {core.root} comes before it ({core.origin})" if core else ""
+            raise UsageError(f"--mcore {mcore}: a rank would not import it{hint}")
+    elif core is None or parse_version(core.version or "") != parse_version(named.version or ""):
+        description = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
+        raise UsageError(
+            f"--mcore {mcore}: installed is {description}; give the directory of its source instead"
+        )
 
 
-def _be_a_rank(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> Any:
+def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
     """Ends this process as a rank, which alone imports torch."""
-    from bundle.training.worker import work
+    from bundle.training.worker import run_rank
 
-    raise typer.Exit(int(work(where, decide, told, wait)))
+    raise typer.Exit(int(run_rank(rendezvous, decide, job, wait)))
 
 
-def _check(told: Job, where: Rendezvous, nodes: int) -> None:
+def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
     """Raises with everything that keeps this node from executing a job file."""
-    if nodes != told.nodes:
-        raise UsageError(f"the job is for {told.nodes} nodes, and {where.source} says {nodes}")
-    on = hardware.detect(told.backend)
+    if nodes != job.nodes:
+        raise UsageError(f"the job is for {job.nodes} nodes, and {rendezvous.source} says {nodes}")
+    local_hardware = hardware.detect(job.backend)
     refuse(
-        told.recipe,
+        job.recipe,
         [
-            *_files(told.recipe, told.directory, told.start),
-            *_starter(told.per_node, where),
-            *_packages(),
-            *devices_problems(on, told.per_node),
+            *_find_file_problems(job.recipe, job.directory, job.start),
+            *_find_starter_problems(job.per_node, rendezvous),
+            *_find_package_problems(),
+            *find_device_problems(local_hardware, job.per_node),
         ],
     )
-    job_file.refuse_misfits(told)
+    job_file.refuse_misfits(job)
 
 
-def _files(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
+def _find_file_problems(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
     """What is wrong with what lies on this machine's disks."""
     run = RunDirectory(directory)
-    return [*input_problems(recipe, directory, run.beginning(recipe, start)), *run.problems(recipe, start)]
+    return [
+        *find_input_problems(recipe, directory, run.find_initial_weights(recipe, start)),
+        *run.find_problems(recipe, start),
+    ]
 
 
-def _starter(wanted: int | None, where: Rendezvous) -> list[Problem]:
-    said = where.per_node
-    if wanted is None or said is None or wanted == said:
+def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list[Problem]:
+    starter_per_node = rendezvous.per_node
+    if per_node is None or starter_per_node is None or per_node == starter_per_node:
         return []
-    return [recipe_problem(f"devices.per_node: {wanted}, but {where.source}, which starts this, says {said}")]
+    return [
+        to_recipe_problem(
+            f"devices.per_node: {per_node}, but {rendezvous.source}, which starts this, says"
+            f" {starter_per_node}"
+        )
+    ]
 
 
-def _packages() -> list[Problem]:
+def _find_package_problems() -> list[Problem]:
     """What a rank would miss at its first import, on any backend."""
-    here = machine.local()
-    found = package_findings(packages.detect(), hardware.detect("cpu", here), cann(here), here.environ)
-    without = [f for f in found if f.level is Level.FAIL and f.subject in ("torch", "megatron-core")]
-    return [hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in without]
+    local_machine = machine.get_local_machine()
+    findings = check_packages(
+        packages.detect(),
+        hardware.detect("cpu", local_machine),
+        read_cann_version(local_machine),
+        local_machine.environ,
+    )
+    failures = [f for f in findings if f.level is Level.FAIL and f.subject in ("torch", "megatron-core")]
+    return [to_hardware_problem(f"{f.subject}: {f.cause}; {f.fix}") for f in failures]

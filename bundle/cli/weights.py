@@ -14,13 +14,13 @@ from bundle import files, pretrained
 from bundle.architectures import Architecture, from_config, read_config
 from bundle.cli import options
 from bundle.errors import ExitCode, UsageError
-from bundle.pretrained.replacing import refuse
-from bundle.pretrained.writing import NUMBERS, Published
+from bundle.pretrained.replacing import refuse_overwrite
+from bundle.pretrained.writing import WEIGHT_FORMATS, PublishedModel
 from bundle.recipe import Recipe, load
 
 if TYPE_CHECKING:
-    from bundle.mcore.torch_dist import Directory
-    from bundle.models.conversion import Source
+    from bundle.mcore.torch_dist import TorchDistCheckpoint
+    from bundle.models.conversion import TensorSource
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -31,7 +31,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def quiet() -> None:
+def silence_megatron() -> None:
     """Megatron tells of kernels that are not installed when it is imported; weights need none."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
 
@@ -64,21 +64,21 @@ def check(
         if mtp_layers is not None:
             raise UsageError("--mtp-layers: a recipe says it itself (model.mtp.layers)")
         job = load(recipe)
-        found, architecture = pretrained.of_another_directory(job, directory), job.architecture
+        weights, architecture = pretrained.find_compatible_weights(job, directory), job.architecture
     else:
-        config, architecture = _model(directory, mtp_layers)
-        found = pretrained.of_directory(directory, config, architecture)
+        config, architecture = _read_model(directory, mtp_layers)
+        weights = pretrained.find_model_weights(directory, config, architecture)
     values = "values were not read (torch is not installed)"
     if headers:
         values = "values were not read"
     elif importlib.util.find_spec("torch") is not None:
         from bundle.architectures.tensors import Tensors
-        from bundle.models.finite import refuse_damaged
+        from bundle.models.finite_check import refuse_damaged
 
-        refuse_damaged(found)
-        pretrained.refuse_unequal(found, Tensors(architecture).copies())
+        refuse_damaged(weights)
+        pretrained.refuse_unequal_copies(weights, Tensors(architecture).map_copies())
         values = "every value is finite"
-    print(f"{found}: all of this {architecture.model_type} model, and no others; {values}")
+    print(f"{weights}: all of this {architecture.model_type} model, and no others; {values}")
 
 
 @app.command("export")
@@ -99,36 +99,41 @@ def export_(
     dtype: Annotated[
         str,
         typer.Option(
-            callback=options.one_of(NUMBERS),
-            help=f"One of {', '.join(NUMBERS)}; without it, the recipe's, else bf16.",
+            callback=options.allow_only(WEIGHT_FORMATS),
+            help=f"One of {', '.join(WEIGHT_FORMATS)}; without it, the recipe's, else bf16.",
         ),
     ] = "",
     force: Force = False,
 ) -> None:
     """Write a checkpoint, of any layout, as a Hugging Face directory."""
-    refuse(out, [checkpoint, like] if like else [checkpoint], force=force)
-    found, job = checkpoint_of(checkpoint, like, verified=True)
-    _refuse_adapters(found, job)
+    refuse_overwrite(out, [checkpoint, like] if like else [checkpoint], force=force)
+    checkpoint_directory, job = find_checkpoint(checkpoint, like, verified=True)
+    _refuse_adapters(checkpoint_directory, job)
     if like is not None:
         model = (
-            _as(like, found)
+            _read_published(like, checkpoint_directory)
             if job is None
-            else Published(job.model.config, job.architecture, like, (like,), like, job.data.template_text)
+            else PublishedModel(
+                job.model.config, job.architecture, like, (like,), like, job.data.template_text
+            )
         )
     elif job is not None:
-        model = Published.of(job)
+        model = PublishedModel.from_recipe(job)
     else:
         raise UsageError(f"{checkpoint}: no run of ours: say with --like DIR which model it is")
-    if like is None and model.lacks:
+    if like is None and model.missing_tokenizer:
         raise UsageError(
-            f"{checkpoint}: the tokenizer of its run would be left out: {model.lacks}; put it back, call this"
+            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer}; put"
+            " it back, call this"
             " where the run was begun, or say with --like DIR where config and tokenizer are"
         )
-    refuse(out, model.sources, force=force)
-    numbers = dtype or (job.model.dtype if job else "bf16")
+    refuse_overwrite(out, model.sources, force=force)
+    dtype_name = dtype or (job.model.dtype if job else "bf16")
     from bundle.models import conversion
 
-    conversion.to_hugging_face(found, model, out, next(one for one in NUMBERS if one == numbers))
+    conversion.to_hugging_face(
+        checkpoint_directory, model, out, next(known for known in WEIGHT_FORMATS if known == dtype_name)
+    )
     print(out)
 
 
@@ -140,9 +145,9 @@ def import_(
     force: Force = False,
 ) -> None:
     """Write a checkpoint that Megatron-LM loads (--ckpt-format torch_dist), in any layout."""
-    refuse(out, [directory], force=force)
-    config, architecture = _model(directory, mtp_layers)
-    weights = pretrained.of_directory(directory, config, architecture)
+    refuse_overwrite(out, [directory], force=force)
+    config, architecture = _read_model(directory, mtp_layers)
+    weights = pretrained.find_model_weights(directory, config, architecture)
     from bundle.architectures.tensors import Tensors
     from bundle.models import conversion
 
@@ -157,50 +162,54 @@ def diff(
     as_json: options.JSON = False,
 ) -> None:
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
-    from bundle.models.conversion import differences
+    from bundle.models.conversion import find_differences
 
-    one, other = _source(first, second), _source(second, first)
-    found = 0
-    for difference in differences(one, other):
-        found += 1
+    first_source, second_source = _open_source(first, second), _open_source(second, first)
+    difference_count = 0
+    for difference in find_differences(first_source, second_source):
+        difference_count += 1
         print(json.dumps(asdict(difference)) if as_json else difference)
-    count = len({*one.tensors, *other.tensors})
+    tensor_count = len({*first_source.tensors, *second_source.tensors})
     if not as_json:
-        print(f"{found} of {count} tensors differ" if found else f"{count} tensors are equal")
-    if found:
+        print(
+            f"{difference_count} of {tensor_count} tensors differ"
+            if difference_count
+            else f"{tensor_count} tensors are equal"
+        )
+    if difference_count:
         raise typer.Exit(int(ExitCode.JOB_FAILED))
 
 
-def checkpoint_of(
-    named: Path, like: Path | None = None, *, verified: bool
-) -> tuple["Directory", Recipe | None]:
+def find_checkpoint(
+    path: Path, like: Path | None = None, *, verified: bool
+) -> tuple["TorchDistCheckpoint", Recipe | None]:
     """A checkpoint's tensors, and the recipe of the run that it is of, where it is one of ours."""
-    refuse_missing(named)
+    refuse_missing(path)
     from bundle.checkpoints import manifest
     from bundle.checkpoints.directory import MEGATRON
     from bundle.errors import JobFailed
-    from bundle.mcore.torch_dist import Directory
-    from bundle.models.conversion import newest
-    from bundle.runs.directory import RunDirectory, newest_checkpoint
+    from bundle.mcore.torch_dist import TorchDistCheckpoint
+    from bundle.models.conversion import find_newest
+    from bundle.runs.directory import RunDirectory, find_newest_checkpoint
 
-    step = newest_checkpoint(named)
+    step = find_newest_checkpoint(path)
     if step is None:
-        return Directory(newest(named)), None
-    if verified and (reasons := manifest.damage(step)):
+        return TorchDistCheckpoint(find_newest(path)), None
+    if verified and (reasons := manifest.find_damage(step)):
         raise JobFailed(f"{step}: this checkpoint cannot be used", reasons)
     recipe = RunDirectory(step.absolute().parents[1]).recipe
     overrides = [] if like is None else [f"model.path={json.dumps(str(like))}"]
     job = load(str(recipe), overrides) if recipe.is_file() else None
-    return Directory(step / MEGATRON), job
+    return TorchDistCheckpoint(step / MEGATRON), job
 
 
-def refuse_missing(named: Path) -> None:
+def refuse_missing(path: Path) -> None:
     """Raise UsageError for a name that no directory has."""
-    if not files.is_directory(named):
-        raise UsageError(f"{named}: there is no such directory")
+    if not files.is_directory(path):
+        raise UsageError(f"{path}: there is no such directory")
 
 
-def _refuse_adapters(checkpoint: "Directory", job: Recipe | None) -> None:
+def _refuse_adapters(checkpoint: "TorchDistCheckpoint", job: Recipe | None) -> None:
     """Raise UsageError for a checkpoint that holds adapters in the place of weights."""
     if job is not None and job.model.lora is not None:
         raise UsageError(
@@ -209,36 +218,40 @@ def _refuse_adapters(checkpoint: "Directory", job: Recipe | None) -> None:
         )
 
 
-def _model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, Any], Architecture]:
+def _read_model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, Any], Architecture]:
     """The config of a directory, and the model that it describes, of whose MTP layers so many count."""
     config = read_config(directory)
-    found = from_config(config, str(directory / "config.json"))
+    architecture = from_config(config, str(directory / "config.json"))
     if mtp_layers is None:
-        return config, found
-    if mtp_layers > found.mtp_layers:
-        raise UsageError(f"--mtp-layers {mtp_layers}: {directory / 'config.json'} names {found.mtp_layers}")
-    return config, replace(found, mtp_layers=mtp_layers)
+        return config, architecture
+    if mtp_layers > architecture.mtp_layers:
+        raise UsageError(
+            f"--mtp-layers {mtp_layers}: {directory / 'config.json'} names {architecture.mtp_layers}"
+        )
+    return config, replace(architecture, mtp_layers=mtp_layers)
 
 
-def _as(like: Path, checkpoint: "Directory") -> Published:
+def _read_published(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedModel:
     """What a Hugging Face directory says of a model that has the MTP layers of a checkpoint."""
     config = read_config(like)
     architecture = from_config(config, str(like / "config.json"))
-    return Published(config, replace(architecture, mtp_layers=checkpoint.mtp_layers), like, (like,), like)
+    return PublishedModel(
+        config, replace(architecture, mtp_layers=checkpoint.mtp_layers), like, (like,), like
+    )
 
 
-def _source(named: Path, other: Path) -> "Source":
+def _open_source(path: Path, other: Path) -> "TensorSource":
     """The tensors of a directory; those of a checkpoint by their published names where the other has such."""
     from bundle.architectures.tensors import Tensors
-    from bundle.models.conversion import AsPublished, HuggingFace, Megatron
+    from bundle.models.conversion import HuggingFaceTensors, MegatronTensors, PublishedTensors
 
-    if (weights := pretrained.opened(named)) is not None:
-        return HuggingFace(weights)
-    checkpoint, job = checkpoint_of(named, None, verified=False)
+    if (weights := pretrained.open_weights(path)) is not None:
+        return HuggingFaceTensors(weights)
+    checkpoint, job = find_checkpoint(path, None, verified=False)
     _refuse_adapters(checkpoint, job)
-    theirs = pretrained.opened(other)
-    if theirs is None:
-        return Megatron(checkpoint)
-    table = Tensors(_as(other, checkpoint).architecture)
-    copies = [copy for copy in table.copies() if copy in theirs.entries]
-    return AsPublished(checkpoint, Tensors(table.architecture, written_copies=copies))
+    other_weights = pretrained.open_weights(other)
+    if other_weights is None:
+        return MegatronTensors(checkpoint)
+    table = Tensors(_read_published(other, checkpoint).architecture)
+    copies = [copy for copy in table.map_copies() if copy in other_weights.entries]
+    return PublishedTensors(checkpoint, Tensors(table.architecture, written_copies=copies))

@@ -13,29 +13,29 @@ from bundle.data.media import KINDS, Medium
 from bundle.data.renderer import Renderer
 from bundle.data.rendering import Part
 from bundle.data.sources import Corrupt
-from bundle.data.store import Document
-from bundle.data.tokenizers import HuggingFace, Tokenizer
+from bundle.data.store import TokenDocument
+from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data
 
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # what a conversation gives
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # what a conversation gives
 Pieces = list[tuple[str, bool, bool]]  # text, whether the end of text follows, whether it is learned
-Marked = tuple[str, list[Part]]  # a text and its learned parts
+MarkedText = tuple[str, list[Part]]  # a text and its learned parts
 
 
-def writer(data: Data, tokenizer: Tokenizer) -> "Headings | ChatTemplate":
+def build_writer(data: Data, tokenizer: Tokenizer) -> "PlainTemplate | ChatTemplate":
     """What writes conversations as `data.template` says: many as drafts, then these as tokens.
 
     Raises UsageError for a tokenizer without a usable chat template.
     """
     if not data.has_template:
-        return Headings(tokenizer)
-    if not isinstance(tokenizer, HuggingFace):
+        return PlainTemplate(tokenizer)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UsageError(f"data.template: {data.tokenizer} takes no chat template; use data.template: plain")
     return ChatTemplate(tokenizer, data.date, data.template_arguments, data.template_text)
 
 
-class Headings:
+class PlainTemplate:
     """Plain headings like "### User", and the end of text after each turn of the assistant."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -53,33 +53,33 @@ class Headings:
         self, conversations: Sequence[Conversation]
     ) -> list[list[tuple[Pieces, Sequence[Medium]]] | Corrupt]:
         """Return the draft of each conversation."""
-        return [[(self._pieces(conversation), ())] for conversation in conversations]
+        return [[(self._build_pieces(conversation), ())] for conversation in conversations]
 
-    def _pieces(self, conversation: Conversation) -> Pieces:
+    def _build_pieces(self, conversation: Conversation) -> Pieces:
         pieces = []
         for index, message in enumerate(conversation.messages):
-            pieces.append((_heading(message["role"]), False, False))
-            answers, learned = message["role"] == "assistant", index in conversation.turns
+            pieces.append((_format_heading(message["role"]), False, False))
+            answers, learned = message["role"] == "assistant", index in conversation.learned_turns
             pieces.append((f"{message['content']}\n", answers, learned))
         return pieces
 
-    def prompt(self, messages: list[Message]) -> Pieces:
+    def write_prompt(self, messages: list[Message]) -> Pieces:
         """Return what the assistant speaks after, as a draft of which nothing is learned."""
         return [
-            *self._pieces(self.prepare(Conversation(messages, ()))),
-            (_heading("assistant"), False, False),
+            *self._build_pieces(self.prepare(Conversation(messages, ()))),
+            (_format_heading("assistant"), False, False),
         ]
 
-    def encode(self, drafts: Sequence[Pieces]) -> Iterator[Document]:
+    def encode(self, drafts: Sequence[Pieces]) -> Iterator[TokenDocument]:
         """The tokens of each draft."""
         encoded = iter(self._tokenizer.encode([text for pieces in drafts for text, _, _ in pieces]))
         for pieces in drafts:
             parts = [np.append(next(encoded), self._end) if ends else next(encoded) for _, ends, _ in pieces]
             learned = np.repeat([learned for _, _, learned in pieces], [len(part) for part in parts])
-            yield Document(np.concatenate(parts), learned)
+            yield TokenDocument(np.concatenate(parts), learned)
 
 
-def _heading(role: str) -> str:
+def _format_heading(role: str) -> str:
     return f"### {role.capitalize()}\n"
 
 
@@ -88,7 +88,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: HuggingFace,
+        tokenizer: HuggingFaceTokenizer,
         today: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         text: str | None = None,
@@ -101,28 +101,28 @@ class ChatTemplate:
         the template does not read.
         """
         arguments = arguments or {}
-        tokenizer.require_places()
-        self._tokenizer, source = tokenizer, tokenizer.chat_template() if text is None else text
-        place = "the recipe's chat template" if text else f"the chat template of {tokenizer.directory}"
+        tokenizer.require_offsets()
+        self._tokenizer, source = tokenizer, tokenizer.read_chat_template() if text is None else text
+        origin = "the recipe's chat template" if text else f"the chat template of {tokenizer.directory}"
         if today is None and "strftime_now(" in source:
             raise UsageError(
-                f"data.template: {place} writes today's date (strftime_now), by which tokens would change"
+                f"data.template: {origin} writes today's date (strftime_now), by which tokens would change"
                 " from day to day: say which one it is to write, data.date: YYYY-MM-DD"
             )
-        words = set(re.findall(r"\w+", source)) - set(RESERVED)
+        words = set(re.findall(r"\w+", source)) - set(RESERVED_VARIABLES)
         if unread := sorted(set(arguments) - words):
-            raise UsageError(f"data.template_arguments.{unread[0]}: {place} does not read it. Leave it out.")
-        self._renderer = Renderer(place, source, {**tokenizer.template_variables, **arguments}, today)
+            raise UsageError(f"data.template_arguments.{unread[0]}: {origin} does not read it. Leave it out.")
+        self._renderer = Renderer(origin, source, {**tokenizer.template_variables, **arguments}, today)
         self._is_marked = rendering.is_marked(source)
 
     def prepare(self, conversation: Conversation) -> tuple[str, Conversation]:
         """Return the conversation with the request for its rendering. Raises Corrupt."""
-        messages, turns = conversation.messages, list(conversation.turns)
-        return _request(messages=messages, tools=conversation.tools, turns=turns), conversation
+        messages, turns = conversation.messages, list(conversation.learned_turns)
+        return _build_request(messages=messages, tools=conversation.tools, turns=turns), conversation
 
     def draft(
         self, prepared: Sequence[tuple[str, Conversation]]
-    ) -> list[list[tuple[Marked, Sequence[Medium]]] | Corrupt]:
+    ) -> list[list[tuple[MarkedText, Sequence[Medium]]] | Corrupt]:
         """Return the drafts of each conversation, with their images and videos; or why there are none.
 
         Where the template marks what the assistant says ({% generation %}), that is learned; elsewhere a turn
@@ -131,44 +131,44 @@ class ChatTemplate:
         """
         replies = self._renderer.ask([request for request, _ in prepared])
         return [
-            Corrupt(reply["corrupt"]) if "corrupt" in reply else _drafts(reply["samples"], conversation)
+            Corrupt(reply["corrupt"]) if "corrupt" in reply else _build_drafts(reply["samples"], conversation)
             for reply, (_, conversation) in zip(replies, prepared, strict=True)
         ]
 
-    def prompt(self, messages: list[Message]) -> Marked:
+    def write_prompt(self, messages: list[Message]) -> MarkedText:
         """Return what the assistant speaks after, as a draft of which nothing is learned.
 
         Raises Corrupt where the template refuses.
         """
-        (reply,) = self._renderer.ask([_request(messages=messages, prompt=True)])
+        (reply,) = self._renderer.ask([_build_request(messages=messages, prompt=True)])
         if "corrupt" in reply:
             raise Corrupt(reply["corrupt"])
         ((text, parts, _),) = reply["samples"]
         return text, parts
 
-    def encode(self, drafts: Sequence[Marked]) -> Iterator[Document]:
+    def encode(self, drafts: Sequence[MarkedText]) -> Iterator[TokenDocument]:
         """The tokens of each draft: one is learned when it begins in a part that is.
 
         One that begins before a part and ends in it is learned where the template marks the part, as by
         transformers; else it is the prompt's, which the model does not write.
         """
-        encoded = self._tokenizer.encode_placed([text for text, _ in drafts])
+        encoded = self._tokenizer.encode_with_offsets([text for text, _ in drafts])
         for (ids, begins, ends), (_, parts) in zip(encoded, drafts, strict=True):
             learned = np.zeros(len(ids), np.bool_)
             for start, until in parts:
                 within = (begins >= start) | (ends > start) if self._is_marked else begins >= start
                 learned |= within & (begins < until)
-            yield Document(ids, learned)
+            yield TokenDocument(ids, learned)
 
 
-def _request(**values: Any) -> str:
+def _build_request(**values: Any) -> str:
     """Return the values as JSON; what a template cannot read, such as bytes, is its type's name."""
     return json.dumps(values, default=lambda value: f"<{type(value).__name__}>")
 
 
-def _drafts(
+def _build_drafts(
     samples: Sequence[tuple[str, list[Part], int]], conversation: Conversation
-) -> list[tuple[Marked, Sequence[Medium]]]:
+) -> list[tuple[MarkedText, Sequence[Medium]]]:
     """Return the draft of each sample, with the images and videos of the messages that it shows."""
     contents = [message["content"] for message in conversation.messages]
     places = [

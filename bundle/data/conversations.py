@@ -8,30 +8,30 @@ from typing import Any, NamedTuple
 from bundle.data import media
 from bundle.data.formats import Format, is_renamed, read_row
 from bundle.data.media import Medium
-from bundle.data.sources import Corrupt, Values, text_of
-from bundle.errors import shown
+from bundle.data.sources import Corrupt, Values, read_text
+from bundle.errors import format_value
 from bundle.recipe.data import Data, Fields, RowFormat
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What ShareGPT, ms-swift and OpenAI's older format call them.
-ALIASES = {
+ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
     "observation": "tool",
     "tool_response": "tool",
     "function": "tool",
 }
-CALLS = ("function_call", "tool_call")
+CALL_ROLES = ("function_call", "tool_call")
 # Whether a turn is learned, in the words of OpenAI, ms-swift and axolotl.
-FLAGS = ("weight", "loss", "train")
+WEIGHT_KEYS = ("weight", "loss", "train")
 SHAREGPT = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 QUERY, RESPONSE = "query", "response"  # of ms-swift
 COMPLETION = "completion"  # of TRL
 KTO_TAG = "kto_tag"  # of LLaMA-Factory
-UNREAD = ("audios",)  # of what rows have beside text
+UNREAD_FIELDS = ("audios",)  # of what rows have beside text
 
 
 @dataclass(frozen=True)
@@ -39,107 +39,116 @@ class Conversation:
     """Messages as chat templates take them, and which of them, by number, are learned."""
 
     messages: list[Message]  # role, content (text, or parts: text, images, videos), what else one may read
-    turns: Sequence[int]
+    learned_turns: Sequence[int]
     tools: Tools = None
     media: Sequence[Medium] = ()  # images and videos, in the order of their places
     format: str = ""  # how its row was read
 
     @property
-    def every_turn(self) -> bool:
+    def learns_every_turn(self) -> bool:
         """Whether all that the assistant says is learned."""
-        return len(self.turns) == [message["role"] for message in self.messages].count("assistant")
+        return len(self.learned_turns) == [message["role"] for message in self.messages].count("assistant")
 
 
-def texts(message: Message) -> list[str]:
+def list_texts(message: Message) -> list[str]:
     """What a message says, between its images and videos."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 class RowReading(NamedTuple):
-    """What a row says: its messages, of which the first `given` are not learned."""
+    """What a row says: its messages, of which the first `prompt_count` are not learned."""
 
     messages: list[Message]
-    given: int = 0
+    prompt_count: int = 0
 
 
-def columns(fields: Fields) -> tuple[str, ...]:
-    """All fields of a row that `conversation` reads."""
-    read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
+def list_columns(fields: Fields) -> tuple[str, ...]:
+    """All fields of a row that `read_conversation` reads."""
+    read = [
+        name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
+    ]
     pair = (fields.chosen, fields.rejected)  # by which rows for DPO are known
-    return tuple(dict.fromkeys((*read, *list_shared_fields(fields), *tag_fields(fields), *pair, *UNREAD)))
+    return tuple(
+        dict.fromkeys((*read, *list_shared_fields(fields), *list_tag_fields(fields), *pair, *UNREAD_FIELDS))
+    )
 
 
 def list_shared_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that are read in every format, where a row has them."""
-    return (*filter(None, (fields.system, fields.tools)), *media.keys_of(fields))
+    return (*filter(None, (fields.system, fields.tools)), *media.list_media_keys(fields))
 
 
-def conversation(values: Values, data: Data) -> Conversation:
+def read_conversation(values: Values, data: Data) -> Conversation:
     """The conversation of a row. Raises Corrupt saying which field is wrong, and how."""
-    fields, formats = data.fields, _formats(data.fields)
-    if _is_pair(values, fields) and not any(each.is_complete(values) for each in formats):
+    fields, formats = data.fields, _list_formats(data.fields)
+    if _is_pair(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
             f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
             f" one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
-    shared = (*list_shared_fields(fields), *tag_fields(fields))
-    format_, (messages, given) = read_row(values, formats, fields.format, shared)
-    for name in tag_fields(fields):
+    shared = (*list_shared_fields(fields), *list_tag_fields(fields))
+    format_, (messages, prompt_count) = read_row(values, formats, fields.format, shared)
+    for name in list_tag_fields(fields):
         if values.get(name) is False:
             raise Corrupt(
                 f"field {name}: false marks a bad answer (KTO), which is not to be learned. Leave the row out"
                 " (data.on_error: skip)" + ("" if name == KTO_TAG else ", or set data.fields.label: null")
             )
-    return replace(of_messages(messages, values, data, given), format=format_)
+    return replace(build_conversation(messages, values, data, prompt_count), format=format_)
 
 
 def _is_pair(values: Values, fields: Fields) -> bool:
     return all(values.get(name) is not None for name in (fields.chosen, fields.rejected))
 
 
-def tag_fields(fields: Fields) -> tuple[str, ...]:
+def list_tag_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that say whether an answer is a good one."""
     return (KTO_TAG, *filter(None, (fields.label,)))
 
 
 def is_tagged(values: Values, fields: Fields) -> bool:
     """Return whether a row says of one answer whether it is good, as KTO takes it."""
-    return any(isinstance(values.get(name), bool) for name in tag_fields(fields))
+    return any(isinstance(values.get(name), bool) for name in list_tag_fields(fields))
 
 
-def of_messages(messages: list[Message], values: Values, data: Data, prompt: int = 0) -> Conversation:
-    """A conversation of these messages, with what else its row says; the first `prompt` are not learned."""
-    if unread := [name for name in UNREAD if values.get(name)]:
+def build_conversation(
+    messages: list[Message], values: Values, data: Data, prompt_count: int = 0
+) -> Conversation:
+    """A conversation of these messages, with what else its row says.
+
+    The first `prompt_count` are not learned.
+    """
+    if unread := [name for name in UNREAD_FIELDS if values.get(name)]:
         raise Corrupt(f"field {unread[0]}: only text, images and videos can be trained on")
-    answers = len(messages) - prompt
+    answers = len(messages) - prompt_count
     messages = _with_system(messages, values, data.fields.system)
-    weights = [message.pop(FLAGS[0], True) for message in messages]
+    weights = [message.pop(WEIGHT_KEYS[0], True) for message in messages]
     answering = range(len(messages) - answers, len(messages))
     turns = [index for index in answering if messages[index]["role"] == "assistant" and weights[index]]
     if data.learn == "last_turn":
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
         raise Corrupt("no turn that is learned: the assistant's have no weight")
-    found = media.placed(messages, media.find_columns(values, data.fields))
-    return Conversation(messages, turns, _tools(values, data.fields.tools), found)
+    conversation_media = media.extract_media(messages, media.find_columns(values, data.fields))
+    return Conversation(messages, turns, _read_tools(values, data.fields.tools), conversation_media)
 
 
-def _formats(fields: Fields) -> list[Format[RowReading]]:
+def _list_formats(fields: Fields) -> list[Format[RowReading]]:
     """Return the formats of rows that have one conversation."""
 
-    def read_list(name: str) -> Callable[[Values], RowReading]:
-        return lambda values: RowReading(answered(values[name], name))
+    def build_list_reader(name: str) -> Callable[[Values], RowReading]:
+        return lambda values: RowReading(read_answered_messages(values[name], name))
 
-    def read_pair_with(name: str) -> Callable[[Values], RowReading]:
-        return lambda values: _answer_to(read_prompt(values, fields.prompt), read_answer(values, name))
+    def build_pair_reader(name: str) -> Callable[[Values], RowReading]:
+        return lambda values: _build_reading(read_prompt(values, fields.prompt), read_answer(values, name))
 
     def build_format(name: str, *keys: str) -> Format[RowReading]:
         format_: RowFormat = "trl" if name == COMPLETION else "prompt-response"
         return Format(
             format_,
             (fields.prompt, name),
-            read_pair_with(name),
+            build_pair_reader(name),
             is_renamed=is_renamed(fields, "prompt", *keys),
         )
 
@@ -147,15 +156,15 @@ def _formats(fields: Fields) -> list[Format[RowReading]]:
     prompts = {fields.response: build_format(fields.response, "response")}
     prompts.setdefault(COMPLETION, build_format(COMPLETION))
     return [
-        Format("openai", (messages,), read_list(messages), is_renamed=is_renamed(fields, "messages")),
+        Format("openai", (messages,), build_list_reader(messages), is_renamed=is_renamed(fields, "messages")),
         *prompts.values(),
-        Format("ms-swift", (QUERY, RESPONSE), _query_response, (HISTORY,)),
-        Format("sharegpt", (SHAREGPT,), read_list(SHAREGPT)),
-        Format("alpaca", (INSTRUCTION, OUTPUT), _alpaca, (INPUT, HISTORY)),
+        Format("ms-swift", (QUERY, RESPONSE), _read_query_response, (HISTORY,)),
+        Format("sharegpt", (SHAREGPT,), build_list_reader(SHAREGPT)),
+        Format("alpaca", (INSTRUCTION, OUTPUT), _read_alpaca, (INPUT, HISTORY)),
     ]
 
 
-def _answer_to(prompt: list[Message], answer: list[Message]) -> RowReading:
+def _build_reading(prompt: list[Message], answer: list[Message]) -> RowReading:
     """Return a prompt and its answer; the prompt need not be marked where it has nothing to learn."""
     has_answers = any(message["role"] == "assistant" for message in prompt)
     return RowReading([*prompt, *answer], len(prompt) if has_answers else 0)
@@ -165,8 +174,8 @@ def read_prompt(values: Values, name: str) -> list[Message]:
     """Return what is answered, from a field that has a text or messages."""
     prompt = values.get(name)
     if not isinstance(prompt, list):
-        return [{"role": "user", "content": text_of(values, name)}]
-    messages = listed(prompt, name)
+        return [{"role": "user", "content": read_text(values, name)}]
+    messages = read_messages(prompt, name)
     if messages[-1]["role"] == "assistant":
         raise Corrupt(f"field {name}: ends with what the assistant says, which the answers are to do")
     return messages
@@ -178,52 +187,52 @@ def read_answer(values: Values, name: str) -> list[Message]:
     if isinstance(answer, dict):
         answer = [answer]
     if isinstance(answer, list):
-        return answered(answer, name)
-    return [{"role": "assistant", "content": text_of(values, name)}]
+        return read_answered_messages(answer, name)
+    return [{"role": "assistant", "content": read_text(values, name)}]
 
 
 def read_history(values: Values) -> list[Message]:
     """Return the turns of the field history, which come before the question."""
     history = values.get(HISTORY) or []
     if not isinstance(history, list) or not all(map(_is_turn, history)):
-        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {shown(history)}")
-    return _dialogue(history)
+        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {format_value(history)}")
+    return _build_dialogue(history)
 
 
 def read_query(values: Values) -> list[Message]:
     """Return the history and the question of a row of ms-swift."""
-    return [*read_history(values), {"role": "user", "content": text_of(values, QUERY)}]
+    return [*read_history(values), {"role": "user", "content": read_text(values, QUERY)}]
 
 
 def read_instruction(values: Values) -> list[Message]:
     """Return the history and the question of Alpaca: instruction and input, a line each."""
     for name in (INSTRUCTION, INPUT):
         if not isinstance(values.get(name) or "", str):
-            raise Corrupt(f"field {name}: must be text, is {shown(values[name])}")
+            raise Corrupt(f"field {name}: must be text, is {format_value(values[name])}")
     question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
     if not question:
         raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: must be text, are blank")
     return [*read_history(values), {"role": "user", "content": question}]
 
 
-def _query_response(values: Values) -> RowReading:
-    answer = {"role": "assistant", "content": text_of(values, RESPONSE)}
+def _read_query_response(values: Values) -> RowReading:
+    answer = {"role": "assistant", "content": read_text(values, RESPONSE)}
     return RowReading([*read_query(values), answer])
 
 
-def _alpaca(values: Values) -> RowReading:
-    answer = {"role": "assistant", "content": text_of(values, OUTPUT)}
+def _read_alpaca(values: Values) -> RowReading:
+    answer = {"role": "assistant", "content": read_text(values, OUTPUT)}
     return RowReading([*read_instruction(values), answer])
 
 
-def _dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
+def _build_dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
     """Messages of (question, answer) each."""
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
-def _is_turn(given: Any) -> bool:
-    texts = given if isinstance(given, list) and len(given) == 2 else ("", "")
+def _is_turn(value: Any) -> bool:
+    texts = value if isinstance(value, list) and len(value) == 2 else ("", "")
     return all(isinstance(text, str) and bool(text.strip()) for text in texts)
 
 
@@ -231,7 +240,7 @@ def _with_system(messages: list[Message], values: Values, name: str | None) -> l
     """The messages, after the row's own system message where it has one beside them."""
     if name is None or values.get(name) in (None, ""):
         return messages
-    system = text_of(values, name)
+    system = read_text(values, name)
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
@@ -239,100 +248,113 @@ def _with_system(messages: list[Message], values: Values, name: str | None) -> l
     return messages
 
 
-def _tools(values: Values, name: str | None) -> Tools:
+def _read_tools(values: Values, name: str | None) -> Tools:
     if name is None or values.get(name) in (None, ""):
         return None
     tools = _parse_json(values[name], f"field {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Corrupt(f"field {name}: must be a list of objects, or JSON of one, is {shown(tools)}")
+        raise Corrupt(f"field {name}: must be a list of objects, or JSON of one, is {format_value(tools)}")
     return tools or None
 
 
-def listed(given: Any, field: str) -> list[Message]:
+def read_messages(value: Any, field: str) -> list[Message]:
     """A list of {role, content} or {from, value} as messages: role, content and, where given, weight."""
-    if not isinstance(given, list) or not given:
-        raise Corrupt(f"field {field}: must be a list of messages, is {shown(given)}")
-    return [_message(one, f"field {field}[{index}]") for index, one in enumerate(given)]
+    if not isinstance(value, list) or not value:
+        raise Corrupt(f"field {field}: must be a list of messages, is {format_value(value)}")
+    return [_read_message(message, f"field {field}[{index}]") for index, message in enumerate(value)]
 
 
-def answered(given: Any, field: str) -> list[Message]:
-    """As `listed`; the last one must be the assistant's."""
-    messages = listed(given, field)
+def read_answered_messages(value: Any, field: str) -> list[Message]:
+    """As `read_messages`; the last one must be the assistant's."""
+    messages = read_messages(value, field)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
         raise Corrupt(f"field {field}: must end with what the assistant says")
     return messages
 
 
-def _message(given: Any, where: str) -> Message:
+def _read_message(raw_message: Any, field_path: str) -> Message:
     rest: Message = {}
-    if isinstance(given, dict):
-        rest = {key: value for key, value in given.items() if value is not None}
+    if isinstance(raw_message, dict):
+        rest = {key: value for key, value in raw_message.items() if value is not None}
     names = ("role", "content") if "role" in rest else ("from", "value")
     role, content = (rest.pop(name, None) for name in names)
-    if role in CALLS:
+    if role in CALL_ROLES:
         role, content, rest["tool_calls"] = "assistant", None, content
-    role = ALIASES.get(role, role) if isinstance(role, str) else role
+    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise Corrupt(f"{where}: must be an object with a role of {', '.join(ROLES)}, is {shown(given)}")
-    if weights := [rest.pop(name) for name in FLAGS if name in rest]:
+        raise Corrupt(
+            f"{field_path}: must be an object with a role of {', '.join(ROLES)}, is"
+            f" {format_value(raw_message)}"
+        )
+    if weights := [rest.pop(name) for name in WEIGHT_KEYS if name in rest]:
         if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
-            raise Corrupt(f"{where}: {', '.join(FLAGS)} say whether it is learned: 0 or 1, {shown(given)}")
+            raise Corrupt(
+                f"{field_path}: {', '.join(WEIGHT_KEYS)} say whether it is learned: 0 or 1,"
+                f" {format_value(raw_message)}"
+            )
         if weights[0] and role != "assistant":
-            raise Corrupt(f"{where}: has a weight, but only what the assistant says is learned")
-        rest[FLAGS[0]] = bool(weights[0])
+            raise Corrupt(f"{field_path}: has a weight, but only what the assistant says is learned")
+        rest[WEIGHT_KEYS[0]] = bool(weights[0])
     calls = [rest.pop("function_call")] if "function_call" in rest else rest.pop("tool_calls", None)
     if calls:
-        rest["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        rest["tool_calls"] = _read_calls(calls, f"{field_path}.tool_calls")
         content = "" if content is None else content
-    content = _content(content, f"{where}: content")
+    content = _read_content(content, f"{field_path}: content")
     if role == "assistant" and not isinstance(content, str):
-        raise Corrupt(f"{where}: the assistant says text, and this has an image or a video")
+        raise Corrupt(f"{field_path}: the assistant says text, and this has an image or a video")
     return {"role": role, "content": content, **rest}
 
 
-def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
+def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
     """The text of a message, of its parts one after the other; the parts where not all of them are text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list) or not given or not all(isinstance(part, dict) for part in given):
-        raise Corrupt(f"{where} must be text, is {shown(given)}")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
+        raise Corrupt(f"{field_path} must be text, is {format_value(value)}")
     parts = []
-    for part in given:
-        if part.get("type") in media.TYPES:
-            parts.append(media.part(part, where))
+    for part in value:
+        if part.get("type") in media.PART_TYPES:
+            parts.append(media.read_part(part, field_path))
         elif part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
-            raise Corrupt(f"{where} has a part {shown(part)}: only text, images and videos can be trained on")
+            raise Corrupt(
+                f"{field_path} has a part {format_value(part)}: only text, images and videos can be"
+                " trained on"
+            )
     if any(part["type"] in media.KINDS for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 
 
-def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
     """Calls of functions as {type, function: {name, arguments}}, the arguments as an object."""
-    given = _parse_json(given, where)
+    value = _parse_json(value, field_path)
     calls = []
-    for call in given if isinstance(given, list) else [given]:
+    for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{where}: arguments")
+        arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{field_path}: arguments")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Corrupt(f"{where}: must be the name and arguments of a function, is {shown(call)}")
+            raise Corrupt(
+                f"{field_path}: must be the name and arguments of a function, is {format_value(call)}"
+            )
         if not isinstance(arguments, dict):
-            raise Corrupt(f"{where}: arguments must be an object, or JSON of one, is {shown(arguments)}")
+            raise Corrupt(
+                f"{field_path}: arguments must be an object, or JSON of one, is {format_value(arguments)}"
+            )
         identity = {"id": call["id"]} if "id" in call else {}
-        made = {"name": function["name"], "arguments": arguments}
-        calls.append({**identity, "type": "function", "function": made})
+        function_call = {"name": function["name"], "arguments": arguments}
+        calls.append({**identity, "type": "function", "function": function_call})
     return calls
 
 
-def _parse_json(given: Any, where: str) -> Any:
+def _parse_json(value: Any, field_path: str) -> Any:
     """What a text of JSON means; anything else is meant as it is."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(given)
+        return json.loads(value)
     except ValueError as error:
-        raise Corrupt(f"{where}: not JSON: {error}") from error
+        raise Corrupt(f"{field_path}: not JSON: {error}") from error

@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.data.cache import stored
-from bundle.data.processing import Processing
+from bundle.data.cache import ensure_store
+from bundle.data.processing import MediaProcessor
 from bundle.data.samples import (
     ORDER,
-    Batch,
     Blend,
-    Packs,
-    Rows,
+    PackSamples,
+    RowSamples,
+    SampleBatch,
     Samples,
     Spans,
-    Windows,
-    best_fit,
-    held_out,
-    joined,
-    learned_at,
-    members,
+    WindowSamples,
+    choose_held_out,
+    join_samples,
+    list_sequences,
+    pack_best_fit,
+    read_loss_mask,
 )
-from bundle.data.sources import SHOWN
+from bundle.data.sources import MAX_REASONS
 from bundle.data.store import Progress, Store
-from bundle.data.tokenizers import Bytes, Learned, Numbers, Tokenizer, Tokens, tokenizer
+from bundle.data.tokenizers import ByteTokenizer, LossMask, NumberTokenizer, Tokenizer, Tokens, load_tokenizer
 from bundle.errors import UsageError
-from bundle.files import json_digest
-from bundle.planning.datafiles import MEGATRON, STDLIB, expand, interpreter
+from bundle.files import digest_json
+from bundle.planning.datafiles import MEGATRON, STDLIB, describe_interpreter, expand
 from bundle.recipe import Recipe, with_steps
 from bundle.recipe.data import BYTE_VOCABULARY
 
@@ -42,14 +42,14 @@ from bundle.recipe.data import BYTE_VOCABULARY
 SEQUENCES_PER_PIECE = 16
 # Packed sequences are given room in these multiples, so that packs are the same at cp 1, 2, 4 and 8. At any
 # other cp they are not, and the corpus has another identity.
-ROOM_MULTIPLE = 16
+PADDING_MULTIPLE = 16
 # Tokens whose pairs are counted at once.
-CHUNK = 2**22
+CHUNK_TOKENS = 2**22
 
 
-_LOOKED_AT = 16  # documents of a data set that show what answers end with
+_INSPECTED_DOCUMENTS = 16  # documents of a data set that show what answers end with
 # What the loss of the held-out piece is called; that of a data set of its own has its name behind this one.
-HELD_OUT = "validation"
+VALIDATION_NAME = "validation"
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class LeftOut:
     long_rows: tuple[str, ...]  # with what became of them
 
     @classmethod
-    def of(cls, stores: Sequence[Store]) -> "LeftOut":
+    def from_stores(cls, stores: Sequence[Store]) -> "LeftOut":
         """What was left out of some stores."""
 
         def count(fact: str) -> int:
             return sum(store.facts[fact] for store in stores)
 
-        def first(fact: str) -> tuple[str, ...]:
-            return tuple(place for store in stores for place in store.facts[fact])[:SHOWN]
+        def list_first(fact: str) -> tuple[str, ...]:
+            return tuple(place for store in stores for place in store.facts[fact])[:MAX_REASONS]
 
-        return cls(count("skipped_count"), count("deleted"), count("cut"), first("skipped"), first("long"))
+        return cls(
+            count("skipped_count"), count("deleted"), count("cut"), list_first("skipped"), list_first("long")
+        )
 
 
 @dataclass(frozen=True)
@@ -97,31 +99,33 @@ class Corpus:
         return sum(len(store.ids) for store in self.stores)
 
     @functools.cached_property
-    def ends(self) -> frozenset[int]:
+    def end_tokens(self) -> frozenset[int]:
         """The special tokens that what is learned ends with, in the first documents: by them a model stops.
 
         White space may follow, which is a turn's as well.
         """
-        found: set[int] = set()
+        end_ids: set[int] = set()
         for store in self.stores:
-            for start, length in zip(store.starts[:_LOOKED_AT], store.lengths[:_LOOKED_AT], strict=True):
+            for start, length in zip(
+                store.starts[:_INSPECTED_DOCUMENTS], store.lengths[:_INSPECTED_DOCUMENTS], strict=True
+            ):
                 places = np.arange(start, start + length)
-                found |= learned_ends(store.ids[places], learned_at(store, places), self.tokenizer)
-        return frozenset(found)
+                end_ids |= find_end_tokens(store.ids[places], read_loss_mask(store, places), self.tokenizer)
+        return frozenset(end_ids)
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
         """Nats per byte that the text's own pair counts leave; None where tokens are not bytes of text."""
-        return _bigram_entropy([store.ids for store in self.stores]) if self.is_byte_text else None
+        return _compute_bigram_entropy([store.ids for store in self.stores]) if self.is_byte_text else None
 
 
-def learned_ends(ids: Tokens, learned: Learned, tokenizer: Tokenizer) -> set[int]:
+def find_end_tokens(ids: Tokens, loss_mask: LossMask, tokenizer: Tokenizer) -> set[int]:
     """The special tokens of a document [t] that runs of learned ones [t] end with, white space aside."""
-    found = set()
-    for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-        blank = last and learned[last - 1] and not tokenizer.decode([int(ids[last])]).strip()
-        found.add(int(ids[last - 1] if blank else ids[last]))
-    return found & tokenizer.special
+    end_ids = set()
+    for last in np.flatnonzero(loss_mask & ~np.append(loss_mask[1:], False)):
+        blank = last and loss_mask[last - 1] and not tokenizer.decode([int(ids[last])]).strip()
+        end_ids.add(int(ids[last - 1] if blank else ids[last]))
+    return end_ids & tokenizer.special_ids
 
 
 @dataclass(frozen=True)
@@ -132,17 +136,17 @@ class _DataSet:
     files: int
     training: Samples
     held_out: list[Samples]
-    is_made: bool  # whether its tokens were made by megatron's tools
+    is_megatron: bool  # whether its tokens were made by megatron's tools
 
 
-class _Further:
+class _TotalProgress:
     """Several stores, one after the other: their progress, and how many documents came before."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress, self.before, self.documents = progress, 0, 0
+        self._progress, self.tokens_before, self.documents = progress, 0, 0
 
     def __call__(self, tokens: int) -> None:
-        self._progress(self.before + tokens)
+        self._progress(self.tokens_before + tokens)
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
@@ -152,77 +156,94 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
     this at once on one file system. Raises UsageError for paths and tokenizers
     that are not there, for corrupt data (`data.on_error: stop`) and for too little of it.
     """
-    data, further = recipe.data, _Further(progress)
-    made = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
-    parts = [_data_set(recipe, directory, paths, made, "to train on", further) for paths in data.data_sets]
-    held = [samples for part in parts for samples in part.held_out]
-    named = {
-        name: _data_set(
-            recipe.validating(name), directory, own.path, made, f"in data.validation_sets.{name}", further
+    data, total_progress = recipe.data, _TotalProgress(progress)
+    text_tokenizer = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
+    parts = [
+        _build_data_set(recipe, directory, paths, text_tokenizer, "to train on", total_progress)
+        for paths in data.data_sets
+    ]
+    held_out_samples = [samples for part in parts for samples in part.held_out]
+    validation_sets = {
+        name: _build_data_set(
+            recipe.with_validation_data(name),
+            directory,
+            data_set.path,
+            text_tokenizer,
+            f"in data.validation_sets.{name}",
+            total_progress,
         )
-        for name, own in data.validation_sets.items()
+        for name, data_set in data.validation_sets.items()
     }
     stores = tuple(store for part in parts for store in part.stores)
     return Corpus(
-        training=joined([part.training for part in parts]),
+        training=join_samples([part.training for part in parts]),
         order=Blend([len(part.training) for part in parts], data.weights or (1.0,), recipe.seed),
-        validation=({HELD_OUT: joined(held)} if held else {})
-        | {f"{HELD_OUT}/{name}": own.training for name, own in named.items()},
-        documents=further.documents,
-        identity=_identity(recipe, sum(part.files for part in parts), made, stores)
-        | {f"validation set {name}": _tokens(own.stores) for name, own in named.items()},
+        validation=({VALIDATION_NAME: join_samples(held_out_samples)} if held_out_samples else {})
+        | {f"{VALIDATION_NAME}/{name}": data_set.training for name, data_set in validation_sets.items()},
+        documents=total_progress.documents,
+        identity=_build_identity(recipe, sum(part.files for part in parts), text_tokenizer, stores)
+        | {
+            f"validation set {name}": _digest_tokens(data_set.stores)
+            for name, data_set in validation_sets.items()
+        },
         stores=stores,
-        left_out=LeftOut.of(stores),
-        validation_left_out={name: LeftOut.of(own.stores) for name, own in named.items()},
-        formats=_count_formats([*stores, *(store for own in named.values() for store in own.stores)]),
-        tokenizer=made,
+        left_out=LeftOut.from_stores(stores),
+        validation_left_out={
+            name: LeftOut.from_stores(data_set.stores) for name, data_set in validation_sets.items()
+        },
+        formats=_count_formats(
+            [*stores, *(store for data_set in validation_sets.values() for store in data_set.stores)]
+        ),
+        tokenizer=text_tokenizer,
         is_byte_text=recipe.task == "pretrain"
-        and made.identity == "bytes"
-        and not any(part.is_made for part in parts),
+        and text_tokenizer.identity == "bytes"
+        and not any(part.is_megatron for part in parts),
     )
 
 
-def _data_set(
+def _build_data_set(
     recipe: Recipe,
     directory: Path,
     paths: Sequence[str],
-    made: Tokenizer,
+    tokenizer: Tokenizer,
     purpose: str,
-    further: _Further,
+    total_progress: _TotalProgress,
 ) -> _DataSet:
     """The samples of some paths. What megatron's tools wrote is a store a file, what we write is one."""
     sources = expand(paths, recipe.data.source)
-    is_made = sources[0].kind == MEGATRON
-    together = [[source] for source in sources] if is_made else [sources]
+    is_megatron = sources[0].kind == MEGATRON
+    source_groups = [[source] for source in sources] if is_megatron else [sources]
     stores, training, held_out = [], [], []
-    for each in together:
-        store = stored(recipe, directory, each, made, _longest(recipe), further)
-        first = further.documents
-        further.before += len(store.ids)
-        further.documents += len(store.lengths)
+    for group in source_groups:
+        store = ensure_store(recipe, directory, group, tokenizer, _compute_max_length(recipe), total_progress)
+        first_document = total_progress.documents
+        total_progress.tokens_before += len(store.ids)
+        total_progress.documents += len(store.lengths)
         stores.append(store)
-        learned_from, held = _parts(recipe, store)
-        training.append(_samples(recipe, store, learned_from, made, purpose, first))
-        if len(held):
-            held_out.append(_samples(recipe, store, held, made, "held out", first))
-    return _DataSet(stores, len(sources), joined(training), held_out, is_made)
+        training_spans, held_spans = _split_held_out(recipe, store)
+        training.append(_build_samples(recipe, store, training_spans, tokenizer, purpose, first_document))
+        if len(held_spans):
+            held_out.append(_build_samples(recipe, store, held_spans, tokenizer, "held out", first_document))
+    return _DataSet(stores, len(sources), join_samples(training), held_out, is_megatron)
 
 
-def changed(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def list_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What differs between the data of a checkpoint and the data found now; empty when they are the same."""
     keys = dict.fromkeys([*saved, *now])
     return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
 
 
-def _identity(recipe: Recipe, files: int, made: Tokenizer, stores: Sequence[Store]) -> dict[str, str]:
-    identity = {"files": str(files), "tokenizer": made.identity}
-    identity |= {"stdlib": interpreter()} if STDLIB in recipe.data.path else {}
-    identity |= {"tokens": _tokens(stores), "order": ORDER}
+def _build_identity(
+    recipe: Recipe, files: int, tokenizer: Tokenizer, stores: Sequence[Store]
+) -> dict[str, str]:
+    identity = {"files": str(files), "tokenizer": tokenizer.identity}
+    identity |= {"stdlib": describe_interpreter()} if STDLIB in recipe.data.path else {}
+    identity |= {"tokens": _digest_tokens(stores), "order": ORDER}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
-        room, multiple = _room(recipe)
-        most = "" if (longest := _longest(recipe)) == room else f", of at most {longest}"
+        capacity, multiple = _compute_capacity(recipe)
+        most = "" if (max_length := _compute_max_length(recipe)) == capacity else f", of at most {max_length}"
         identity["packs (parallel.cp decides)"] = (
-            f"{room} tokens, each sequence a multiple of {multiple}{most}"
+            f"{capacity} tokens, each sequence a multiple of {multiple}{most}"
         )
     return identity
 
@@ -234,70 +255,77 @@ def _count_formats(stores: Sequence[Store]) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _tokens(stores: Sequence[Store]) -> str:
+def _digest_tokens(stores: Sequence[Store]) -> str:
     """A digest of the tokens of some stores."""
     digests = [store.facts["sha256"] for store in stores]
-    return digests[0] if len(digests) == 1 else json_digest(digests)
+    return digests[0] if len(digests) == 1 else digest_json(digests)
 
 
-def _room(recipe: Recipe) -> tuple[int, int]:
+def _compute_capacity(recipe: Recipe) -> tuple[int, int]:
     """Tokens of a sample for each of its documents, and the multiple in which a pack gives room to each."""
     length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
     length //= recipe.documents_per_sample  # a pack holds all of a sample
-    multiple = recipe.alignment.sequence
-    even = math.lcm(multiple, ROOM_MULTIPLE)
+    multiple = recipe.alignment.sequence_multiple
+    even = math.lcm(multiple, PADDING_MULTIPLE)
     return (length // even * even, even) if length >= even else (length // multiple * multiple, multiple)
 
 
-def _longest(recipe: Recipe) -> int:
+def _compute_max_length(recipe: Recipe) -> int:
     """Tokens that one sequence may have: positions begin anew in each, however long its pack is."""
-    return min(_room(recipe)[0], recipe.architecture.max_position_embeddings)
+    return min(_compute_capacity(recipe)[0], recipe.architecture.max_position_embeddings)
 
 
-def _parts(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
+def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
     """The pieces to train on and those held out, both in the order of the documents.
 
     What one row made is on one side.
     """
-    spans, rows = Spans(store.starts, store.lengths), store.rows
+    spans, rows = Spans(store.starts, store.lengths), store.row_numbers
     if recipe.task == "pretrain":
         spans = spans.cut(
-            _longest(recipe) if recipe.data.packed else SEQUENCES_PER_PIECE * recipe.data.sequence_length
+            _compute_max_length(recipe)
+            if recipe.data.packed
+            else SEQUENCES_PER_PIECE * recipe.data.sequence_length
         )
         rows = np.arange(len(spans))
     if recipe.data.packed or recipe.task != "pretrain":
         labelled = spans.lengths > 1  # a single token has no label; no document of a pair is one
-        spans, rows = spans.where(labelled), rows[labelled]
+        spans, rows = spans.select(labelled), rows[labelled]
     numbers, rows = np.unique(rows, return_inverse=True)
-    chosen = held_out(len(numbers), recipe.data.validation, recipe.seed)[rows]
-    return spans.where(~chosen), spans.where(chosen)
+    chosen = choose_held_out(len(numbers), recipe.data.validation, recipe.seed)[rows]
+    return spans.select(~chosen), spans.select(chosen)
 
 
-def _samples(
-    recipe: Recipe, store: Store, spans: Spans, made: Tokenizer, purpose: str, first: int
+def _build_samples(
+    recipe: Recipe, store: Store, spans: Spans, tokenizer: Tokenizer, purpose: str, first_document: int
 ) -> Samples:
-    """The samples of these pieces; `first` is the number of the store's first document among all."""
-    length, together = recipe.data.sequence_length, recipe.documents_per_sample
+    """The samples of these pieces; `first_document` is the number of the store's first document among all."""
+    length, documents_per_sample = recipe.data.sequence_length, recipe.documents_per_sample
     samples: Samples
     if recipe.data.packed:
-        room, multiple = _room(recipe)
-        sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, together).sum(1)
-        packs = [members(pack, together) for pack in best_fit(sizes, room * together)]
-        samples = Packs(store, spans, packs, first=first, images=Processing.of(recipe))
+        capacity, multiple = _compute_capacity(recipe)
+        sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, documents_per_sample).sum(1)
+        packs = [
+            list_sequences(pack, documents_per_sample)
+            for pack in pack_best_fit(sizes, capacity * documents_per_sample)
+        ]
+        samples = PackSamples(
+            store, spans, packs, first_document=first_document, processor=MediaProcessor.from_recipe(recipe)
+        )
     elif recipe.task != "pretrain":
-        samples = Rows(
+        samples = RowSamples(
             store,
             spans,
             length,
-            made.end_of_text,
-            together=together,
-            first=first,
-            images=Processing.of(recipe),
+            tokenizer.end_of_text,
+            documents_per_sample=documents_per_sample,
+            first_document=first_document,
+            processor=MediaProcessor.from_recipe(recipe),
         )
     else:
-        samples = Windows(store, spans, length)
+        samples = WindowSamples(store, spans, length)
     if len(samples) == 0:
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
         skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
@@ -311,28 +339,28 @@ def _samples(
     return samples
 
 
-def _bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:
+def _compute_bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:
     """H(next | previous) of the texts' own pair counts, in nats per byte; a text's end counts as one."""
     pairs = np.zeros((BYTE_VOCABULARY, BYTE_VOCABULARY), np.int64)
     for ids in texts:
-        for start in range(0, max(0, len(ids) - 1), CHUNK):
-            part = ids[start : start + CHUNK + 1].astype(np.int64)
-            found = np.bincount(part[:-1] * BYTE_VOCABULARY + part[1:], minlength=pairs.size)
-            pairs += found.reshape(pairs.shape)
-    return _entropy(pairs) - _entropy(pairs.sum(1))
+        for start in range(0, max(0, len(ids) - 1), CHUNK_TOKENS):
+            part = ids[start : start + CHUNK_TOKENS + 1].astype(np.int64)
+            counts = np.bincount(part[:-1] * BYTE_VOCABULARY + part[1:], minlength=pairs.size)
+            pairs += counts.reshape(pairs.shape)
+    return _compute_entropy(pairs) - _compute_entropy(pairs.sum(1))
 
 
-def _entropy(counts: NDArray[np.int64]) -> float:
+def _compute_entropy(counts: NDArray[np.int64]) -> float:
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log(shares)).sum())
 
 
-LEARNED = ("⟦", "⟧")
-_ENOUGH = 400  # tokens of a sample that are shown
+LEARNED_BRACKETS = ("⟦", "⟧")
+_MAX_SHOWN_TOKENS = 400  # tokens of a sample that are shown
 
 
 @dataclass(frozen=True)
-class Share:
+class BlendShare:
     """One data set of a blend, over all steps of the recipe."""
 
     path: str
@@ -361,65 +389,70 @@ class Inspection:
     steps: int
     steps_per_epoch: float
     epochs: float  # that the recipe's steps make
-    blend: tuple[Share, ...]
+    blend: tuple[BlendShare, ...]
 
 
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """The counts; nothing is read but what lies in the token store. Raises what `with_steps` raises."""
     train, count = with_steps(recipe, len(corpus.training)).train, len(corpus.training)
-    rows = recipe.rows // train.micro_batch_size
-    others = {name: len(samples) for name, samples in corpus.validation.items()}
-    held_out = others.pop(HELD_OUT, 0)
-    seen = [store.pictures for store in corpus.stores if store.pictures is not None]
+    rows = recipe.micro_batch_rows // train.micro_batch_size
+    sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
+    held_out = sample_counts.pop(VALIDATION_NAME, 0)
+    store_pictures = [store.pictures for store in corpus.stores if store.pictures is not None]
     return Inspection(
-        rows=sum(len(store.lengths) - int((store.together[:, 1] - 1).sum()) for store in corpus.stores),
+        rows=sum(len(store.lengths) - int((store.row_groups[:, 1] - 1).sum()) for store in corpus.stores),
         documents=sum(len(store.lengths) for store in corpus.stores),
         formats=corpus.formats,
         left_out=corpus.left_out,
         tokens=corpus.tokens,
-        images=sum(len(of.grids) - len(of.videos) for of in seen),
-        videos=sum(len(of.videos) for of in seen),
-        learned=sum(map(_learned, corpus.stores)),
+        images=sum(len(pictures.grids) - len(pictures.videos) for pictures in store_pictures),
+        videos=sum(len(pictures.videos) for pictures in store_pictures),
+        learned=sum(map(_count_learned_tokens, corpus.stores)),
         training=count,
         held_out=held_out,
-        validation_sets={name.removeprefix(f"{HELD_OUT}/"): size for name, size in others.items()},
+        validation_sets={
+            name.removeprefix(f"{VALIDATION_NAME}/"): size for name, size in sample_counts.items()
+        },
         validation_left_out=corpus.validation_left_out,
         filled=min(1.0, corpus.tokens / ((count + held_out) * rows * recipe.data.sequence_length)),
         steps=train.steps,
         steps_per_epoch=count / train.global_batch_size,
         epochs=train.steps * train.global_batch_size / count,
-        blend=tuple(_blend(recipe, corpus, train.steps * train.global_batch_size)),
+        blend=tuple(_list_shares(recipe, corpus, train.steps * train.global_batch_size)),
     )
 
 
-def _blend(recipe: Recipe, corpus: Corpus, samples: int) -> Iterator[Share]:
+def _list_shares(recipe: Recipe, corpus: Corpus, samples: int) -> Iterator[BlendShare]:
     if recipe.data.weights is None:
         return
-    whole, taken = sum(recipe.data.weights), corpus.order.taken(samples).tolist()
-    each = zip(recipe.data.path, recipe.data.weights, taken, corpus.order.sizes, strict=True)
-    for path, weight, count, size in each:
-        yield Share(path, weight / whole, count, count / size)
+    total_weight, taken = sum(recipe.data.weights), corpus.order.count_samples(samples).tolist()
+    data_sets = zip(recipe.data.path, recipe.data.weights, taken, corpus.order.sizes, strict=True)
+    for path, weight, count, size in data_sets:
+        yield BlendShare(path, weight / total_weight, count, count / size)
 
 
-def _learned(store: Store) -> int:
-    return len(store.ids) if store.learned is None else int(np.count_nonzero(store.learned))
+def _count_learned_tokens(store: Store) -> int:
+    return len(store.ids) if store.loss_mask is None else int(np.count_nonzero(store.loss_mask))
 
 
-def first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
+def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
     """The first samples of step 1 as text, at most as many as a step has."""
-    numbers = corpus.order.drawn(0, min(count, recipe.train.global_batch_size))
+    numbers = corpus.order.draw_samples(0, min(count, recipe.train.global_batch_size))
     # megatron's files do not say which tokenizer they were made with: bytes would show them as garbage.
-    unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == Bytes.identity
-    shown_by = Numbers() if unknown else corpus.tokenizer
-    return [marked(corpus.training.batch(number), shown_by) for number in numbers[:, None]]
+    unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == ByteTokenizer.identity
+    decoder = NumberTokenizer() if unknown else corpus.tokenizer
+    return [mark_learned(corpus.training.build_batch(number), decoder) for number in numbers[:, None]]
 
 
-def marked(batch: Batch, tokenizer: Tokenizer) -> str:
-    """A sample [b, s] as text: what is learned between `LEARNED`, a blank line between its sequences."""
-    return "\n\n".join(_marked(batch, row, tokenizer) for row in range(len(batch.ids)))
+def mark_learned(batch: SampleBatch, tokenizer: Tokenizer) -> str:
+    """A sample [b, s] as text.
+
+    What is learned between `LEARNED_BRACKETS`, a blank line between its sequences.
+    """
+    return "\n\n".join(_mark_row(batch, row, tokenizer) for row in range(len(batch.ids)))
 
 
-def _marked(batch: Batch, row: int, tokenizer: Tokenizer) -> str:
+def _mark_row(batch: SampleBatch, row: int, tokenizer: Tokenizer) -> str:
     ids = batch.ids[row].tolist()
     learned = [False, *(batch.loss_mask[row, :-1] > 0).tolist()]
     ids.append(int(batch.labels[row, -1]))
@@ -427,19 +460,21 @@ def _marked(batch: Batch, row: int, tokenizer: Tokenizer) -> str:
     ends = np.cumsum(batch.lengths).tolist() if batch.lengths else [len(ids)]
     texts, begin = [], 0
     for end in ends:
-        texts.append(_text(ids[begin:end], learned[begin:end], tokenizer))
+        texts.append(_decode_text(ids[begin:end], learned[begin:end], tokenizer))
         begin = end
-        if begin >= _ENOUGH and end != ends[-1]:
+        if begin >= _MAX_SHOWN_TOKENS and end != ends[-1]:
             texts.append(f"... {len(ends) - len(texts)} sequences more")
             break
     return "\n\n".join(texts)
 
 
-def _text(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> str:
+def _decode_text(ids: list[int], learned: list[bool], tokenizer: Tokenizer) -> str:
     while len(ids) > 1 and not learned[len(ids) - 1] and ids[-1] == ids[-2] == tokenizer.end_of_text:
         ids = ids[:-1]  # padding
     shown = ""
-    for is_learned, run in groupby(range(min(len(ids), _ENOUGH)), key=lambda at: learned[at]):
+    for is_learned, run in groupby(range(min(len(ids), _MAX_SHOWN_TOKENS)), key=lambda at: learned[at]):
         text = tokenizer.decode([ids[at] for at in run])
-        shown += f"{LEARNED[0]}{text}{LEARNED[1]}" if is_learned else text
-    return shown + (f" ... {len(ids) - _ENOUGH} tokens more" if len(ids) > _ENOUGH else "")
+        shown += f"{LEARNED_BRACKETS[0]}{text}{LEARNED_BRACKETS[1]}" if is_learned else text
+    return shown + (
+        f" ... {len(ids) - _MAX_SHOWN_TOKENS} tokens more" if len(ids) > _MAX_SHOWN_TOKENS else ""
+    )

@@ -47,16 +47,16 @@ def read_row(
     Raises Corrupt where no format reads the row, or two do and come to different things.
     """
     if name is not None:
-        formats = [each for each in formats if each.name == name]
-    complete = [each for each in formats if each.is_complete(values)]
+        formats = [row_format for row_format in formats if row_format.name == name]
+    complete = [row_format for row_format in formats if row_format.is_complete(values)]
     readings, errors = [], []
-    for each in [each for each in complete if each.is_renamed] or complete:
+    for row_format in [row_format for row_format in complete if row_format.is_renamed] or complete:
         try:
-            readings.append((each, each.read(values)))
+            readings.append((row_format, row_format.read(values)))
         except Corrupt as error:
             errors.append(error)
     if not readings:
-        raise errors[0] if errors else _missing(values, formats)
+        raise errors[0] if errors else _explain_missing(values, formats)
     first, content = readings[0]
     for other, differing in readings[1:]:
         if differing != content:
@@ -68,17 +68,17 @@ def read_row(
     return first.describe(values, shared), content
 
 
-def _missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
+def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
     """Return what keeps a row from being of the format whose fields it has most of."""
 
-    def likeness(each: Format[T]) -> tuple[int, int]:
-        has_value = [values.get(name) is not None for name in each.fields]
-        return sum(has_value), sum(name in values for name in each.fields)
+    def count_fields(row_format: Format[T]) -> tuple[int, int]:
+        has_value = [values.get(name) is not None for name in row_format.fields]
+        return sum(has_value), sum(name in values for name in row_format.fields)
 
-    nearest = max(formats, key=likeness)
+    nearest = max(formats, key=count_fields)
     have = ", ".join(values)[:200] or "no fields"
     if not any(name in values for name in nearest.fields):
-        known = "; ".join(" and ".join(each.fields) for each in formats)
+        known = "; ".join(" and ".join(row_format.fields) for row_format in formats)
         return Corrupt(f"none of the fields {known}; the row has {have}. Name its own with data.fields")
     missing = next(name for name in nearest.fields if values.get(name) is None)
     return Corrupt(f"field {missing}: {'is null' if missing in values else 'missing'}; the row has {have}")

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bundle.architectures import Vision
-from bundle.data.media import IMAGE, Picture, content
+from bundle.architectures import VisionArchitecture
+from bundle.data.media import IMAGE, Picture, read_content
 from bundle.data.sources import Corrupt
 from bundle.errors import EnvironmentUnfit
 
 Patches = NDArray[np.float32]  # [n, values of a patch]
-FORMATS = ("JPEG", "PNG", "WEBP")
-MOST_UNEQUAL = 200  # times that an image may be as high as wide, or as wide as high
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP")
+MAX_ASPECT_RATIO = 200  # times that an image may be as high as wide, or as wide as high
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageProcessor:
     """How images are read and made into patches; plain values, which worker processes are handed."""
 
-    vision: Vision
+    vision: VisionArchitecture
     limit_bytes: int
     limit_pixels: int
     min_pixels: int
@@ -40,64 +40,77 @@ class Images:
 
     def read(self, reference: Any, folder: Path) -> Picture:
         """The image that a row names, decoded once. Raises Corrupt saying what is wrong with it."""
-        read = content(reference, folder, self.limit_bytes, IMAGE)
-        height, width, _ = decoded(read, self.limit_pixels).shape
-        rows, columns = (side // self.vision.patch_size for side in self._resized(height, width))
-        return Picture((read,), (1, rows, columns))
+        image_bytes = read_content(reference, folder, self.limit_bytes, IMAGE)
+        height, width, _ = decode_image(image_bytes, self.limit_pixels).shape
+        rows, columns = (side // self.vision.patch_size for side in self._compute_size(height, width))
+        return Picture((image_bytes,), (1, rows, columns))
 
-    def patches(self, content: bytes) -> Patches:
+    def extract_patches(self, content: bytes) -> Patches:
         """The patches [n, values] of an image that `read` has accepted."""
         from PIL import Image
 
-        pixels = decoded(content, self.limit_pixels)
-        height, width = self._resized(*pixels.shape[:2])
+        pixels = decode_image(content, self.limit_pixels)
+        height, width = self._compute_size(*pixels.shape[:2])
         if pixels.shape[:2] != (height, width):
             resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
             pixels = np.asarray(resized)
         # Of a still image all frames are alike.
         frames = np.broadcast_to(pixels, (self.vision.temporal_patch_size, *pixels.shape))
-        return patches(frames, self.vision, self.mean, self.std)
+        return extract_patches(frames, self.vision, self.mean, self.std)
 
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        return resized(height, width, self.vision, self.min_pixels, self.max_pixels)
+    def _compute_size(self, height: int, width: int) -> tuple[int, int]:
+        return compute_size(height, width, self.vision, self.min_pixels, self.max_pixels)
 
 
-def patches(frames: NDArray[np.uint8], v: Vision, mean: Sequence[float], std: Sequence[float]) -> Patches:
+def extract_patches(
+    frames: NDArray[np.uint8], vision: VisionArchitecture, mean: Sequence[float], std: Sequence[float]
+) -> Patches:
     """The patches [n, values] of frames [t, height, width, 3], as many as patches have, or several times."""
-    times, unit = len(frames) // v.temporal_patch_size, v.patch_size * v.merge_size
-    rows, columns, square = frames.shape[1] // unit, frames.shape[2] // unit, (v.merge_size, v.patch_size)
-    least, most = (np.asarray(of, np.float32) for of in (mean, std))
-    scaled: Patches = (frames.astype(np.float32) * np.float32(1 / 255) - least) / most
-    cut = scaled.reshape(times, v.temporal_patch_size, rows, *square, columns, *square, 3)
+    times, unit = len(frames) // vision.temporal_patch_size, vision.patch_size * vision.merge_size
+    rows, columns, square = (
+        frames.shape[1] // unit,
+        frames.shape[2] // unit,
+        (vision.merge_size, vision.patch_size),
+    )
+    offset, scale = (np.asarray(values, np.float32) for values in (mean, std))
+    scaled: Patches = (frames.astype(np.float32) * np.float32(1 / 255) - offset) / scale
+    cut = scaled.reshape(times, vision.temporal_patch_size, rows, *square, columns, *square, 3)
     # [times, rows, columns, in the square, in the square, channels, frames, height, width]
-    return cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, v.patch_values)
+    return cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, vision.values_per_patch)
 
 
-def decoded(content: bytes, limit_pixels: int, limit: str = "data.images.limit_pixels") -> NDArray[np.uint8]:
-    """An image [height, width, 3], upright. Raises Corrupt for one of more pixels than its `limit` says."""
+def decode_image(
+    content: bytes, limit_pixels: int, limit_key: str = "data.images.limit_pixels"
+) -> NDArray[np.uint8]:
+    """An image [height, width, 3], upright.
+
+    Raises Corrupt for one of more pixels than its `limit_key` says.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes, which are looked at here
-            with pillow().open(io.BytesIO(content), formats=FORMATS) as image:
+            with import_pillow().open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > limit_pixels:
-                    raise Corrupt(f"an image of {image.width} x {image.height} pixels exceeds {limit}")
+                    raise Corrupt(f"an image of {image.width} x {image.height} pixels exceeds {limit_key}")
                 from PIL import ImageOps
 
                 upright = ImageOps.exif_transpose(image).convert("RGB")
     except (Corrupt, EnvironmentUnfit):
         raise
     except Exception as error:  # decoders raise what they like about a file
-        kinds = ", ".join(FORMATS)
-        raise Corrupt(f"no image in {kinds} that can be decoded ({because(error)}). Save it again") from error
+        kinds = ", ".join(IMAGE_FORMATS)
+        raise Corrupt(
+            f"no image in {kinds} that can be decoded ({describe_error(error)}). Save it again"
+        ) from error
     return np.asarray(upright)
 
 
-def because(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What a decoder says of a file, without its name for the bytes in memory."""
     return re.sub(r" ?<_io\.BytesIO[^>]*>", "", str(error))
 
 
-def pillow() -> Any:
+def import_pillow() -> Any:
     """Pillow's module of images. Raises EnvironmentUnfit without it."""
     try:
         from PIL import Image
@@ -106,22 +119,30 @@ def pillow() -> Any:
     return Image
 
 
-def resized(
-    height: int, width: int, vision: Vision, least: int, most: int, *, frames: int = 1, counted: int = 1
+def compute_size(
+    height: int,
+    width: int,
+    vision: VisionArchitecture,
+    min_pixels: int,
+    max_pixels: int,
+    *,
+    frames: int = 1,
+    counted_frames: int = 1,
 ) -> tuple[int, int]:
-    """Height and width in whole squares of patches, so that `frames` have from `least` to `most` pixels.
+    """Height and width in whole squares of patches: `frames` have `min_pixels` to `max_pixels` pixels.
 
-    Whether they do is asked of `counted` of them. Raises Corrupt where one side is many times the other.
+    Whether they do is asked of `counted_frames` of them. Raises Corrupt where one side is many times the
+    other.
     """
     unit = vision.patch_size * vision.merge_size
-    if max(height, width) > MOST_UNEQUAL * min(height, width):
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         size = f"{width} x {height} pixels"
-        raise Corrupt(f"an image of {size}: one side is over {MOST_UNEQUAL} times the other")
+        raise Corrupt(f"an image of {size}: one side is over {MAX_ASPECT_RATIO} times the other")
     rows, columns = round(height / unit) * unit, round(width / unit) * unit
-    if counted * rows * columns > most:
-        factor = math.sqrt(frames * height * width / most)
+    if counted_frames * rows * columns > max_pixels:
+        factor = math.sqrt(frames * height * width / max_pixels)
         rows, columns = (max(unit, math.floor(n / factor / unit) * unit) for n in (height, width))
-    elif counted * rows * columns < least:
-        factor = math.sqrt(least / (frames * height * width))
+    elif counted_frames * rows * columns < min_pixels:
+        factor = math.sqrt(min_pixels / (frames * height * width))
         rows, columns = (math.ceil(n * factor / unit) * unit for n in (height, width))
     return rows, columns

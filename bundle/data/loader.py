@@ -10,10 +10,18 @@ import torch.distributed as dist
 
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
-from bundle.data.samples import BLANK, Batch, Ints, Samples, Sizes, dealt, permutation
+from bundle.data.samples import (
+    BLANK,
+    Ints,
+    SampleBatch,
+    Samples,
+    SampleSizes,
+    balance_costs,
+    draw_permutation,
+)
 from bundle.distributed import world
 from bundle.distributed.watchdog import PATIENCE_SECONDS, Watchdog
-from bundle.distributed.world import disagreements, on_all_ranks
+from bundle.distributed.world import find_disagreements, run_on_all_ranks
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import Recipe
 
@@ -22,24 +30,24 @@ _log = logging.getLogger(__name__)
 # A reader that says nothing for so long hangs: one document may be as large as a file.
 PATIENCE = PATIENCE_SECONDS
 # Between two words of a reader; and between two lines on the terminal.
-SECONDS, LINE_SECONDS = 1.0, 10.0
-SHOWN = 3  # reasons on the terminal, of each kind
+REPORT_SECONDS, LINE_SECONDS = 1.0, 10.0
+MAX_LOGGED_REASONS = 3  # reasons on the terminal, of each kind
 
 
 class _Readers:
     """What the ranks that read have told the others: they count together, in the store where ranks met."""
 
     def __init__(self, readers: int) -> None:
-        self._store, self._readers = dist.PrefixStore("data", world.store()), readers
+        self._store, self._readers = dist.PrefixStore("data", world.get_default_store()), readers
 
-    def go_on(self) -> None:
+    def report_progress(self) -> None:
         self._store.add("said", 1)
 
     def end(self, *, failed: bool) -> None:
         self._store.add("failed", int(failed))
         self._store.add("ended", 1)
 
-    def said(self) -> int:
+    def count_reports(self) -> int:
         return int(self._store.add("said", 0))
 
     def have_ended(self) -> bool:
@@ -49,90 +57,90 @@ class _Readers:
         return int(self._store.add("failed", 0)) > 0
 
 
-def prepared(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
+def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     """The corpus, the same on every rank; its tokens lie under `directory`. Every rank must call it.
 
     Raises on every rank what `corpus.prepare` raises on one, and EnvironmentUnfit when ranks found different
     data.
     """
-    reads = dog.local_rank == 0
-    readers = _Readers(sum(on_all_ranks(lambda: reads)))
+    is_reader = dog.local_rank == 0
+    readers = _Readers(sum(run_on_all_ranks(lambda: is_reader)))
     corpora: list[Corpus] = []
 
-    def body() -> dict[str, str]:
-        if reads:
-            corpora.append(_read(recipe, directory, dog, readers))
-        _wait(readers, dog)
-        if not reads and not readers.have_failed():
+    def prepare_rank() -> dict[str, str]:
+        if is_reader:
+            corpora.append(_read_corpus(recipe, directory, dog, readers))
+        _wait_for_readers(readers, dog)
+        if not is_reader and not readers.have_failed():
             corpora.append(corpus.prepare(recipe, directory))
         return dict(corpora[0].identity) if corpora else {}
 
-    with dog.patience("reading the data", PATIENCE):
-        found = disagreements(on_all_ranks(body))
-    if found:
-        raise EnvironmentUnfit("the ranks have different data; give every node the same files", found)
-    (made,) = corpora
-    _tell("the data", made.left_out)
-    for name, left_out in made.validation_left_out.items():
-        _tell(f"data.validation_sets.{name}", left_out)
-    return made
+    with dog.extend_patience("reading the data", PATIENCE):
+        differences = find_disagreements(run_on_all_ranks(prepare_rank))
+    if differences:
+        raise EnvironmentUnfit("the ranks have different data; give every node the same files", differences)
+    (rank_corpus,) = corpora
+    _log_left_out("the data", rank_corpus.left_out)
+    for name, left_out in rank_corpus.validation_left_out.items():
+        _log_left_out(f"data.validation_sets.{name}", left_out)
+    return rank_corpus
 
 
-def _read(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
-    def go_on() -> None:
-        dog.beat("reading the data")
-        readers.go_on()
+def _read_corpus(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Readers) -> Corpus:
+    def report_progress() -> None:
+        dog.report_progress("reading the data")
+        readers.report_progress()
 
     failed = True
     try:
-        made = corpus.prepare(recipe, directory, told(go_on))
+        rank_corpus = corpus.prepare(recipe, directory, build_progress_callback(report_progress))
         failed = False
     finally:
         readers.end(failed=failed)
-    return made
+    return rank_corpus
 
 
-def _wait(readers: _Readers, dog: Watchdog) -> None:
+def _wait_for_readers(readers: _Readers, dog: Watchdog) -> None:
     """Returns when every reader has ended; what they read meanwhile counts as our progress."""
     seen, pause = 0, 0.05
     while not readers.have_ended():
-        if (said := readers.said()) > seen:
-            seen = said
-            dog.beat("waiting for the rank that reads the data")
+        if (report_count := readers.count_reports()) > seen:
+            seen = report_count
+            dog.report_progress("waiting for the rank that reads the data")
         time.sleep(pause)
-        pause = min(SECONDS, 2 * pause)
+        pause = min(REPORT_SECONDS, 2 * pause)
 
 
-def told(others: Callable[[], None] = lambda: None) -> Callable[[int], None]:
-    """What to call with the number of tokens read so far: says so to the `others`, and to a person."""
-    said, shown = time.monotonic(), time.monotonic()
+def build_progress_callback(notify_ranks: Callable[[], None] = lambda: None) -> Callable[[int], None]:
+    """What to call with the number of tokens read so far: says so to the `notify_ranks`, and to a person."""
+    notified_at, logged_at = time.monotonic(), time.monotonic()
 
-    def progress(tokens: int) -> None:
-        nonlocal said, shown
+    def report_progress(tokens: int) -> None:
+        nonlocal notified_at, logged_at
         now = time.monotonic()
-        if now - said < SECONDS:
+        if now - notified_at < REPORT_SECONDS:
             return
-        others()
-        said = now
-        if now - shown >= LINE_SECONDS:
+        notify_ranks()
+        notified_at = now
+        if now - logged_at >= LINE_SECONDS:
             _log.info("reading the data: %s tokens", f"{tokens:,}")
-            shown = now
+            logged_at = now
 
-    return progress
+    return report_progress
 
 
-def _tell(where: str, left_out: LeftOut) -> None:
+def _log_left_out(data_set: str, left_out: LeftOut) -> None:
     """What was left out of a data set, with the first few reasons of each kind."""
     skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
-    corrupt = f"{where} has {skipped:,} corrupt rows or files, which are skipped"
-    long = f"of the rows of {where} that are too long {deleted:,} are deleted and {cut:,} cut"
-    for what, count, first in (
+    corrupt = f"{data_set} has {skipped:,} corrupt rows or files, which are skipped"
+    long = f"of the rows of {data_set} that are too long {deleted:,} are deleted and {cut:,} cut"
+    for message, count, first in (
         (corrupt, skipped, left_out.skipped_rows),
         (long, deleted + cut, left_out.long_rows),
     ):
-        more = ["and others, which `check` lists"] if len(first) > SHOWN else []
+        more = ["and others, which `check` lists"] if len(first) > MAX_LOGGED_REASONS else []
         if count:
-            _log.info("\n  - ".join([what, *first[:SHOWN], *more]))
+            _log.info("\n  - ".join([message, *first[:MAX_LOGGED_REASONS], *more]))
 
 
 class Loader:
@@ -145,55 +153,55 @@ class Loader:
         """`rank` of `dp` data-parallel ranks; micro_batch_size x dp must divide the global batch."""
         self._recipe, self._corpus, self._rank, self._dp = recipe, corpus, rank, dp
 
-    def training(self, consumed: int) -> list[Batch]:
+    def read_training_step(self, consumed: int) -> list[SampleBatch]:
         """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        return list(self._batches(self._corpus.training, self._draw_samples(consumed)))
+        return list(self._build_batches(self._corpus.training, self._draw_samples(consumed)))
 
-    def sizes(self, consumed: int) -> Sizes:
+    def compute_sizes(self, consumed: int) -> SampleSizes:
         """Return the sizes of that step's samples on all data-parallel ranks together."""
-        return self._corpus.training.sizes(self._draw_samples(consumed))
+        return self._corpus.training.compute_sizes(self._draw_samples(consumed))
 
     def _draw_samples(self, consumed: int) -> Ints:
-        return self._corpus.order.drawn(consumed, self._recipe.train.global_batch_size)
+        return self._corpus.order.draw_samples(consumed, self._recipe.train.global_batch_size)
 
-    def once(self) -> Iterator[list[Batch]]:
+    def read_all_samples(self) -> Iterator[list[SampleBatch]]:
         """The micro-batches of every sample to train on, a global batch at a time, filled up with BLANK."""
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
         numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK)])
         for first in range(0, len(numbers), size):
-            yield list(self._batches(self._corpus.training, numbers[first : first + size]))
+            yield list(self._build_batches(self._corpus.training, numbers[first : first + size]))
 
-    def validation(self) -> dict[str, list[Batch]]:
+    def read_validation(self) -> dict[str, list[SampleBatch]]:
         """The micro-batches of one evaluation, the same each time, by what is evaluated.
 
         No sample comes twice. Every rank has as many micro-batches: what is missing has no loss.
         """
-        return {name: self._evaluation(samples) for name, samples in self._corpus.validation.items()}
+        return {name: self._read_evaluation(samples) for name, samples in self._corpus.validation.items()}
 
-    def _evaluation(self, samples: Samples) -> list[Batch]:
+    def _read_evaluation(self, samples: Samples) -> list[SampleBatch]:
         train = self._recipe.train
         count = min(train.eval_batches * train.global_batch_size, len(samples))
-        numbers = permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
+        numbers = draw_permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
         blanks = np.full(-count % train.global_batch_size, BLANK)
-        return list(self._batches(samples, np.concatenate([numbers, blanks])))
+        return list(self._build_batches(samples, np.concatenate([numbers, blanks])))
 
-    def _batches(self, samples: Samples, numbers: Ints) -> Iterator[Batch]:
+    def _build_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:
         """This rank's share of `numbers`, a whole number of global batches."""
-        for whole in numbers.reshape(-1, self._recipe.train.global_batch_size):
-            for portion in self._share(whole, samples.patches(whole)):
-                yield samples.batch(portion)
+        for global_batch in numbers.reshape(-1, self._recipe.train.global_batch_size):
+            for portion in self._select_share(global_batch, samples.count_patches(global_batch)):
+                yield samples.build_batch(portion)
 
-    def _share(self, whole: Ints, patches: Ints) -> Ints:
+    def _select_share(self, global_batch: Ints, patches: Ints) -> Ints:
         """This rank's part of a global batch: [micro-batches, samples of one].
 
         Where samples have unequally many `patches`, the micro-batches and then the ranks share them out, so
         that no tower has much more to do than others. Micro-batches are the same for any number of ranks.
         """
         size = self._recipe.train.micro_batch_size
-        micro_batches = np.arange(len(whole)).reshape(-1, size)
+        micro_batches = np.arange(len(global_batch)).reshape(-1, size)
         shared = np.arange(len(micro_batches)).reshape(-1, self._dp).T
         if len(np.unique(patches)) > 1:
-            micro_batches = dealt(patches, len(micro_batches))
-            shared = dealt(patches[micro_batches].sum(1), self._dp)
-        share: Ints = whole[micro_batches[shared[self._rank]]]
+            micro_batches = balance_costs(patches, len(micro_batches))
+            shared = balance_costs(patches[micro_batches].sum(1), self._dp)
+        share: Ints = global_batch[micro_batches[shared[self._rank]]]
         return share

@@ -9,38 +9,38 @@ from urllib.parse import unquote
 
 from bundle import files
 from bundle.data.sources import Corrupt
-from bundle.errors import shown
+from bundle.errors import format_value
 from bundle.recipe.data import Fields
 
 IMAGE, VIDEO = "image", "video"
 KINDS = (IMAGE, VIDEO)
 # What a part of a message is called, in the words of Hugging Face and of OpenAI.
-TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
-MARKS = {f"<{kind}>": kind for kind in KINDS}  # where one of the row's own field stands in a text
+PART_TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
+PLACEHOLDERS = {f"<{kind}>": kind for kind in KINDS}  # where one of the row's own field stands in a text
 # Where published rows have theirs; the first is the default of `data.fields`, which means all of them.
 KEYS = {
     IMAGE: ("images", "image", "image_path", "image_paths"),
     VIDEO: ("videos", "video", "video_path", "video_paths"),
 }
-_RATES = ("fps", "sample_fps")  # of a video, in the words of Qwen's tools
-_NAMING = ("path", "url", "base64", "bytes")
+_RATE_KEYS = ("fps", "sample_fps")  # of a video, in the words of Qwen's tools
+_REFERENCE_KEYS = ("path", "url", "base64", "bytes")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_FILE = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
-_DATA = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
+_FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
 
 
 class Medium(NamedTuple):
     """An image or a video as a row names it: by a path, base64 or bytes; a video also by a list of frames."""
 
     kind: str
-    named: Any
+    reference: Any
     fps: float | None = None  # of a list: its frames per second; of a file: those that are taken
 
 
 class Picture(NamedTuple):
     """An image or a video as its files have it, and its patches in time, height and width.
 
-    Of a video `fps` is what its row or the recipe says, `listed` whether it has a file for each frame,
+    Of a video `fps` is what its row or the recipe says, `is_frame_list` whether it has a file for each frame,
     `seconds` the time from one of its patches to the next; 0 for an image.
     """
 
@@ -48,8 +48,8 @@ class Picture(NamedTuple):
     grid: tuple[int, int, int]
     seconds: float = 0.0
     fps: float = 0.0
-    listed: bool = False
-    stamps: tuple[float, ...] = ()  # the time of each of its patches [seconds]; not stored
+    is_frame_list: bool = False
+    timestamps: tuple[float, ...] = ()  # the time of each of its patches [seconds]; not stored
 
 
 class Column(NamedTuple):
@@ -59,9 +59,9 @@ class Column(NamedTuple):
     media: Sequence[Any] = ()
 
 
-def keys_of(fields: Fields) -> tuple[str, ...]:
+def list_media_keys(fields: Fields) -> tuple[str, ...]:
     """The keys of a row that may name images and videos."""
-    return tuple(key for keys in _keys(fields).values() for key in keys)
+    return tuple(key for keys in _map_media_keys(fields).values() for key in keys)
 
 
 def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]:
@@ -69,16 +69,16 @@ def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]
 
     Raises Corrupt where two keys of a row name different ones.
     """
-    return {kind: _column(values, keys) for kind, keys in _keys(fields).items()}
+    return {kind: _find_column(values, keys) for kind, keys in _map_media_keys(fields).items()}
 
 
-def _keys(fields: Fields) -> dict[str, tuple[str, ...]]:
+def _map_media_keys(fields: Fields) -> dict[str, tuple[str, ...]]:
     names = {IMAGE: fields.images, VIDEO: fields.videos}
     return {kind: KEYS[kind] if name == KEYS[kind][0] else (name,) for kind, name in names.items() if name}
 
 
-def _column(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
-    columns = [Column(key, media) for key in keys if (media := _listed(values.get(key)))]
+def _find_column(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
+    columns = [Column(key, media) for key in keys if (media := _to_list(values.get(key)))]
     for other in columns[1:]:
         if other.media != columns[0].media:
             both = f"{columns[0].key} and {other.key}"
@@ -86,7 +86,7 @@ def _column(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
     return columns[0] if columns else Column(", ".join(keys))
 
 
-def placed(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) -> list[Medium]:
+def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) -> list[Medium]:
     """The images and videos of a conversation, in order; in its messages only their places are left.
 
     A part of a message names its own, or takes the next of the row's column for its kind, as the marks
@@ -95,20 +95,22 @@ def placed(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) ->
     """
     media = []
     for number, message in enumerate(messages):
-        if own := [key for kind in columns for key in KEYS[kind] if message.get(key)]:
-            raise Corrupt(f"message {number}: {own[0]} of a message is not read. Make it a field of the row")
+        if unread_keys := [key for kind in columns for key in KEYS[kind] if message.get(key)]:
+            raise Corrupt(
+                f"message {number}: {unread_keys[0]} of a message is not read. Make it a field of the row"
+            )
         if message["role"] == "assistant":
             continue
-        content = _with_places(message["content"], [f"<{kind}>" for kind in columns])
+        content = _with_media_parts(message["content"], [f"<{kind}>" for kind in columns])
         if not isinstance(content, str):
             named = [part for part in content if part["type"] in KINDS]
             media += [Medium(part["type"], part.get(part["type"]), part.get("fps")) for part in named]
             content = [{"type": part["type"]} if part in named else part for part in content]
         message["content"] = content
-    waiting = {}
+    remaining = {}
     for kind in KINDS:
         column = columns.get(kind, Column(f"data.fields.{kind}s: null"))
-        places = sum(medium.kind == kind and medium.named is None for medium in media)
+        places = sum(medium.kind == kind and medium.reference is None for medium in media)
         if places != len(column.media):
             plain = f"; where <{kind}> is plain text, set data.fields.{kind}s: null"
             raise Corrupt(
@@ -116,14 +118,14 @@ def placed(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) ->
                 f" {kind}s (<{kind}>, or a part of type {kind}). Name one for each place"
                 + (plain if kind in columns and not column.media else "")
             )
-        waiting[kind] = iter(column.media)
+        remaining[kind] = iter(column.media)
     return [
-        medium._replace(named=next(waiting[medium.kind])) if medium.named is None else medium
+        medium._replace(reference=next(remaining[medium.kind])) if medium.reference is None else medium
         for medium in media
     ]
 
 
-def _with_places(content: Any, marks: Sequence[str]) -> Any:
+def _with_media_parts(content: Any, marks: Sequence[str]) -> Any:
     """The content of a message with a part in the place of each mark; as it was where it has none."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     split = []
@@ -134,80 +136,86 @@ def _with_places(content: Any, marks: Sequence[str]) -> Any:
             continue
         pieces = re.split(f"({'|'.join(marks)})", text)
         split += [
-            {"type": MARKS[piece]} if piece in marks else {"type": "text", "text": piece}
+            {"type": PLACEHOLDERS[piece]} if piece in marks else {"type": "text", "text": piece}
             for piece in pieces
             if piece
         ]
     return content if split == parts else split
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [] if value in (None, "") else [value]
 
 
-def part(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
     """A part of a message that is an image or a video: {type, image}; {type} where the row's field has it."""
-    kind = TYPES[given["type"]]
-    keys = (kind, f"{kind}_url", *_NAMING)
-    named = [given[key] for key in keys if given.get(key) is not None]
+    kind = PART_TYPES[part["type"]]
+    keys = (kind, f"{kind}_url", *_REFERENCE_KEYS)
+    named = [part[key] for key in keys if part.get(key) is not None]
     if len(named) > 1:
-        raise Corrupt(f"{where} names {_a(kind)} more than once: {shown(dict(given))}")
-    if given.get("base64") is not None:
+        raise Corrupt(f"{field_path} names {_add_article(kind)} more than once: {format_value(dict(part))}")
+    if part.get("base64") is not None:
         named = [{"base64": named[0]}]
     elif named and isinstance(named[0], Mapping) and "url" in named[0]:  # image_url: {url: ...}
         named = [named[0]["url"]]
-    made = {"type": kind, **({kind: named[0]} if named else {})}
+    media_part = {"type": kind, **({kind: named[0]} if named else {})}
     if kind == VIDEO:
-        made |= _rate(given, where)
-        if others := sorted({key for key in given if given[key] is not None} - {"type", *keys, *_RATES}):
-            raise Corrupt(f"{where} says {others[0]} of a video: of one fps alone is read")
-    return made
+        media_part |= _read_rate(part, field_path)
+        if unread_keys := sorted(
+            {key for key in part if part[key] is not None} - {"type", *keys, *_RATE_KEYS}
+        ):
+            raise Corrupt(f"{field_path} says {unread_keys[0]} of a video: of one fps alone is read")
+    return media_part
 
 
-def _rate(given: Mapping[str, Any], where: str) -> dict[str, float]:
+def _read_rate(part: Mapping[str, Any], field_path: str) -> dict[str, float]:
     """{fps} where a part says so."""
-    said = [given[key] for key in _RATES if given.get(key) is not None]
-    if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != said[0] for rate in said):
-        raise Corrupt(f"{where}: fps must be frames per second, above 0, is {shown(dict(given))}")
-    return {"fps": float(said[0])} if said else {}
+    rates = [part[key] for key in _RATE_KEYS if part.get(key) is not None]
+    if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != rates[0] for rate in rates):
+        raise Corrupt(f"{field_path}: fps must be frames per second, above 0, is {format_value(dict(part))}")
+    return {"fps": float(rates[0])} if rates else {}
 
 
-def _a(kind: str) -> str:
+def _add_article(kind: str) -> str:
     return f"an {kind}" if kind == IMAGE else f"a {kind}"
 
 
-def content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
+def read_content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
     """The bytes of a file by its path inside `folder`, in base64, or as they are. Raises Corrupt."""
     if isinstance(reference, Mapping):  # as data sets have it in parquet: bytes, or a path
         named = [reference[key] for key in ("bytes", "base64", "path") if reference.get(key) is not None]
         if not named:
-            raise Corrupt(f"{_a(kind)} must be a path, base64 or bytes, is {shown(dict(reference))}")
+            raise Corrupt(
+                f"{_add_article(kind)} must be a path, base64 or bytes, is {format_value(dict(reference))}"
+            )
         coded = reference.get("bytes") is None and reference.get("base64") is not None
         reference = f"data:{kind}/any;base64,{named[0]}" if coded else named[0]
-    if isinstance(reference, str) and (prefix := _DATA.match(reference)):
+    if isinstance(reference, str) and (prefix := _DATA_URL.match(reference)):
         try:
             reference = base64.b64decode(reference[prefix.end() :], validate=True)
         except ValueError as error:
-            raise Corrupt(f"{_a(kind)} is not in base64: {error}") from error
+            raise Corrupt(f"{_add_article(kind)} is not in base64: {error}") from error
     if isinstance(reference, str):
-        return _of_file(reference, folder, limit, kind)
+        return _read_file(reference, folder, limit, kind)
     if not isinstance(reference, bytes):
-        raise Corrupt(f"{_a(kind)} must be a path, base64 or bytes, is {shown(reference)}")
+        raise Corrupt(f"{_add_article(kind)} must be a path, base64 or bytes, is {format_value(reference)}")
     if len(reference) > limit:
-        raise Corrupt(f"{_a(kind)} of {len(reference)} bytes exceeds data.{kind}s.limit_bytes")
+        raise Corrupt(f"{_add_article(kind)} of {len(reference)} bytes exceeds data.{kind}s.limit_bytes")
     return reference
 
 
-def _of_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
-    if prefix := _FILE.match(name):
+def _read_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
+    if prefix := _FILE_URL.match(name):
         name = unquote(name[prefix.end() :])
     elif _URL.match(name):
-        raise Corrupt(f"{kind} {shown(name)} is a URL: only files beside the rows are read; download it")
+        raise Corrupt(
+            f"{kind} {format_value(name)} is a URL: only files beside the rows are read; download it"
+        )
     try:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise Corrupt(f"{kind} {shown(name)} is outside of the folder that its row lies in")
-        return files.content(path, limit)
+            raise Corrupt(f"{kind} {format_value(name)} is outside of the folder that its row lies in")
+        return files.read_content(path, limit)
     except (OSError, ValueError, RuntimeError) as error:  # the latter of links that go round
-        why = getattr(error, "strerror", None) or error
-        raise Corrupt(f"{kind} {shown(name)}: {why}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise Corrupt(f"{kind} {format_value(name)}: {reason}") from error

@@ -6,30 +6,30 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from bundle.data.conversations import (
-    ALIASES,
-    CALLS,
+    CALL_ROLES,
     HISTORY,
     INPUT,
     INSTRUCTION,
     QUERY,
     RESPONSE,
+    ROLE_ALIASES,
     SHAREGPT,
-    UNREAD,
+    UNREAD_FIELDS,
     Conversation,
     Message,
-    answered,
+    build_conversation,
     is_tagged,
     list_shared_fields,
-    listed,
-    of_messages,
+    list_tag_fields,
     read_answer,
+    read_answered_messages,
     read_instruction,
+    read_messages,
     read_prompt,
     read_query,
-    tag_fields,
 )
 from bundle.data.formats import Format, is_renamed, read_row
-from bundle.data.sources import Corrupt, Values, text_of
+from bundle.data.sources import Corrupt, Values, read_text
 from bundle.recipe.data import Data, Fields
 
 # Of ms-swift, beside the better conversation.
@@ -44,100 +44,106 @@ class AnswerPair(NamedTuple):
     rejected: list[Message]
 
 
-def columns(fields: Fields) -> tuple[str, ...]:
-    """All fields of a row that `preference` reads."""
-    read = [name for each in _formats(fields) for name in (*each.fields, *each.optional)]
-    return tuple(dict.fromkeys((*read, *list_shared_fields(fields), *tag_fields(fields), *UNREAD)))
+def list_columns(fields: Fields) -> tuple[str, ...]:
+    """All fields of a row that `read_preference` reads."""
+    read = [
+        name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
+    ]
+    return tuple(
+        dict.fromkeys((*read, *list_shared_fields(fields), *list_tag_fields(fields), *UNREAD_FIELDS))
+    )
 
 
-def preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
+def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
     """The conversations of a row, the better one first; nothing of their prompt is learned.
 
     Raises Corrupt saying which field is wrong, and how.
     """
-    fields, formats = data.fields, _formats(data.fields)
-    if is_tagged(values, fields) and not any(each.is_complete(values) for each in formats):
+    fields, formats = data.fields, _list_formats(data.fields)
+    if is_tagged(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
             "has one answer and whether it is good (KTO), and DPO compares two answers. Make rows with"
             f" {fields.chosen} and {fields.rejected}, or set task: sft, which learns the good ones"
         )
     format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, list_shared_fields(fields))
     better, worse = (
-        of_messages([dict(message) for message in (*prompt, *answer)], values, data, len(prompt))
+        build_conversation([dict(message) for message in (*prompt, *answer)], values, data, len(prompt))
         for answer in (chosen, rejected)
     )
     return replace(better, format=format_), replace(worse, format=format_)
 
 
-def _formats(fields: Fields) -> list[Format[AnswerPair]]:
+def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
     """Return the formats of rows that have two answers."""
     chosen, rejected, messages = fields.chosen, fields.rejected, fields.messages
-    answers = is_renamed(fields, "chosen", "rejected")
+    has_renamed_answers = is_renamed(fields, "chosen", "rejected")
 
-    def read_pair_after(read: Callable[[Values], list[Message]]) -> Callable[[Values], AnswerPair]:
-        return lambda values: _pair(
+    def build_pair_reader(read: Callable[[Values], list[Message]]) -> Callable[[Values], AnswerPair]:
+        return lambda values: _build_pair(
             read(values), read_answer(values, chosen), read_answer(values, rejected), (chosen, rejected)
         )
 
     def are_answers(values: Values) -> bool:
         return not any(_has_prompt(values[name]) for name in (chosen, rejected))
 
-    def with_prompt(name: str) -> Callable[[Values], list[Message]]:
+    def build_prompt_reader(name: str) -> Callable[[Values], list[Message]]:
         return lambda values: read_prompt(values, name)
 
     return [
         Format(
             "trl",
             (fields.prompt, chosen, rejected),
-            read_pair_after(with_prompt(fields.prompt)),
-            is_renamed=answers or is_renamed(fields, "prompt"),
+            build_pair_reader(build_prompt_reader(fields.prompt)),
+            is_renamed=has_renamed_answers or is_renamed(fields, "prompt"),
             fits=are_answers,
         ),
         Format(
             "openai",
             (messages, chosen, rejected),
-            read_pair_after(with_prompt(messages)),
-            is_renamed=answers or is_renamed(fields, "messages"),
+            build_pair_reader(build_prompt_reader(messages)),
+            is_renamed=has_renamed_answers or is_renamed(fields, "messages"),
             fits=are_answers,
         ),
         Format(
             "sharegpt",
             (SHAREGPT, chosen, rejected),
-            read_pair_after(with_prompt(SHAREGPT)),
-            is_renamed=answers,
+            build_pair_reader(build_prompt_reader(SHAREGPT)),
+            is_renamed=has_renamed_answers,
             fits=are_answers,
         ),
         Format(
             "alpaca",
             (INSTRUCTION, chosen, rejected),
-            read_pair_after(read_instruction),
+            build_pair_reader(read_instruction),
             (INPUT, HISTORY),
-            is_renamed=answers,
+            is_renamed=has_renamed_answers,
             fits=are_answers,
         ),
         Format(
             "trl",
             (chosen, rejected),
-            lambda values: _whole_pair(values, fields),
-            is_renamed=answers,
+            lambda values: _read_full_pair(values, fields),
+            is_renamed=has_renamed_answers,
         ),
         Format(
             "ms-swift",
             (messages, REJECTED_RESPONSE),
-            lambda values: _other_ending(answered(values[messages], messages), values, messages),
+            lambda values: _replace_ending(
+                read_answered_messages(values[messages], messages), values, messages
+            ),
             is_renamed=is_renamed(fields, "messages"),
         ),
         Format(
             "ms-swift",
             (messages, REJECTED_MESSAGES),
-            lambda values: _split(values, messages, REJECTED_MESSAGES),
+            lambda values: _split_prompt(values, messages, REJECTED_MESSAGES),
             is_renamed=is_renamed(fields, "messages"),
         ),
         Format(
             "ms-swift",
             (QUERY, RESPONSE, REJECTED_RESPONSE),
-            lambda values: _other_ending(
-                [*read_query(values), {"role": "assistant", "content": text_of(values, RESPONSE)}],
+            lambda values: _replace_ending(
+                [*read_query(values), {"role": "assistant", "content": read_text(values, RESPONSE)}],
                 values,
                 RESPONSE,
             ),
@@ -146,14 +152,14 @@ def _formats(fields: Fields) -> list[Format[AnswerPair]]:
     ]
 
 
-def _pair(
-    prompt: list[Message], chosen: list[Message], rejected: list[Message], names: tuple[str, str]
+def _build_pair(
+    prompt: list[Message], chosen: list[Message], rejected: list[Message], field_names: tuple[str, str]
 ) -> AnswerPair:
     """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
     if chosen == rejected:
-        raise Corrupt(f"fields {' and '.join(names)}: the same, so that neither is better")
+        raise Corrupt(f"fields {' and '.join(field_names)}: the same, so that neither is better")
     if not chosen or not rejected:
-        raise Corrupt(f"fields {' and '.join(names)}: one is how the other begins")
+        raise Corrupt(f"fields {' and '.join(field_names)}: one is how the other begins")
     return AnswerPair(prompt, chosen, rejected)
 
 
@@ -161,10 +167,10 @@ def _has_prompt(answer: Any) -> bool:
     """Return whether it is a conversation that begins with what is answered."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     role = first.get("role", first.get("from")) if isinstance(first, dict) else None
-    return isinstance(role, str) and role not in CALLS and ALIASES.get(role, role) != "assistant"
+    return isinstance(role, str) and role not in CALL_ROLES and ROLE_ALIASES.get(role, role) != "assistant"
 
 
-def _whole_pair(values: Values, fields: Fields) -> AnswerPair:
+def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
     """Return the pair of two conversations that begin with their prompt."""
     chosen, rejected = fields.chosen, fields.rejected
     has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
@@ -175,9 +181,9 @@ def _whole_pair(values: Values, fields: Fields) -> AnswerPair:
         )
     if not all(has_prompt):
         raise Corrupt(f"fields {chosen} and {rejected}: only one of them begins with its prompt")
-    pair = _split(values, chosen, rejected)
+    pair = _split_prompt(values, chosen, rejected)
     if isinstance(values.get(fields.prompt), list):
-        prompt = listed(values[fields.prompt], fields.prompt)
+        prompt = read_messages(values[fields.prompt], fields.prompt)
         if pair.prompt[: len(prompt)] != prompt:
             raise Corrupt(
                 f"field {fields.prompt}: {chosen} and {rejected} begin with another prompt. Leave out that of"
@@ -186,18 +192,18 @@ def _whole_pair(values: Values, fields: Fields) -> AnswerPair:
     return pair
 
 
-def _split(values: Values, chosen: str, rejected: str) -> AnswerPair:
+def _split_prompt(values: Values, chosen: str, rejected: str) -> AnswerPair:
     """Return two conversations as answers to the turns that they begin with alike."""
-    better, worse = (answered(values[name], name) for name in (chosen, rejected))
+    better, worse = (read_answered_messages(values[name], name) for name in (chosen, rejected))
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
     prompt = [message for message, _ in pairs]
     if not prompt and (better or worse):
         raise Corrupt(f"fields {chosen} and {rejected}: begin with different prompts")
-    return _pair(prompt, better[len(prompt) :], worse[len(prompt) :], (chosen, rejected))
+    return _build_pair(prompt, better[len(prompt) :], worse[len(prompt) :], (chosen, rejected))
 
 
-def _other_ending(better: list[Message], values: Values, name: str) -> AnswerPair:
+def _replace_ending(better: list[Message], values: Values, name: str) -> AnswerPair:
     """Return the pair of a conversation and another last answer to it."""
     *prompt, chosen = better
-    rejected: Message = {"role": "assistant", "content": text_of(values, REJECTED_RESPONSE)}
-    return _pair(prompt, [chosen], [rejected], (name, REJECTED_RESPONSE))
+    rejected: Message = {"role": "assistant", "content": read_text(values, REJECTED_RESPONSE)}
+    return _build_pair(prompt, [chosen], [rejected], (name, REJECTED_RESPONSE))

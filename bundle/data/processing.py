@@ -11,71 +11,74 @@ from pathlib import Path
 from typing import Any
 
 from bundle import files, hub
-from bundle.architectures import Vision, from_config
-from bundle.data.images import Images, Patches
+from bundle.architectures import VisionArchitecture, from_config
+from bundle.data.images import ImageProcessor, Patches
 from bundle.data.media import IMAGE, VIDEO, Medium, Picture
 from bundle.data.sources import Corrupt
-from bundle.data.videos import Videos
-from bundle.errors import UsageError, shown
+from bundle.data.videos import VideoProcessor
+from bundle.errors import UsageError, format_value
 from bundle.recipe import Recipe
-from bundle.recipe import data as asked
+from bundle.recipe import data as recipe_data
 
-_NESTED = "processor_config.json"
-_OWN = {
+_PROCESSOR_CONFIG = "processor_config.json"
+_CONFIG_FILES = {
     IMAGE: ("preprocessor_config.json",),
     VIDEO: ("video_preprocessor_config.json", "preprocessor_config.json"),
 }
 # Of transformers' classes, where no file says otherwise: of images Qwen2VLImageProcessor, which all families
 # have, of videos one for each way to take them, by whether frames stand apart.
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_HALVES = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-_OF_IMAGES = (56 * 56, 28 * 28 * 1280), _CLIP
-_OF_VIDEOS = {
-    False: ((128 * 28 * 28, 28 * 28 * 768), _CLIP),
-    True: ((128 * 32 * 32, 32 * 32 * 768), _HALVES),
+_CLIP_MEAN_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALF_MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+_IMAGE_DEFAULTS = (56 * 56, 28 * 28 * 1280), _CLIP_MEAN_STD
+_VIDEO_DEFAULTS = {
+    False: ((128 * 28 * 28, 28 * 28 * 768), _CLIP_MEAN_STD),
+    True: ((128 * 32 * 32, 32 * 32 * 768), _HALF_MEAN_STD),
 }
-_FPS, _FRAMES = 2.0, (4, 768)
-_MOST = 2**31 - 1
+_DEFAULT_FPS, _FRAME_LIMITS = 2.0, (4, 768)
+_MAX_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Processing:
+class MediaProcessor:
     """How a model is given images and videos; plain values, which worker processes are handed."""
 
-    images: Images
-    videos: Videos
+    images: ImageProcessor
+    videos: VideoProcessor
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Processing | None":
+    def from_recipe(cls, recipe: Recipe) -> "MediaProcessor | None":
         """That of a recipe; None where its model sees nothing. Raises UsageError for unusable settings."""
         if recipe.architecture.vision is None:
             return None
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
         places = [recipe.model.path, tokenizer if kind == "hf" else None]
-        directories = [Path(hub.local_path(place)) for place in places if place]
-        return cls._made(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
+        directories = [Path(hub.find_local_path(place)) for place in places if place]
+        return cls._build(recipe.architecture.vision, directories, recipe.data.images, recipe.data.videos)
 
     @classmethod
-    def of_directory(cls, directory: Path) -> "Processing | None":
+    def from_directory(cls, directory: Path) -> "MediaProcessor | None":
         """That of a Hugging Face directory, where no recipe says more; None where its model sees nothing."""
         config = directory / "config.json"
-        vision = from_config(files.json_object(config), str(config)).vision
+        vision = from_config(files.read_json_object(config), str(config)).vision
         if vision is None:
             return None
-        return cls._made(vision, [directory], asked.Images(), asked.Videos())
+        return cls._build(vision, [directory], recipe_data.ImagesSection(), recipe_data.VideosSection())
 
     @classmethod
-    def _made(
+    def _build(
         cls,
-        vision: Vision,
+        vision: VisionArchitecture,
         directories: Sequence[Path],
-        of_images: asked.Images,
-        of_videos: asked.Videos,
-    ) -> "Processing":
-        return cls(_images(vision, directories, of_images), _videos(vision, directories, of_videos))
+        image_settings: recipe_data.ImagesSection,
+        video_settings: recipe_data.VideosSection,
+    ) -> "MediaProcessor":
+        return cls(
+            _build_image_processor(vision, directories, image_settings),
+            _build_video_processor(vision, directories, video_settings),
+        )
 
     @property
-    def vision(self) -> Vision:
+    def vision(self) -> VisionArchitecture:
         """The tower."""
         return self.images.vision
 
@@ -84,131 +87,154 @@ class Processing:
         try:
             return self._read(medium, folder)
         except Corrupt as error:
-            if not isinstance(medium.named, str) or medium.named.startswith("data:"):
+            if not isinstance(medium.reference, str) or medium.reference.startswith("data:"):
                 raise
-            before = f"{medium.kind} {shown(medium.named)}"
+            before = f"{medium.kind} {format_value(medium.reference)}"
             raise Corrupt(str(error) if str(error).startswith(before) else f"{before}: {error}") from error
 
     def _read(self, medium: Medium, folder: Path) -> Picture:
         if medium.kind == IMAGE:
-            return self.images.read(medium.named, folder)
+            return self.images.read(medium.reference, folder)
         v = self.vision
-        if v.video_token is None or (v.frames_apart and None in (v.start_token, v.end_token)):
+        if v.video_token is None or (v.has_separate_frames and None in (v.start_token, v.end_token)):
             raise Corrupt("has videos, and the model's config names no video_token_id, or none around it")
         return self.videos.read(medium, folder)
 
-    def patches(self, picture: Picture) -> Patches:
+    def extract_patches(self, picture: Picture) -> Patches:
         """The patches [n, values] of what `read` has accepted."""
-        return self.videos.patches(picture) if picture.seconds else self.images.patches(picture.contents[0])
+        return (
+            self.videos.extract_patches(picture)
+            if picture.seconds
+            else self.images.extract_patches(picture.contents[0])
+        )
 
 
-def _images(vision: Vision, directories: Sequence[Path], limits: asked.Images) -> Images:
-    where, said = _settings(directories, IMAGE, vision)
-    pixels, colours = _OF_IMAGES
-    least, most = _pixels(said, limits, pixels, "data.images", where)
-    return Images(vision, limits.limit_bytes, limits.limit_pixels, least, most, *_colours(said, colours))
+def _build_image_processor(
+    vision: VisionArchitecture, directories: Sequence[Path], limits: recipe_data.ImagesSection
+) -> ImageProcessor:
+    location, settings = _read_settings(directories, IMAGE, vision)
+    pixels, colours = _IMAGE_DEFAULTS
+    least, most = _choose_pixel_limits(settings, limits, pixels, "data.images", location)
+    return ImageProcessor(
+        vision, limits.limit_bytes, limits.limit_pixels, least, most, *_choose_mean_std(settings, colours)
+    )
 
 
-def _videos(vision: Vision, directories: Sequence[Path], limits: asked.Videos) -> Videos:
-    where, said = _settings(directories, VIDEO, vision)
-    pixels, colours = _OF_VIDEOS[vision.frames_apart]
-    if vision.frames_apart:  # its class knows no other words
-        said = {name: value for name, value in said.items() if name not in ("min_pixels", "max_pixels")}
-    least, most = _pixels(said, limits, pixels, "data.videos", where)
+def _build_video_processor(
+    vision: VisionArchitecture, directories: Sequence[Path], limits: recipe_data.VideosSection
+) -> VideoProcessor:
+    location, settings = _read_settings(directories, VIDEO, vision)
+    pixels, colours = _VIDEO_DEFAULTS[vision.has_separate_frames]
+    if vision.has_separate_frames:  # its class knows no other words
+        settings = {
+            name: value for name, value in settings.items() if name not in ("min_pixels", "max_pixels")
+        }
+    least, most = _choose_pixel_limits(settings, limits, pixels, "data.videos", location)
     fewest, many = (
-        getattr(limits, name) or said.get(name) or own
-        for name, own in zip(("min_frames", "max_frames"), _FRAMES, strict=True)
+        getattr(limits, name) or settings.get(name) or default
+        for name, default in zip(("min_frames", "max_frames"), _FRAME_LIMITS, strict=True)
     )
     if fewest > many:
-        raise UsageError(f"data.videos: min_frames {fewest} exceeds max_frames {many}{where}")
-    return Videos(
+        raise UsageError(f"data.videos: min_frames {fewest} exceeds max_frames {many}{location}")
+    return VideoProcessor(
         vision,
         limits.limit_bytes,
         limits.limit_pixels,
         limits.limit_frames,
         limits.limit_seconds,
-        limits.fps or said.get("fps") or _FPS,
+        limits.fps or settings.get("fps") or _DEFAULT_FPS,
         fewest,
         many,
         least,
         most,
-        *_colours(said, colours),
+        *_choose_mean_std(settings, colours),
     )
 
 
-def _pixels(
-    said: Mapping[str, Any],
-    limits: asked.Images | asked.Videos,
-    own: tuple[int, int],
+def _choose_pixel_limits(
+    settings: Mapping[str, Any],
+    limits: recipe_data.ImagesSection | recipe_data.VideosSection,
+    defaults: tuple[int, int],
     section: str,
-    where: str,
+    location: str,
 ) -> tuple[int, int]:
     """The least and the most pixels: what the recipe says, or the files, or transformers' class."""
-    size = said.get("size") or {}
-    least = limits.min_pixels or said.get("min_pixels") or size.get("shortest_edge") or own[0]
-    most = limits.max_pixels or said.get("max_pixels") or size.get("longest_edge") or own[1]
+    size = settings.get("size") or {}
+    least = limits.min_pixels or settings.get("min_pixels") or size.get("shortest_edge") or defaults[0]
+    most = limits.max_pixels or settings.get("max_pixels") or size.get("longest_edge") or defaults[1]
     if least > most:
-        raise UsageError(f"{section}: min_pixels {least} exceeds max_pixels {most}{where}")
+        raise UsageError(f"{section}: min_pixels {least} exceeds max_pixels {most}{location}")
     return least, most
 
 
-def _colours(said: Mapping[str, Any], own: tuple[Sequence[float], Sequence[float]]) -> Iterator[tuple]:
-    return (tuple(said.get(f"image_{of}") or value) for of, value in zip(("mean", "std"), own, strict=True))
+def _choose_mean_std(
+    settings: Mapping[str, Any], defaults: tuple[Sequence[float], Sequence[float]]
+) -> Iterator[tuple]:
+    return (
+        tuple(settings.get(f"image_{name}") or value)
+        for name, value in zip(("mean", "std"), defaults, strict=True)
+    )
 
 
-def _settings(directories: Sequence[Path], kind: str, vision: Vision) -> tuple[str, dict[str, Any]]:
+def _read_settings(
+    directories: Sequence[Path], kind: str, vision: VisionArchitecture
+) -> tuple[str, dict[str, Any]]:
     """What the first directory says of its processor, and where, for messages; ("", {}) where none does.
 
     Raises UsageError for what is not computed and what is no value of its kind, by name.
     """
-    for at in directories:
-        there = {
-            name: files.json_object(at / name) for name in (_NESTED, *_OWN[kind]) if files.is_file(at / name)
+    for directory in directories:
+        sections = {
+            name: files.read_json_object(directory / name)
+            for name in (_PROCESSOR_CONFIG, *_CONFIG_FILES[kind])
+            if files.is_file(directory / name)
         }
-        there[_NESTED] = there.get(_NESTED, {}).get(f"{kind}_processor") or {}
-        for name, said in there.items():
-            if not isinstance(said, dict):
-                raise UsageError(f"{at / name}: {kind}_processor must be a JSON object")
-            if said:
-                if wrong := [*_others(said, vision), *_unfit(said)]:
-                    raise UsageError(f"{at / name}: {kind}s are not processed in this way", wrong)
-                return f" ({at / name})", said
+        sections[_PROCESSOR_CONFIG] = sections.get(_PROCESSOR_CONFIG, {}).get(f"{kind}_processor") or {}
+        for name, settings in sections.items():
+            if not isinstance(settings, dict):
+                raise UsageError(f"{directory / name}: {kind}_processor must be a JSON object")
+            if settings:
+                if wrong := [*_list_unsupported(settings, vision), *_list_invalid(settings)]:
+                    raise UsageError(f"{directory / name}: {kind}s are not processed in this way", wrong)
+                return f" ({directory / name})", settings
     return "", {}
 
 
-def _others(said: Mapping[str, Any], vision: Vision) -> Iterator[str]:
+def _list_unsupported(settings: Mapping[str, Any], vision: VisionArchitecture) -> Iterator[str]:
     """What a processor is told to do in another way than is done here."""
-    done: dict[str, Any] = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
-    done |= dict.fromkeys(("do_center_crop", "do_pad", "cap_pixels_per_frame", "num_frames"))
-    done |= {"resample": 3, "rescale_factor": 1 / 255, "patch_size": vision.patch_size}
-    done |= {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.merge_size}
-    for name, own in done.items():
-        value = said.get(name)
-        if value is not None and value != own and (value or own is not None):
-            yield f"{name} {shown(value)}" + ("" if own is None else f": must be {own:g}")
+    supported: dict[str, Any] = dict.fromkeys(
+        ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True
+    )
+    supported |= dict.fromkeys(("do_center_crop", "do_pad", "cap_pixels_per_frame", "num_frames"))
+    supported |= {"resample": 3, "rescale_factor": 1 / 255, "patch_size": vision.patch_size}
+    supported |= {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.merge_size}
+    for name, default in supported.items():
+        value = settings.get(name)
+        if value is not None and value != default and (value or default is not None):
+            yield f"{name} {format_value(value)}" + ("" if default is None else f": must be {default:g}")
 
 
-def _unfit(said: Mapping[str, Any]) -> Iterator[str]:
+def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:
     """What a processor is told with a value that cannot be one."""
-    size = said.get("size") or {}
+    size = settings.get("size") or {}
     if not isinstance(size, Mapping):
-        yield f"size {shown(size)}: must be a JSON object"
+        yield f"size {format_value(size)}: must be a JSON object"
         size = {}
-    counts = {name: said.get(name) for name in ("min_pixels", "max_pixels", "min_frames", "max_frames")}
+    counts = {name: settings.get(name) for name in ("min_pixels", "max_pixels", "min_frames", "max_frames")}
     counts |= {f"size.{edge}": size.get(edge) for edge in ("shortest_edge", "longest_edge")}
     for name, value in counts.items():
-        if value is not None and not (type(value) is int and 0 < value <= _MOST):
-            yield f"{name} {shown(value)}: must be a whole number from 1 to {_MOST}"
-    if (fps := said.get("fps")) is not None and not (_is_number(fps) and fps > 0):
-        yield f"fps {shown(fps)}: must be a number above 0"
+        if value is not None and not (type(value) is int and 0 < value <= _MAX_NUMBER):
+            yield f"{name} {format_value(value)}: must be a whole number from 1 to {_MAX_NUMBER}"
+    if (fps := settings.get("fps")) is not None and not (_is_number(fps) and fps > 0):
+        yield f"fps {format_value(fps)}: must be a number above 0"
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
-        value = said.get(name)
+        value = settings.get(name)
         if value is None:
             continue
-        three = isinstance(value, Sequence) and len(value) == 3 and all(map(_is_number, value))
-        if not three or not all(of > least for of in value):
-            yield f"{name} {shown(value)}: must be three numbers" + (" above 0" if least == 0 else "")
+        is_triple = isinstance(value, Sequence) and len(value) == 3 and all(map(_is_number, value))
+        if not is_triple or not all(number > least for number in value):
+            yield f"{name} {format_value(value)}: must be three numbers" + (" above 0" if least == 0 else "")
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MOST  # nor is NaN one
+    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # nor is NaN one

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from bundle.data import chat, media
-from bundle.data.chat import ChatTemplate, Headings
+from bundle.data.chat import ChatTemplate, PlainTemplate
 from bundle.data.conversations import Conversation
-from bundle.data.corpus import learned_ends
-from bundle.data.media import MARKS, Column
-from bundle.data.processing import Processing
+from bundle.data.corpus import find_end_tokens
+from bundle.data.media import PLACEHOLDERS, Column
+from bundle.data.processing import MediaProcessor
 from bundle.data.sources import Corrupt
-from bundle.data.tokenization import seen, with_room
-from bundle.data.tokenizers import HuggingFace, Tokenizer, tokenizer
-from bundle.errors import UsageError, shown
-from bundle.models.generation import Prompt, Shown
+from bundle.data.tokenization import expand_media_tokens, read_media
+from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from bundle.errors import UsageError, format_value
+from bundle.models.generation import Prompt, VisualInputs
 from bundle.recipe import Recipe
 
 
@@ -29,69 +29,80 @@ class Prompts:
     """A tokenizer, and how what is asked is written; without a writer it is a text that goes on."""
 
     tokenizer: Tokenizer
-    _writer: "Headings | ChatTemplate | None"
-    _processing: Callable[[], Processing | None]
-    _begins: tuple[int, ...] = ()  # of a text that goes on
+    _writer: "PlainTemplate | ChatTemplate | None"
+    _load_processor: Callable[[], MediaProcessor | None]
+    _prefix_ids: tuple[int, ...] = ()  # of a text that goes on
 
     @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
+    def end_tokens(self) -> tuple[int, ...]:
         """What an answer ends with: the tokenizer's end of text, then what the writer has behind a turn."""
         end = self.tokenizer.end_of_text
-        if (write := cast(Any, self._writer)) is None:
+        if (writer := cast(Any, self._writer)) is None:
             return (end,)
         says = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-        (drafts,) = write.draft([write.prepare(Conversation(says, [1]))])
+        (drafts,) = writer.draft([writer.prepare(Conversation(says, [1]))])
         if isinstance(drafts, Corrupt):
             raise UsageError(f"data.template: {drafts}")
-        (document,) = write.encode([draft for draft, _ in drafts])
-        learned = np.ones(len(document.ids), np.bool_) if document.learned is None else document.learned
-        return (end, *sorted(learned_ends(document.ids, learned, self.tokenizer) - {end}))
+        (document,) = writer.encode([draft for draft, _ in drafts])
+        learned = np.ones(len(document.ids), np.bool_) if document.loss_mask is None else document.loss_mask
+        return (end, *sorted(find_end_tokens(document.ids, learned, self.tokenizer) - {end}))
 
     @classmethod
-    def of_recipe(cls, job: Recipe) -> "Prompts":
+    def from_recipe(cls, job: Recipe) -> "Prompts":
         """Those of a job's rows."""
-        made = tokenizer(job.data.tokenizer, job.architecture.vocab_size)
-        writer = None if job.task == "pretrain" else chat.writer(job.data, made)
-        return cls(made, writer, lambda: Processing.of(job))
+        text_tokenizer = load_tokenizer(job.data.tokenizer, job.architecture.vocab_size)
+        writer = None if job.task == "pretrain" else chat.build_writer(job.data, text_tokenizer)
+        return cls(text_tokenizer, writer, lambda: MediaProcessor.from_recipe(job))
 
     @classmethod
-    def of_directory(cls, directory: Path) -> "Prompts":
+    def from_directory(cls, directory: Path) -> "Prompts":
         """Those of a Hugging Face directory, by its chat template, where it has one."""
-        made = HuggingFace(directory)
-        writer = ChatTemplate(made, date.today().isoformat()) if made.has_chat_template else None
-        return cls(made, writer, lambda: Processing.of_directory(directory), made.begins)
+        text_tokenizer = HuggingFaceTokenizer(directory)
+        writer = (
+            ChatTemplate(text_tokenizer, date.today().isoformat())
+            if text_tokenizer.has_chat_template
+            else None
+        )
+        return cls(
+            text_tokenizer,
+            writer,
+            lambda: MediaProcessor.from_directory(directory),
+            text_tokenizer.prefix_ids,
+        )
 
-    def prompt(self, text: str, named: Mapping[str, Sequence[Path]]) -> Prompt:
+    def build_prompt(self, text: str, media_paths: Mapping[str, Sequence[Path]]) -> Prompt:
         """What is asked with the images and videos of these files, by kind.
 
         They stand where the text has their mark (<image>, <video>), or before it. Raises UsageError for what
         cannot be asked.
         """
         try:
-            return self._prompt(text, {kind: paths for kind, paths in named.items() if paths})
+            return self._build_prompt(text, {kind: paths for kind, paths in media_paths.items() if paths})
         except Corrupt as error:
-            raise UsageError(f"--prompt {shown(text)}: {error}") from error
+            raise UsageError(f"--prompt {format_value(text)}: {error}") from error
 
-    def _prompt(self, text: str, named: Mapping[str, Sequence[Path]]) -> Prompt:
+    def _build_prompt(self, text: str, media_paths: Mapping[str, Sequence[Path]]) -> Prompt:
         if self._writer is None:
-            if named:
+            if media_paths:
                 raise Corrupt("without a chat template it is shown nothing")
-            return Prompt([*self._begins, *self.tokenizer.encode([text])[0].tolist()])
-        for mark, kind in reversed(MARKS.items()):
-            text = text if mark in text else mark * len(named.get(kind, ())) + text
+            return Prompt([*self._prefix_ids, *self.tokenizer.encode([text])[0].tolist()])
+        for mark, kind in reversed(PLACEHOLDERS.items()):
+            text = text if mark in text else mark * len(media_paths.get(kind, ())) + text
         messages = [{"role": "user", "content": text}]
         columns = {
             kind: Column(f"--{kind}", [str(path.resolve()) for path in paths])
-            for kind, paths in named.items()
+            for kind, paths in media_paths.items()
         }
-        found = media.placed(messages, columns)
-        processing = self._processing() if found else None
-        draft, pictures = seen(processing, self.tokenizer, self._writer.prompt(messages), found, Path("/"))
+        prompt_media = media.extract_media(messages, columns)
+        processor = self._load_processor() if prompt_media else None
+        draft, pictures = read_media(
+            processor, self.tokenizer, self._writer.write_prompt(messages), prompt_media, Path("/")
+        )
         (document,) = self._writer.encode([draft])
-        if processing is None or not pictures:
+        if processor is None or not pictures:
             return Prompt(document.ids.tolist())
-        document = with_room(document, pictures, processing.vision)
-        patches = np.concatenate([processing.patches(picture) for picture in pictures])
+        document = expand_media_tokens(document, pictures, processor.vision)
+        patches = np.concatenate([processor.extract_patches(picture) for picture in pictures])
         grids = torch.tensor([picture.grid for picture in pictures])
         seconds = torch.tensor([picture.seconds for picture in pictures])
-        return Prompt(document.ids.tolist(), Shown(torch.from_numpy(patches), grids, seconds))
+        return Prompt(document.ids.tolist(), VisualInputs(torch.from_numpy(patches), grids, seconds))

@@ -8,19 +8,18 @@ from itertools import islice
 from typing import Any
 
 from bundle.data import chat
-from bundle.data.conversations import Message, of_messages, read_prompt
-from bundle.data.conversations import conversation as read_conversation
+from bundle.data.conversations import Message, build_conversation, read_conversation, read_prompt
 from bundle.data.prompts import Prompts
 from bundle.data.samples import ORDER, Blend
-from bundle.data.sources import SHOWN, Corrupt, DataErrors, Values, rows
-from bundle.data.tokenizers import Tokenizer, tokenizer
-from bundle.errors import UsageError, shown
-from bundle.planning.datafiles import Source, expand
+from bundle.data.sources import MAX_REASONS, Corrupt, DataErrors, Values, read_rows
+from bundle.data.tokenizers import Tokenizer, load_tokenizer
+from bundle.errors import UsageError, format_value
+from bundle.planning.datafiles import DataFile, expand
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
 from bundle.recipe.rl import RL
 from bundle.recipe.rl_rules import find_room
-from bundle.recipe.rules import unfit_source
+from bundle.recipe.rules import explain_unfit_source
 from bundle.rewards.pool import find_missing_reference
 
 # Rows whose tokens are made at once.
@@ -73,7 +72,7 @@ class Questions:
 
     def draw(self, first: int, count: int) -> list[Question]:
         """Return the `count` questions from place `first` of the run on, which has no end."""
-        return [self.training.questions[number] for number in self.order.drawn(first, count).tolist()]
+        return [self.training.questions[number] for number in self.order.draw_samples(first, count).tolist()]
 
     @property
     def identity(self) -> dict[str, str]:
@@ -90,7 +89,7 @@ def prepare_questions(recipe: Recipe) -> Questions:
     """
     assert recipe.rl is not None, "the rules of a recipe require it for task rl"
     data, settings = recipe.data, recipe.rl.evaluation
-    encoder = tokenizer(data.tokenizer, recipe.architecture.vocab_size)
+    encoder = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
     reader = _Reader(recipe, recipe.rl, encoder)
     stop = reader.find_stops()
     training = reader.read_sets(data, data.data_sets, "data.path", is_learned=True)
@@ -110,17 +109,18 @@ class _Reader:
     def __init__(self, recipe: Recipe, rl: RL, encoder: Tokenizer) -> None:
         self.violations: list[str] = []
         self._data, self._rl, self._encoder = recipe.data, rl, encoder
-        self._writer: Any = chat.writer(recipe.data, encoder)
+        self._writer: Any = chat.build_writer(recipe.data, encoder)
         self._room = find_room(recipe)
 
     def find_stops(self) -> tuple[int, ...]:
         """Return the ids that end an answer: those of the template, then those of rl.rollout.stop."""
-        ends = list(Prompts(self._encoder, self._writer, lambda: None).ends)
+        ends = list(Prompts(self._encoder, self._writer, lambda: None).end_tokens)
         texts = self._rl.rollout.stop
         for text, ids in zip(texts, self._encoder.encode(texts) if texts else (), strict=True):
             if len(ids) != 1:
                 self.violations.append(
-                    f"rl.rollout.stop: {shown(text)} is {len(ids)} tokens. Name texts of one token each."
+                    f"rl.rollout.stop: {format_value(text)} is {len(ids)} tokens."
+                    " Name texts of one token each."
                 )
             ends += ids.tolist()
         return tuple(dict.fromkeys(ends))
@@ -136,7 +136,7 @@ class _Reader:
             errors = DataErrors(data.on_error)
             try:
                 sources = expand(paths, data.source, key)
-                if reason := unfit_source("rl", sources[0].kind):
+                if reason := explain_unfit_source("rl", sources[0].kind):
                     raise UsageError(f"{key}: {reason}, and these are {sources[0].kind} files")
                 read = [*self._read(sources, errors, is_learned=is_learned)]
                 noted.extend(errors.dump())
@@ -152,15 +152,15 @@ class _Reader:
                 for number, (place, row, ids) in enumerate(read)
             ]
             sizes.append(len(read))
-        lines = (*noted.corrupt.lines(), *noted.deleted.lines())[:SHOWN]
+        lines = (*noted.corrupt.format_lines(), *noted.deleted.format_lines())[:MAX_REASONS]
         return QuestionSet(tuple(questions), tuple(sizes), noted.corrupt.count, noted.deleted.count, lines)
 
     def _read(
-        self, sources: Iterable[Source], errors: DataErrors, *, is_learned: bool
+        self, sources: Iterable[DataFile], errors: DataErrors, *, is_learned: bool
     ) -> Iterator[tuple[str, Values, tuple[int, ...]]]:
         """Yield the place, the row and the ids of each question; `errors` note the other rows."""
-        read = rows([*sources], None, errors)
-        drafted = errors.passed(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
+        read = read_rows([*sources], None, errors)
+        drafted = errors.convert_rows(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
         while batch := [*islice(drafted, ROWS_TOGETHER)]:
             documents = self._writer.encode([draft for _, (_, draft) in batch])
             for (place, (row, _)), document in zip(batch, documents, strict=True):
@@ -173,7 +173,7 @@ class _Reader:
         messages = read_prompt(row, self._data.fields.prompt)
         answer: Message = {"role": "assistant", "content": "."}
         # With an answer it is a conversation, which has the row's system message, tools and images.
-        conversation = of_messages([*messages, answer], row, self._data, len(messages))
+        conversation = build_conversation([*messages, answer], row, self._data, len(messages))
         if conversation.tools:
             raise Corrupt(
                 f"field {self._data.fields.tools}: tools are not rendered in questions. Leave them out"
@@ -187,7 +187,7 @@ class _Reader:
                 read_conversation(row, self._data)
             except Corrupt as error:
                 raise Corrupt(f"rl.warm_start_steps: learns the row's own answer: {error}") from error
-        return self._writer.prompt(conversation.messages[:-1])
+        return self._writer.write_prompt(conversation.messages[:-1])
 
     def _fits(self, place: str, ids: tuple[int, ...], errors: DataErrors) -> bool:
         """Return whether the longest answer has room behind a question; `errors` note where it has not."""

@@ -18,9 +18,9 @@ Reply = dict[str, Any]
 class Renderer:
     """Renders one template; its process starts at the first request, and anew after a limit has ended it."""
 
-    def __init__(self, place: str, source: str, variables: dict[str, Any], today: str | None) -> None:
-        """`place` says where the template comes from, for messages."""
-        self._place, self._overruns = place, 0
+    def __init__(self, origin: str, source: str, variables: dict[str, Any], today: str | None) -> None:
+        """`origin` says where the template comes from, for messages."""
+        self._origin, self._overruns = origin, 0
         self._template = json.dumps({"source": source, "variables": variables, "today": today})
         self._process: subprocess.Popen[str] | None = None
 
@@ -33,7 +33,7 @@ class Renderer:
         while len(replies) < len(requests):
             replies += self._ask(requests[len(replies) :])
         if replies and (reason := replies[0].get("unusable")):
-            raise UsageError(f"data.template: {self._place} cannot be read: {reason}. Correct it.")
+            raise UsageError(f"data.template: {self._origin} cannot be read: {reason}. Correct it.")
         return replies
 
     def _ask(self, requests: Sequence[str]) -> list[Reply]:
@@ -58,18 +58,18 @@ class Renderer:
     def _explain(self, status: int) -> Reply:
         """Return the reply for a row at which the process has ended."""
         if status != -signal.SIGPROF:
-            raise JobFailed(f"{self._place}: the process that renders it ended with status {status}")
+            raise JobFailed(f"{self._origin}: the process that renders it ended with status {status}")
         self._overruns += 1
         reason = f"the chat template takes more than {rendering.SECONDS} s of computing"
         if self._overruns > 1:
-            raise UsageError(f"data.template: {reason} for several rows ({self._place}). Correct its loops.")
+            raise UsageError(f"data.template: {reason} for several rows ({self._origin}). Correct its loops.")
         return {"corrupt": reason}
 
     def _start(self) -> "subprocess.Popen[str]":
         # -P: modules beside the script do not hide those of the standard library.
-        words = [sys.executable, "-P", str(Path(rendering.__file__))]
+        command = [sys.executable, "-P", str(Path(rendering.__file__))]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, encoding="ascii")
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="ascii")
         weakref.finalize(self, _end, process)
         assert process.stdin is not None
         process.stdin.write(f"{self._template}\n")

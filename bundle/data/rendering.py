@@ -27,10 +27,10 @@ SECONDS = 2  # of computing for one rendering, which takes a millisecond
 OUTPUT_BYTES = 8 * 10**6
 MEMORY_BYTES = 2**30
 # Unicode says that these are in no text.
-BEGIN, END, PLACE = "\ufdd0", "\ufdd1", "\ufdd2"
-THOUGHT = "</think>"
+BEGIN, END, PLACEHOLDER = "\ufdd0", "\ufdd1", "\ufdd2"
+THOUGHT_END = "</think>"
 # What the assistant's thoughts are called where they stand beside the content; templates read the first two.
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -116,12 +116,16 @@ class Template:
             raise Refusal("the chat template does not write the tools that the row has")
         messages = [_with_thoughts(message) for message in messages]
         ends = {index: self._render(messages[: index + 1], tools) for index in turns}
-        whole = ends.get(len(messages) - 1) or self._render(messages, tools)
+        full_rendering = ends.get(len(messages) - 1) or self._render(messages, tools)
         every_turn = len(turns) == sum(message["role"] == "assistant" for message in messages)
-        if self._is_marked and every_turn and all(whole.text.startswith(end.text) for end in ends.values()):
+        if (
+            self._is_marked
+            and every_turn
+            and all(full_rendering.text.startswith(end.text) for end in ends.values())
+        ):
             for index in turns:
-                _refuse_left_out(messages[index], whole.text, whole.spans)
-            return [Sample(whole.text, whole.spans, len(messages))]
+                _refuse_left_out(messages[index], full_rendering.text, full_rendering.spans)
+            return [Sample(full_rendering.text, full_rendering.spans, len(messages))]
         samples: list[Sample] = []
         for index in turns:
             sample = self._write_turn(messages, tools, index, ends[index])
@@ -129,8 +133,8 @@ class Template:
             if samples and sample.text.startswith(samples[-1].text):
                 sample = sample._replace(parts=samples.pop().parts + sample.parts)
             samples.append(sample)
-        if whole.text.startswith(samples[-1].text):
-            samples[-1] = samples[-1]._replace(text=whole.text, messages=len(messages))
+        if full_rendering.text.startswith(samples[-1].text):
+            samples[-1] = samples[-1]._replace(text=full_rendering.text, messages=len(messages))
         return samples
 
     def _write_turn(self, messages: list[Message], tools: Tools, index: int, end: Rendering) -> Sample:
@@ -143,22 +147,22 @@ class Template:
             return self._cut(prompt, end, len(prompt), index + 1)
         # The prompt opens what the turn is written without, such as thoughts: learned is the turn from
         # where any answer begins.
-        answered = self._render([*earlier, {**answer, "content": PLACE}], tools).text
-        shared = _common(prompt, answered)
-        opening, place, _ = answered[shared:].partition(PLACE)
+        probe_text = self._render([*earlier, {**answer, "content": PLACEHOLDER}], tools).text
+        shared = _count_common_prefix(prompt, probe_text)
+        opening, place, _ = probe_text[shared:].partition(PLACEHOLDER)
         if (
             place
             and end.text.startswith(prompt[:shared])
-            and (not opening or opening.strip().endswith(THOUGHT))
+            and (not opening or opening.strip().endswith(THOUGHT_END))
         ):
             return self._cut(prompt[:shared], end, shared, index + 1)
         # This turn changes how earlier ones are written, and the model is asked before it does: the answer
         # stands behind what the prompt ends with, from the last message's content on.
         *before, last = earlier
-        asked = self._render([*before, {**last, "content": PLACE}], tools, prompt=True).text
-        asking = prompt[_common(prompt, asked) :]
-        other = self._render([*earlier, {"role": "assistant", "content": PLACE}], tools).text
-        at = end.text.rfind(asking, 0, _common(end.text, other))
+        probe_prompt = self._render([*before, {**last, "content": PLACEHOLDER}], tools, prompt=True).text
+        asking = prompt[_count_common_prefix(prompt, probe_prompt) :]
+        other = self._render([*earlier, {"role": "assistant", "content": PLACEHOLDER}], tools).text
+        at = end.text.rfind(asking, 0, _count_common_prefix(end.text, other))
         if at >= 0:
             return self._cut(prompt, end, at + len(asking), index + 1)
         raise Refusal(f"message {index}: the chat template's prompt for it is not what it is written after")
@@ -183,9 +187,9 @@ class Template:
 
     def _generate(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
         """Return the text."""
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         with _limit_time():
-            return _join_pieces(self._template.generate(**{**self._variables, **given}))
+            return _join_pieces(self._template.generate(**{**self._variables, **arguments}))
 
     @cached_property
     def _joins_arguments(self) -> bool:
@@ -256,19 +260,19 @@ def _split_marks(text: str) -> Rendering:
     return Rendering("".join(pieces), [(begin, end) for begin, end in spans if begin < end])
 
 
-def _common(one: str, other: str) -> int:
+def _count_common_prefix(first: str, other: str) -> int:
     """Return how many characters both begin with."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if first[low:middle] == other[low:middle] else (low, middle - 1)
     return low
 
 
 def _with_thoughts(message: Message) -> Message:
     """Return the message with its thoughts under all names that templates read, as transformers 5 does."""
-    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
-    return message if thoughts is None else {**dict.fromkeys(THOUGHTS[:2], thoughts), **message}
+    thoughts = next((message[name] for name in THOUGHT_KEYS if message.get(name) is not None), None)
+    return message if thoughts is None else {**dict.fromkeys(THOUGHT_KEYS[:2], thoughts), **message}
 
 
 def _with_text(message: Message) -> Message:
@@ -286,12 +290,12 @@ def _with_text(message: Message) -> Message:
 def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None:
     """Raise Refusal for what the assistant says and nobody would learn; a template may strip white space."""
     learned = [text[begin:until] for begin, until in parts]
-    *thoughts, answer = message["content"].split(THOUGHT)
+    *thoughts, answer = message["content"].split(THOUGHT_END)
     if not any(answer.strip() in part for part in learned):
         raise Refusal(f"the chat template does not write what the assistant says: {answer.strip()[:40]!r}")
-    if thoughts and not any(THOUGHT in part for part in learned):
-        raise Refusal(f"the chat template leaves out the assistant's thoughts (up to {THOUGHT})")
-    for name in THOUGHTS:
+    if thoughts and not any(THOUGHT_END in part for part in learned):
+        raise Refusal(f"the chat template leaves out the assistant's thoughts (up to {THOUGHT_END})")
+    for name in THOUGHT_KEYS:
         thought = message.get(name)
         if isinstance(thought, str) and not any(thought.strip() in part for part in learned):
             raise Refusal(f"the chat template leaves out the assistant's thoughts ({name})")
@@ -304,7 +308,9 @@ def answer(template: Template, line: str) -> dict[str, Any]:
     """Return the samples of a request, or why there are none."""
     try:
         request = json.loads(line)
-        if "\\ufdd" in line and re.search(f"[{BEGIN}{END}{PLACE}]", json.dumps(request, ensure_ascii=False)):
+        if "\\ufdd" in line and re.search(
+            f"[{BEGIN}{END}{PLACEHOLDER}]", json.dumps(request, ensure_ascii=False)
+        ):
             raise Refusal("holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
         if request.pop("prompt", False):
             return {"samples": template.write_prompt(**request)}

@@ -17,18 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.data.processing import Processing
+from bundle.data.processing import MediaProcessor
 from bundle.data.store import Store
-from bundle.sequences.packing import ramp
+from bundle.packing.packing import concatenate_ranges
 
 Ints = NDArray[np.int64]
 # Whoever goes on after a checkpoint must find this again: orders of another name are other orders.
 ORDER = "numpy.random.RandomState"
 # What weights are counted in at most, so that the pattern of a blend is short.
-PARTS = 10**5
+MAX_PARTS = 10**5
 
 
-def permutation(size: int, key: str) -> Ints:
+def draw_permutation(size: int, key: str) -> Ints:
     """range(size) in the random order that is named by `key`; read only: [size].
 
     numpy promises that the streams of this generator never change (NEP 19).
@@ -45,15 +45,15 @@ class Epochs:
     def __init__(self, size: int, key: str) -> None:
         self._size = size
         # Every step asks for its epoch's order; an epoch may end within a step.
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: permutation(size, f"{key} {epoch}"))
+        self._order = functools.lru_cache(maxsize=2)(lambda epoch: draw_permutation(size, f"{key} {epoch}"))
 
-    def at(self, places: Ints) -> Ints:
+    def select_samples(self, places: Ints) -> Ints:
         """The samples at these places of the run."""
         epochs, within = places // self._size, places % self._size
         samples = np.empty(len(places), np.int64)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            samples[here] = self._order(epoch)[within[here]]
+            mask = epochs == epoch
+            samples[mask] = self._order(epoch)[within[mask]]
         return samples
 
 
@@ -69,7 +69,7 @@ class Blend:
         """`sizes` are the samples of each data set, which are numbered one after the other."""
         exact = [Fraction(str(weight)) for weight in weights]
         exact = [weight / sum(exact) for weight in exact]
-        parts = min(PARTS, math.lcm(*(share.denominator for share in exact)))
+        parts = min(MAX_PARTS, math.lcm(*(share.denominator for share in exact)))
         # Of `period` places, how many are each data set's.
         self.shares: Ints = np.asarray([max(1, round(share * parts)) for share in exact])
         self.period = int(self.shares.sum())
@@ -77,13 +77,15 @@ class Blend:
         run = f"training {seed}"
         runs = [run] if len(sizes) == 1 else [f"{run}, {number}" for number in range(len(sizes))]
         self._epochs = [Epochs(size, run) for size, run in zip(sizes, runs, strict=True)]
-        self._owners = _lagging(self.shares, 2 * self.period)  # only the first period begins with max(n, 1)
+        self._owners = _assign_data_sets(
+            self.shares, 2 * self.period
+        )  # only the first period begins with max(n, 1)
         self._nth = np.empty(2 * self.period, np.int64)
         for owner in range(len(sizes)):
-            here = self._owners == owner
-            self._nth[here] = np.arange(here.sum())
+            mask = self._owners == owner
+            self._nth[mask] = np.arange(mask.sum())
 
-    def drawn(self, first: int, count: int) -> Ints:
+    def draw_samples(self, first: int, count: int) -> Ints:
         """The numbers of the `count` samples from place `first` on."""
         places = np.arange(first, first + count, dtype=np.int64)
         at = np.where(places < self.period, places, self.period + places % self.period)
@@ -91,19 +93,19 @@ class Blend:
         nth = self._nth[at] + np.maximum(0, places // self.period - 1) * self.shares[owners]
         numbers = np.empty(count, np.int64)
         for owner in np.unique(owners).tolist():
-            here = owners == owner
-            numbers[here] = self._before[owner] + self._epochs[owner].at(nth[here])
+            mask = owners == owner
+            numbers[mask] = self._before[owner] + self._epochs[owner].select_samples(nth[mask])
         return numbers
 
-    def taken(self, places: int) -> Ints:
+    def count_samples(self, places: int) -> Ints:
         """How many samples of each data set are at the first `places`: [data sets]."""
-        whole, rest = divmod(places, self.period)
-        begin = self.period if whole else 0
+        cycles, rest = divmod(places, self.period)
+        begin = self.period if cycles else 0
         last = np.bincount(self._owners[begin : begin + rest], minlength=len(self.shares))
-        return whole * self.shares + last
+        return cycles * self.shares + last
 
 
-def _lagging(shares: Ints, places: int) -> Ints:
+def _assign_data_sets(shares: Ints, places: int) -> Ints:
     """The data set of each place, from the first on."""
     owners, lag = np.empty(places, np.int64), shares.copy()
     for place in range(places):
@@ -114,12 +116,12 @@ def _lagging(shares: Ints, places: int) -> Ints:
     return owners
 
 
-def held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
+def choose_held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Which of `size` pieces are kept for evaluation: [size]; at least one where `fraction` is not zero."""
     chosen = np.zeros(size, np.bool_)
     if fraction > 0:
         count = min(size, max(1, round(size * fraction)))
-        chosen[permutation(size, f"held out {seed}")[:count]] = True
+        chosen[draw_permutation(size, f"held out {seed}")[:count]] = True
     return chosen
 
 
@@ -137,22 +139,22 @@ class Spans:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def where(self, chosen: NDArray[np.bool_] | Ints) -> "Spans":
+    def select(self, chosen: NDArray[np.bool_] | Ints) -> "Spans":
         """Only the chosen pieces, in the order of their numbers or as numbered."""
         return Spans(self.starts[chosen], self.lengths[chosen])
 
-    def cut(self, longest: int) -> "Spans":
-        """The same tokens in pieces of at most `longest`; only a document's last piece is shorter."""
-        pieces = -(-self.lengths // longest)
+    def cut(self, max_length: int) -> "Spans":
+        """The same tokens in pieces of at most `max_length`; only a document's last piece is shorter."""
+        pieces = -(-self.lengths // max_length)
         owner = np.repeat(np.arange(len(self)), pieces)
-        offset = ramp(np.zeros(len(self), np.int64), pieces) * longest
-        return Spans(self.starts[owner] + offset, np.minimum(self.lengths[owner] - offset, longest))
+        offset = concatenate_ranges(np.zeros(len(self), np.int64), pieces) * max_length
+        return Spans(self.starts[owner] + offset, np.minimum(self.lengths[owner] - offset, max_length))
 
 
-def best_fit(lengths: Ints, room: int) -> list[Ints]:
-    """The pieces of each pack, by number, at most `room` together: longest first, each where it fits best.
+def pack_best_fit(lengths: Ints, capacity: int) -> list[Ints]:
+    """The pieces of each pack, by number, at most `capacity` in all: longest first, each where it fits best.
 
-    The work per piece is one bisection among the distinct sizes of free room. Lengths are 1 .. `room`.
+    The work per piece is one bisection among the distinct sizes of free room. Lengths are 1 .. `capacity`.
     """
     packs: list[list[int]] = []
     free: dict[int, list[int]] = {}  # free room -> packs that have it
@@ -161,7 +163,7 @@ def best_fit(lengths: Ints, room: int) -> list[Ints]:
         length = int(lengths[piece])
         at = bisect_left(sizes, length)
         if at == len(sizes):
-            pack, left = len(packs), room
+            pack, left = len(packs), capacity
             packs.append([])
         else:
             left = sizes[at]
@@ -178,14 +180,14 @@ def best_fit(lengths: Ints, room: int) -> list[Ints]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampleBatch:
     """One micro-batch on the host: [b, s] each, or, packed, [1, t] with the sequences one after the other.
 
     `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
-    sequences of a pack in tokens, unpadded; None for rows of equal length, of which `filled` [b] are tokens,
-    and what is behind them padding; None: all are. `pixels` [patches, values] and
+    sequences of a pack in tokens, unpadded; None for rows of equal length, of which `row_lengths` [b] are
+    tokens, and what is behind them padding; None: all are. `pixels` [patches, values] and
     `grids` [images, 3] are those of all its images and videos in their order, `seconds` [images] those of
-    time (`sequences.images`). `documents` are the numbers of its sequences among all documents of the corpus,
+    time (`packing.images`). `documents` are the numbers of its sequences among all documents of the corpus,
     BLANK for one of a blank sample; pieces that go across documents have none.
     """
 
@@ -194,14 +196,14 @@ class Batch:
     loss_mask: Tensor  # float32
     position_ids: Tensor  # int64
     lengths: tuple[int, ...] | None = None
-    filled: tuple[int, ...] | None = None
+    row_lengths: tuple[int, ...] | None = None
     pixels: Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # float32
     grids: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     documents: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
-class Sizes(NamedTuple):
+class SampleSizes(NamedTuple):
     """What samples take to compute: the tokens of each sequence, padding aside, and each image's patches."""
 
     lengths: Ints  # [sequences]
@@ -209,24 +211,24 @@ class Sizes(NamedTuple):
 
 
 class Samples(Protocol):
-    """Numbered samples; `batch` takes numbers, BLANK among them, and gives tensors."""
+    """Numbered samples; `build_batch` takes numbers, BLANK among them, and gives tensors."""
 
     def __len__(self) -> int: ...
 
-    def batch(self, numbers: Ints) -> Batch:
+    def build_batch(self, numbers: Ints) -> SampleBatch:
         """The samples `numbers` [b] as one micro-batch."""
         ...
 
-    def patches(self, numbers: Ints) -> Ints:
+    def count_patches(self, numbers: Ints) -> Ints:
         """The patches [b] of the images and videos of each; all else in samples is padded to one size."""
         ...
 
-    def sizes(self, numbers: Ints) -> Sizes:
+    def compute_sizes(self, numbers: Ints) -> SampleSizes:
         """Return the sizes of the samples `numbers` [b], none of them BLANK, without reading them."""
         ...
 
 
-class Windows:
+class WindowSamples:
     """Windows of `length` tokens, one after the other through all pieces, across documents.
 
     Where a piece between was held out, what comes next does not follow in the text: it has no loss.
@@ -241,23 +243,23 @@ class Windows:
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, numbers: Ints) -> Batch:
+    def build_batch(self, numbers: Ints) -> SampleBatch:
         """[b, length] each."""
         places = np.maximum(numbers, 0)[:, None] * self._length + np.arange(self._length + 1)
         piece = np.searchsorted(self._before, places, side="right") - 1
         in_store = self._starts[piece] + places - self._before[piece]
-        return _batch(numbers, self._ids[in_store], np.diff(in_store) == 1, np.arange(self._length))
+        return _build_batch(numbers, self._ids[in_store], np.diff(in_store) == 1, np.arange(self._length))
 
-    def patches(self, numbers: Ints) -> Ints:
+    def count_patches(self, numbers: Ints) -> Ints:
         """None."""
         return np.zeros_like(numbers)
 
-    def sizes(self, numbers: Ints) -> Sizes:
+    def compute_sizes(self, numbers: Ints) -> SampleSizes:
         """Return one length for each."""
-        return Sizes(np.full(len(numbers), self._length, np.int64), np.zeros((0, 3), np.int64))
+        return SampleSizes(np.full(len(numbers), self._length, np.int64), np.zeros((0, 3), np.int64))
 
 
-class Rows:
+class RowSamples:
     """One sequence per sample, or several that stay together, filled up with `padding` that has no loss."""
 
     def __init__(
@@ -267,41 +269,50 @@ class Rows:
         length: int,
         padding: int,
         *,
-        together: int = 1,
-        first: int = 0,
-        images: Processing | None = None,
+        documents_per_sample: int = 1,
+        first_document: int = 0,
+        processor: MediaProcessor | None = None,
     ) -> None:
-        """`together` sequences are a sample; `first` is the number of the store's first document."""
+        """`documents_per_sample` sequences are a sample.
+
+        `first_document` is the number of the store's first document.
+        """
         self._store, self._spans, self._length, self._padding = store, spans, length, padding
-        self._together, self._first, self._images = together, first, images
+        self._documents_per_sample, self._first_document, self._processor = (
+            documents_per_sample,
+            first_document,
+            processor,
+        )
 
     def __len__(self) -> int:
-        return len(self._spans) // self._together
+        return len(self._spans) // self._documents_per_sample
 
-    def batch(self, numbers: Ints) -> Batch:
+    def build_batch(self, numbers: Ints) -> SampleBatch:
         """[b * together, length] each."""
-        numbers = members(numbers, self._together)
-        rows, within = self._spans.where(np.maximum(numbers, 0)), np.arange(self._length + 1)
+        numbers = list_sequences(numbers, self._documents_per_sample)
+        rows, within = self._spans.select(np.maximum(numbers, 0)), np.arange(self._length + 1)
         real = within < rows.lengths[:, None]
         places = np.minimum(rows.starts[:, None] + within, len(self._store.ids) - 1)
         ids = np.where(real, self._store.ids[places], self._padding)
-        made = _batch(numbers, ids, (real & learned_at(self._store, places))[:, 1:], within[:-1])
-        documents = _documents(self._store, rows, self._first, numbers)
-        made = replace(made, filled=tuple(rows.lengths.tolist()), documents=documents)
-        return _with_images(made, self._store, rows, self._images)
+        batch = _build_batch(numbers, ids, (real & read_loss_mask(self._store, places))[:, 1:], within[:-1])
+        documents = _number_documents(self._store, rows, self._first_document, numbers)
+        batch = replace(batch, row_lengths=tuple(rows.lengths.tolist()), documents=documents)
+        return _with_images(batch, self._store, rows, self._processor)
 
-    def patches(self, numbers: Ints) -> Ints:
+    def count_patches(self, numbers: Ints) -> Ints:
         """Those of the sequences that are a sample; a blank one is the first without loss."""
-        rows = self._spans.where(members(np.maximum(numbers, 0), self._together))
-        patches: Ints = _patches(self._store, rows).reshape(-1, self._together).sum(1)
+        rows = self._spans.select(list_sequences(np.maximum(numbers, 0), self._documents_per_sample))
+        patches: Ints = _count_patches(self._store, rows).reshape(-1, self._documents_per_sample).sum(1)
         return patches
 
-    def sizes(self, numbers: Ints) -> Sizes:
+    def compute_sizes(self, numbers: Ints) -> SampleSizes:
         """Return those of the sequences that are a sample."""
-        return _sizes(self._store, self._spans.where(members(numbers, self._together)))
+        return _compute_sizes(
+            self._store, self._spans.select(list_sequences(numbers, self._documents_per_sample))
+        )
 
 
-class Packs:
+class PackSamples:
     """Several whole sequences per sample; one sample is a micro-batch."""
 
     def __init__(
@@ -310,40 +321,40 @@ class Packs:
         spans: Spans,
         packs: list[Ints],
         *,
-        first: int = 0,
-        images: Processing | None = None,
+        first_document: int = 0,
+        processor: MediaProcessor | None = None,
     ) -> None:
-        """`packs` are the sequences of each; `first` is the number of the store's first document."""
-        self._store, self._spans, self._packs, self._first = store, spans, packs, first
-        self._images = images
+        """`packs` are the sequences of each; `first_document` is the number of the store's first document."""
+        self._store, self._spans, self._packs, self._first_document = store, spans, packs, first_document
+        self._processor = processor
 
     def __len__(self) -> int:
         return len(self._packs)
 
-    def batch(self, numbers: Ints) -> Batch:
+    def build_batch(self, numbers: Ints) -> SampleBatch:
         """[1, t] each, t the tokens of the one pack in `numbers`."""
-        spans = self._spans.where(self._packs[max(int(numbers[0]), 0)])
-        places = ramp(spans.starts, spans.lengths)
-        learned = np.roll(learned_at(self._store, places), -1)
+        spans = self._spans.select(self._packs[max(int(numbers[0]), 0)])
+        places = concatenate_ranges(spans.starts, spans.lengths)
+        learned = np.roll(read_loss_mask(self._store, places), -1)
         learned[np.cumsum(spans.lengths) - 1] = False  # the last token of a sequence has none after it
         ids = self._store.ids[np.append(places, places[0])]
-        positions = ramp(np.zeros(len(spans), np.int64), spans.lengths)
-        made = _batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
-        made = replace(made, documents=_documents(self._store, spans, self._first, numbers))
-        return _with_images(made, self._store, spans, self._images)
+        positions = concatenate_ranges(np.zeros(len(spans), np.int64), spans.lengths)
+        batch = _build_batch(numbers, ids[None], learned[None], positions, tuple(spans.lengths.tolist()))
+        batch = replace(batch, documents=_number_documents(self._store, spans, self._first_document, numbers))
+        return _with_images(batch, self._store, spans, self._processor)
 
-    def patches(self, numbers: Ints) -> Ints:
+    def count_patches(self, numbers: Ints) -> Ints:
         """Those of the sequences of each pack."""
-        packs = [self._spans.where(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
-        return np.asarray([_patches(self._store, spans).sum() for spans in packs], np.int64)
+        packs = [self._spans.select(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
+        return np.asarray([_count_patches(self._store, spans).sum() for spans in packs], np.int64)
 
-    def sizes(self, numbers: Ints) -> Sizes:
+    def compute_sizes(self, numbers: Ints) -> SampleSizes:
         """Return those of the sequences of each pack."""
         sequences = np.concatenate([self._packs[number] for number in numbers.tolist()])
-        return _sizes(self._store, self._spans.where(sequences))
+        return _compute_sizes(self._store, self._spans.select(sequences))
 
 
-class Joined:
+class JoinedSamples:
     """Samples of several data sets, numbered one after the other."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
@@ -353,129 +364,142 @@ class Joined:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def batch(self, numbers: Ints) -> Batch:
+    def build_batch(self, numbers: Ints) -> SampleBatch:
         """The samples in their order, each from its data set; a pack comes alone, as it does from there."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right").tolist()
         begins = [int(self._ends[owner]) - len(self._parts[owner]) for owner in owners]
         # BLANK is of the first data set, which begins at 0, and stays what it is.
-        each = zip(owners, numbers.tolist(), begins, strict=True)
-        found = [self._parts[owner].batch(np.asarray([number - begin])) for owner, number, begin in each]
-        columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in found), strict=True)
+        numbers_by_owner = zip(owners, numbers.tolist(), begins, strict=True)
+        batches = [
+            self._parts[owner].build_batch(np.asarray([number - begin]))
+            for owner, number, begin in numbers_by_owner
+        ]
+        columns = zip(*((b.ids, b.labels, b.loss_mask, b.position_ids) for b in batches), strict=True)
         ids, labels, loss_mask, positions = map(torch.cat, columns)
-        documents = np.concatenate([batch.documents for batch in found])
-        grids, seconds = (np.concatenate([getattr(b, of) for b in found]) for of in ("grids", "seconds"))
-        filled = tuple(chain.from_iterable(batch.filled or () for batch in found)) or None
-        made = Batch(ids, labels, loss_mask, positions, found[0].lengths, filled, documents=documents)
-        return replace(made, pixels=torch.cat([b.pixels for b in found]), grids=grids, seconds=seconds)
+        documents = np.concatenate([batch.documents for batch in batches])
+        grids, seconds = (
+            np.concatenate([getattr(b, name) for b in batches]) for name in ("grids", "seconds")
+        )
+        filled = tuple(chain.from_iterable(batch.row_lengths or () for batch in batches)) or None
+        joined_batch = SampleBatch(
+            ids, labels, loss_mask, positions, batches[0].lengths, filled, documents=documents
+        )
+        return replace(
+            joined_batch, pixels=torch.cat([b.pixels for b in batches]), grids=grids, seconds=seconds
+        )
 
-    def patches(self, numbers: Ints) -> Ints:
+    def count_patches(self, numbers: Ints) -> Ints:
         """Those of each, as its data set has them."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right")
-        found = np.zeros_like(numbers)
+        patch_counts = np.zeros_like(numbers)
         for owner in np.unique(owners).tolist():
-            part, here = self._parts[owner], owners == owner
-            found[here] = part.patches(np.maximum(numbers[here], 0) - (int(self._ends[owner]) - len(part)))
-        return found
+            part, mask = self._parts[owner], owners == owner
+            patch_counts[mask] = part.count_patches(
+                np.maximum(numbers[mask], 0) - (int(self._ends[owner]) - len(part))
+            )
+        return patch_counts
 
-    def sizes(self, numbers: Ints) -> Sizes:
+    def compute_sizes(self, numbers: Ints) -> SampleSizes:
         """Return those of each data set, one data set after the other."""
         owners = np.searchsorted(self._ends, numbers, side="right")
-        found = [
-            self._parts[owner].sizes(
+        part_sizes = [
+            self._parts[owner].compute_sizes(
                 numbers[owners == owner] - (int(self._ends[owner]) - len(self._parts[owner]))
             )
             for owner in np.unique(owners).tolist()
         ]
-        lengths, grids = map(np.concatenate, zip(*found, strict=True))
-        return Sizes(lengths, grids)
+        lengths, grids = map(np.concatenate, zip(*part_sizes, strict=True))
+        return SampleSizes(lengths, grids)
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
+def join_samples(parts: Sequence[Samples]) -> Samples:
     """The samples of all parts as one."""
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return parts[0] if len(parts) == 1 else JoinedSamples(parts)
 
 
-def dealt(costs: Ints, groups: int) -> Ints:
+def balance_costs(costs: Ints, groups: int) -> Ints:
     """Which of the pieces of these costs each of `groups` has, all of them as many: [groups, pieces].
 
     The most costly ones first, each to the group that has the least so far and room for one.
     """
     size = len(costs) // groups
-    found: list[list[int]] = [[] for _ in range(groups)]
+    group_pieces: list[list[int]] = [[] for _ in range(groups)]
     least = [(0, group) for group in range(groups)]  # a heap
     for piece in np.argsort(-costs, kind="stable").tolist():
         cost, group = heappop(least)
-        found[group].append(piece)
-        if len(found[group]) < size:
+        group_pieces[group].append(piece)
+        if len(group_pieces[group]) < size:
             heappush(least, (cost + int(costs[piece]), group))
-    return np.asarray(found, np.int64)
+    return np.asarray(group_pieces, np.int64)
 
 
-def members(numbers: Ints, together: int) -> Ints:
-    """The sequences of samples that have `together` each; a BLANK one has blank ones."""
-    within = numbers[:, None] * together + np.arange(together)
+def list_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
+    """The sequences of samples that have `documents_per_sample` each; a BLANK one has blank ones."""
+    within = numbers[:, None] * documents_per_sample + np.arange(documents_per_sample)
     return np.where(numbers[:, None] == BLANK, BLANK, within).ravel()
 
 
-def _documents(store: Store, spans: Spans, first: int, numbers: Ints) -> Ints:
+def _number_documents(store: Store, spans: Spans, first_document: int, numbers: Ints) -> Ints:
     """The numbers of the documents that hold these pieces; BLANK where the sample is."""
-    return np.where(numbers == BLANK, BLANK, first + _owners(store, spans))
+    return np.where(numbers == BLANK, BLANK, first_document + _find_documents(store, spans))
 
 
-def _owners(store: Store, spans: Spans) -> Ints:
+def _find_documents(store: Store, spans: Spans) -> Ints:
     """Which of the store's documents hold these pieces: [pieces]."""
     owners: Ints = np.searchsorted(store.starts, spans.starts, side="right") - 1
     return owners
 
 
-def _patches(store: Store, spans: Spans) -> Ints:
+def _count_patches(store: Store, spans: Spans) -> Ints:
     """The patches of the documents that hold these pieces: [pieces]."""
     return (
         np.zeros(len(spans), np.int64)
         if store.pictures is None
-        else store.pictures.patches[_owners(store, spans)]
+        else store.pictures.patch_counts[_find_documents(store, spans)]
     )
 
 
-def _sizes(store: Store, spans: Spans) -> Sizes:
+def _compute_sizes(store: Store, spans: Spans) -> SampleSizes:
     """Return the sizes of these pieces, with the images of the documents that hold them."""
     pictures = store.pictures
     if pictures is None:
-        return Sizes(spans.lengths, np.zeros((0, 3), np.int64))
-    return Sizes(spans.lengths, pictures.grids[pictures.of(_owners(store, spans))])
+        return SampleSizes(spans.lengths, np.zeros((0, 3), np.int64))
+    return SampleSizes(spans.lengths, pictures.grids[pictures.find_pictures(_find_documents(store, spans))])
 
 
-def learned_at(store: Store, places: Ints) -> NDArray[np.bool_]:
+def read_loss_mask(store: Store, places: Ints) -> NDArray[np.bool_]:
     """Which of these tokens of the store are learned."""
-    return np.ones(places.shape, np.bool_) if store.learned is None else store.learned[places]
+    return np.ones(places.shape, np.bool_) if store.loss_mask is None else store.loss_mask[places]
 
 
-def _with_images(made: Batch, store: Store, spans: Spans, images: Processing | None) -> Batch:
+def _with_images(
+    batch: SampleBatch, store: Store, spans: Spans, processor: MediaProcessor | None
+) -> SampleBatch:
     """The batch of whole documents with their images and videos, decoded by several threads."""
-    if store.pictures is None or images is None:
-        return made
-    pictures, numbers = store.pictures, store.pictures.of(_owners(store, spans))
+    if store.pictures is None or processor is None:
+        return batch
+    pictures, numbers = store.pictures, store.pictures.find_pictures(_find_documents(store, spans))
     if not len(numbers):
-        return made
+        return batch
     with ThreadPoolExecutor(min(THREADS, len(numbers))) as threads:
-        patches = list(threads.map(images.patches, map(pictures.picture, numbers.tolist())))
+        patches = list(threads.map(processor.extract_patches, map(pictures.read_picture, numbers.tolist())))
     pixels = torch.from_numpy(np.concatenate(patches))
-    return replace(made, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds[numbers])
+    return replace(batch, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds[numbers])
 
 
-def _batch(
+def _build_batch(
     numbers: Ints,
     ids: NDArray[Any],
-    learned: NDArray[np.bool_],
+    label_mask: NDArray[np.bool_],
     positions: Ints,
     lengths: tuple[int, ...] | None = None,
-) -> Batch:
+) -> SampleBatch:
     """The samples `numbers` [b] of ids [b, s + 1], of which labels [b, s] are learned; none of BLANK are."""
-    wanted = learned & (numbers != BLANK)[:, None]
-    return Batch(
+    loss_mask = label_mask & (numbers != BLANK)[:, None]
+    return SampleBatch(
         torch.from_numpy(ids[:, :-1].astype(np.int64)),
         torch.from_numpy(ids[:, 1:].astype(np.int64)),
-        torch.from_numpy(wanted.astype(np.float32)),
+        torch.from_numpy(loss_mask.astype(np.float32)),
         torch.from_numpy(np.tile(positions, (len(ids), 1))),
         lengths,
     )

@@ -11,26 +11,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bundle.errors import EnvironmentUnfit, UsageError, shown
-from bundle.planning.datafiles import Source
+from bundle.errors import EnvironmentUnfit, UsageError, format_value
+from bundle.planning.datafiles import DataFile
 from bundle.recipe.data import Data
 
 # Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
-SHOWN = 20  # reasons
-PLACES = 3  # of each reason
+MAX_REASONS = 20  # reasons
+MAX_PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
 # What of a reason differs from row to row though the cause is one: numbers, quoted names, values.
-_VARIES = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
-_OF_FIRST = " (and others like it)"
+_VARIABLE_PARTS = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
+_OTHERS_SUFFIX = " (and others like it)"
 _BLOCK = 2**20  # characters of a JSON array that are read at once
-_TOKEN = 16  # characters: no word or escape of JSON is longer
-_BETWEEN = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
-_ARROW_FILE = b"ARROW1"  # how a file with a footer begins; a stream does not
+_MAX_JSON_WORD = 16  # characters: no word or escape of JSON is longer
+_ARRAY_SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
+_ARROW_MAGIC = b"ARROW1"  # how a file with a footer begins; a stream does not
 
 Values = dict[str, Any]
 # Of corrupt, deleted, cut and read rows: how many, and for each of the first reasons (formats) how many and
 # the first places.
-Noted = list[tuple[int, list[tuple[str, int, list[str]]]]]
+RowReport = list[tuple[int, list[tuple[str, int, list[str]]]]]
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -43,7 +43,7 @@ class Corrupt(Exception):
         super().__init__(reason)
 
 
-class Told:
+class ReasonCounter:
     """How many rows or files something happened to, and of each cause how many and the first places.
 
     Reasons that differ in numbers or names alone have one cause, which is shown as the first of them is.
@@ -61,29 +61,29 @@ class Told:
         """Adds what `dump` gave of others, which came later."""
         self.count += count
         for reason, more, places in reasons:
-            cause = _VARIES.sub("#", reason.removesuffix(_OF_FIRST))
+            cause = _VARIABLE_PARTS.sub("#", reason.removesuffix(_OTHERS_SUFFIX))
             if cause not in self._causes:
-                if len(self._causes) < SHOWN:
-                    self._causes[cause] = reason, more, list(places[:PLACES])
+                if len(self._causes) < MAX_REASONS:
+                    self._causes[cause] = reason, more, list(places[:MAX_PLACES])
                 continue
             first, many, before = self._causes[cause]
-            if reason not in (first, first.removesuffix(_OF_FIRST)):
-                first = first.removesuffix(_OF_FIRST) + _OF_FIRST
-            self._causes[cause] = first, many + more, [*before, *places][:PLACES]
+            if reason not in (first, first.removesuffix(_OTHERS_SUFFIX)):
+                first = first.removesuffix(_OTHERS_SUFFIX) + _OTHERS_SUFFIX
+            self._causes[cause] = first, many + more, [*before, *places][:MAX_PLACES]
 
     def dump(self) -> tuple[int, list[tuple[str, int, list[str]]]]:
         """What was counted so far, as JSON values."""
         return self.count, list(self._causes.values())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """A line for each cause, after the first places that have it."""
         return [
-            f"{', '.join(places)}{f' and {many - PLACES:,} more' if many > PLACES else ''}: {reason}"
+            f"{', '.join(places)}{f' and {many - MAX_PLACES:,} more' if many > MAX_PLACES else ''}: {reason}"
             for reason, many, places in self._causes.values()
         ]
 
     @property
-    def unlisted(self) -> int:
+    def unlisted_count(self) -> int:
         """How many have a cause that came when there were enough."""
         return self.count - sum(many for _, many, _ in self._causes.values())
 
@@ -93,93 +93,105 @@ class DataErrors:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.corrupt = Told()
-        self.deleted, self.cut = Told(), Told()  # rows that were too long
-        self.formats = Told()  # how rows were read
+        self.corrupt = ReasonCounter()
+        self.deleted, self.cut = ReasonCounter(), ReasonCounter()  # rows that were too long
+        self.formats = ReasonCounter()  # how rows were read
 
     def add(self, place: str, reason: object) -> None:
         """Counts a corrupt one."""
         self.corrupt.add(place, reason)
 
-    def passed(self, given: Iterable[tuple[str, A]], make: Callable[[A], B]) -> Iterator[tuple[str, B]]:
-        """Each place with what `make` makes of its value; where that raises Corrupt, it is recorded."""
-        for place, value in given:
+    def convert_rows(
+        self, rows: Iterable[tuple[str, A]], convert: Callable[[A], B]
+    ) -> Iterator[tuple[str, B]]:
+        """Each place with what `convert` makes of its value; where that raises Corrupt, it is recorded."""
+        for place, value in rows:
             try:
-                made = make(value)
+                result = convert(value)
             except Corrupt as error:
                 self.add(place, error)
             except RecursionError:
                 self.add(place, "nested too deep")
             else:
-                yield place, made
+                yield place, result
 
-    def dump(self) -> Noted:
+    def dump(self) -> RowReport:
         """What was found so far, as JSON values."""
         return [counter.dump() for counter in (self.corrupt, self.deleted, self.cut, self.formats)]
 
-    def extend(self, noted: Noted) -> None:
+    def extend(self, report: RowReport) -> None:
         """Adds what `dump` gave of others, which came later."""
         counters = (self.corrupt, self.deleted, self.cut, self.formats)
-        for counter, (count, reasons) in zip(counters, noted, strict=True):
+        for counter, (count, reasons) in zip(counters, report, strict=True):
             counter.extend(count, reasons)
 
-    def taken(self) -> Noted:
+    def drain_report(self) -> RowReport:
         """What was found so far, which is forgotten here."""
-        noted = self.dump()
-        self.corrupt, self.deleted, self.cut, self.formats = Told(), Told(), Told(), Told()
-        return noted
+        report = self.dump()
+        self.corrupt, self.deleted, self.cut, self.formats = (
+            ReasonCounter(),
+            ReasonCounter(),
+            ReasonCounter(),
+            ReasonCounter(),
+        )
+        return report
 
     def conclude(self) -> dict[str, Any]:
         """What to keep beside the tokens. Raises UsageError for corrupt rows, unless they are skipped."""
         corrupt = self.corrupt
         if corrupt.count and self.policy == "stop":
-            more = [f"and {corrupt.unlisted:,} more"] if corrupt.unlisted else []
-            what = f"the data has {corrupt.count} corrupt rows or files"
-            raise UsageError(f"{what}; mend them, or set data.on_error: skip", [*corrupt.lines(), *more])
-        long = [*self.deleted.lines(), *self.cut.lines()]
+            more = [f"and {corrupt.unlisted_count:,} more"] if corrupt.unlisted_count else []
+            summary = f"the data has {corrupt.count} corrupt rows or files"
+            raise UsageError(
+                f"{summary}; mend them, or set data.on_error: skip", [*corrupt.format_lines(), *more]
+            )
+        long = [*self.deleted.format_lines(), *self.cut.format_lines()]
         counts = {"skipped_count": corrupt.count, "deleted": self.deleted.count, "cut": self.cut.count}
         formats = {name: count for name, count, _ in self.formats.dump()[1]}
-        return {"skipped": corrupt.lines(), "long": long, "formats": formats, **counts}
+        return {"skipped": corrupt.format_lines(), "long": long, "formats": formats, **counts}
 
 
-def texts(data: Data, sources: Sequence[Source], errors: DataErrors) -> Iterator[tuple[str, str]]:
+def read_texts(data: Data, sources: Sequence[DataFile], errors: DataErrors) -> Iterator[tuple[str, str]]:
     """The documents of pre-training data, after their places: parts of text files, or a field of each row."""
     if sources and sources[0].kind == "text":
-        return _read(sources, lambda source: _documents(source.path, data.separator), errors)
+        return _read_sources(sources, lambda source: _read_documents(source.path, data.separator), errors)
     name = data.fields.text
-    return errors.passed(rows(sources, (name,), errors), lambda values: text_of(values, name))
+    return errors.convert_rows(read_rows(sources, (name,), errors), lambda values: read_text(values, name))
 
 
-def rows(
-    sources: Sequence[Source], wanted: Sequence[str] | None, errors: DataErrors
+def read_rows(
+    sources: Sequence[DataFile], field_names: Sequence[str] | None, errors: DataErrors
 ) -> Iterator[tuple[str, Values]]:
-    """The rows of files of one kind, after their places: "file:line". None: all fields, not the `wanted`."""
+    """The rows of files of one kind, after their places: "file:line".
+
+    At least the fields of `field_names`; None: all.
+    """
     if sources and sources[0].kind == "jsonl":
-        return errors.passed(_read(sources, _values, errors), _object)
-    return _read(sources, lambda source: _table(source, wanted), errors)
+        return errors.convert_rows(_read_sources(sources, _read_values, errors), _parse_object)
+    return _read_sources(sources, lambda source: _read_table(source, field_names), errors)
 
 
-def text_of(values: Values, name: str) -> str:
+def read_text(values: Values, name: str) -> str:
     """The text in field `name` of a row. Raises Corrupt where there is none, or a blank one."""
     if name not in values:
         raise Corrupt(f"field {name}: missing; the row has {', '.join(values)[:200] or 'no fields'}")
     text = values[name]
     if not isinstance(text, str) or not text.strip():
-        raise Corrupt(f"field {name}: must be text, is {shown(text)}")
+        raise Corrupt(f"field {name}: must be text, is {format_value(text)}")
     return text
 
 
-def _read(
-    sources: Sequence[Source], reader: Callable[[Source], Iterator[tuple[int, A]]], errors: DataErrors
+def _read_sources(
+    sources: Sequence[DataFile], reader: Callable[[DataFile], Iterator[tuple[int, A]]], errors: DataErrors
 ) -> Iterator[tuple[str, A]]:
     """What `reader` finds in each file, after its place; it gives lines with what begins there."""
     for source in sources:
-        empty = not source.may_be_empty
+        is_empty = not source.may_be_empty
         try:
             for line, content in reader(source):
-                empty = False
+                is_empty = False
                 yield f"{source.name}:{line}", content
-            if empty:
+            if is_empty:
                 raise Corrupt("empty")
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             errors.add(source.name, f"not gzip that can be read: {error}")
@@ -189,7 +201,7 @@ def _read(
             errors.add(f"{source.name}:{error.line}" if error.line else source.name, error)
 
 
-def _documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
+def _read_documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
     """The parts of a text file between separators, those that are not blank."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
@@ -204,12 +216,12 @@ def _documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
         line += part.count("\n") + (separator.count("\n") if separator else 0)
 
 
-def _values(source: Source) -> Iterator[tuple[int, Any]]:
+def _read_values(source: DataFile) -> Iterator[tuple[int, Any]]:
     """The lines of a JSONL file that are not blank, or the values of a file that is one JSON array."""
     with _open_unpacked(source.path) as file:
         if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
-        yield from (_array if file.peek(1).lstrip().startswith(b"[") else _lines)(file)
+        yield from (_read_array if file.peek(1).lstrip().startswith(b"[") else _read_lines)(file)
 
 
 def _open_unpacked(path: Path) -> io.BufferedReader:
@@ -221,7 +233,7 @@ def _open_unpacked(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-def _lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+def _read_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank; Corrupt for an object over several lines."""
     lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
     for at, (number, line) in enumerate(lines):
@@ -230,7 +242,7 @@ def _lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     """The values of a JSON array, after the lines that they begin in; the file is read part by part."""
     text, decode = io.TextIOWrapper(file, encoding="utf-8"), json.JSONDecoder().raw_decode
     buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
@@ -240,7 +252,7 @@ def _array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
         except UnicodeDecodeError as error:
             raise Corrupt(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
         buffer, at = buffer[at:] + block, 0
-        while between := _BETWEEN.match(buffer, at):
+        while between := _ARRAY_SEPARATOR.match(buffer, at):
             begin = between.end()
             line += buffer.count("\n", at, begin)
             if between[1] == "]" and mark == ",":
@@ -272,10 +284,10 @@ def _array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
 
 def _is_cut(error: json.JSONDecodeError, buffer: str) -> bool:
     """Return whether a value may be whole when more of the file is read."""
-    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _TOKEN
+    return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _MAX_JSON_WORD
 
 
-def _object(content: Any) -> Values:
+def _parse_object(content: Any) -> Values:
     """Return the row in a line, or in a value."""
     value = content
     try:
@@ -290,17 +302,22 @@ def _object(content: Any) -> Values:
     return value
 
 
-def _table(source: Source, wanted: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
-    """The rows of a parquet or arrow file, as far as they have one of the `wanted` columns; None: all."""
+def _read_table(source: DataFile, field_names: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
+    """The rows of a parquet or arrow file, as far as they have a column of `field_names`; None: all."""
     pyarrow = _import_pyarrow()
     try:
-        with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (names, batches):
-            columns = list(names) if wanted is None else [name for name in names if name in wanted]
-            if wanted is not None and not columns:
-                raise Corrupt(f"has none of the columns {', '.join(wanted)}; it has {', '.join(names)}")
+        with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (
+            column_names,
+            batches,
+        ):
+            columns = [name for name in column_names if field_names is None or name in field_names]
+            if field_names is not None and not columns:
+                raise Corrupt(
+                    f"has none of the columns {', '.join(field_names)}; it has {', '.join(column_names)}"
+                )
             table_rows = (row for batch in batches(columns) for row in batch.to_pylist())
             for number, row in enumerate(table_rows, start=1):
-                yield number, {name: _given(value) for name, value in row.items()}
+                yield number, {name: _remove_nulls(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise Corrupt(f"not {source.kind} that can be read: {error}") from error
 
@@ -329,7 +346,7 @@ def _open_arrow(path: Path) -> Iterator[_Table]:
             yield from (part.slice(at, PARQUET_ROWS) for at in range(0, len(part), PARQUET_ROWS))
 
     with pyarrow.memory_map(str(path)) as file:
-        has_footer = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+        has_footer = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
         file.seek(0)
         reader = (pyarrow.ipc.open_file if has_footer else pyarrow.ipc.open_stream)(file)
         yield reader.schema.names, batches
@@ -344,8 +361,8 @@ def _import_pyarrow() -> Any:
     return pyarrow
 
 
-def _given(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     """The value without what is null in it: structs of a table have every field in each row."""
     if isinstance(value, dict):
-        return {name: _given(inner) for name, inner in value.items() if inner is not None}
-    return [_given(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _remove_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -34,24 +34,24 @@ from numpy.typing import NDArray
 
 from bundle import files
 from bundle.data.media import Picture
-from bundle.data.sources import DataErrors, Noted
-from bundle.data.tokenizers import Learned, Tokens
+from bundle.data.sources import DataErrors, RowReport
+from bundle.data.tokenizers import LossMask, Tokens
 from bundle.errors import JobFailed, UsageError
-from bundle.sequences.packing import ramp, starts
+from bundle.packing.packing import compute_starts, concatenate_ranges
 
 _log = logging.getLogger(__name__)
 
-TOGETHER = 2**24  # tokens that are looked at together
+TOKENS_PER_BLOCK = 2**24  # tokens that are looked at together
 COMMIT_SECONDS = 2.0  # between two entries of the journal: what a kill costs at most
 Progress = Callable[[int], None]
 Ints = NDArray[np.int64]
-MARK, VERSION = b"MMIDIDX\0\0", 1
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 # What the type of the ids is called; 6 and 7 are floats, of which no model takes any.
-TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-class Indexed(NamedTuple):
+class IndexedDocuments(NamedTuple):
     """What PREFIX.bin holds: all documents in one row, mapped read only."""
 
     values: NDArray[Any]  # [tokens]
@@ -61,39 +61,39 @@ class Indexed(NamedTuple):
 class IndexedWriter:
     """Writes PREFIX.bin document by document, and at last PREFIX.idx; raises OSError where that fails."""
 
-    def __init__(self, prefix: Path, dtype: str, kept: int = 0) -> None:
-        """`dtype` is one of TYPES; `kept` documents are there: what follows them goes."""
+    def __init__(self, prefix: Path, dtype: str, document_count: int = 0) -> None:
+        """`dtype` is one of TYPES; `document_count` documents are there: what follows them goes."""
         self._prefix, self._dtype = prefix, np.dtype(dtype)
-        (self._type,) = (number for number, name in TYPES.items() if name == dtype)
+        (self._type,) = (number for number, name in DTYPES.items() if name == dtype)
         self.path = prefix.with_name(f"{prefix.name}.bin")
-        self.lengths: list[int] = _lengths(prefix, kept).tolist()
-        self._file = self._opened(self.path, sum(self.lengths) * self._dtype.itemsize)
-        self._noted = self._opened(_noting(prefix), len(self.lengths) * 8)
+        self.lengths: list[int] = _read_lengths(prefix, document_count).tolist()
+        self._file = self._open_at(self.path, sum(self.lengths) * self._dtype.itemsize)
+        self._lengths_file = self._open_at(_build_lengths_path(prefix), len(self.lengths) * 8)
 
     def add(self, values: NDArray[Any]) -> None:
         """Appends one document, of one sequence."""
         self._file.write(values.astype(self._dtype).tobytes())
-        self._noted.write(struct.pack("<q", len(values)))
+        self._lengths_file.write(struct.pack("<q", len(values)))
         self.lengths.append(len(values))
 
     def flush(self) -> None:
         """Hands what was added to the system, where a killed process leaves it."""
         self._file.flush()
-        self._noted.flush()
+        self._lengths_file.flush()
 
     def finish(self) -> None:
         """Writes the index, without which nobody reads the rest."""
         self._file.close()
-        self._noted.close()
-        _noting(self._prefix).unlink()
+        self._lengths_file.close()
+        _build_lengths_path(self._prefix).unlink()
         count, lengths = len(self.lengths), np.asarray(self.lengths, "<i8")
         begins = (np.cumsum(lengths) - lengths) * self._dtype.itemsize
         columns = (lengths.astype("<i4"), begins.astype("<i8"), np.arange(count + 1, dtype="<i8"))
-        header = HEADER.pack(MARK, VERSION, self._type, count, count + 1)
+        header = HEADER.pack(MAGIC, VERSION, self._type, count, count + 1)
         index = self._prefix.with_name(f"{self._prefix.name}.idx")
         index.write_bytes(header + b"".join(column.tobytes() for column in columns))
 
-    def _opened(self, path: Path, size: int) -> BinaryIO:
+    def _open_at(self, path: Path, size: int) -> BinaryIO:
         """A file to append to behind its first `size` bytes."""
         file = path.open("r+b" if size else "wb")
         file.seek(size)
@@ -101,16 +101,16 @@ class IndexedWriter:
         return file
 
 
-def _noting(prefix: Path) -> Path:
+def _build_lengths_path(prefix: Path) -> Path:
     """The lengths of documents that are being written, int64."""
     return prefix.with_name(f"{prefix.name}.lengths")
 
 
-def _lengths(prefix: Path, documents: int) -> Ints:
-    return np.fromfile(_noting(prefix), "<i8", documents) if documents else np.zeros(0, np.int64)
+def _read_lengths(prefix: Path, documents: int) -> Ints:
+    return np.fromfile(_build_lengths_path(prefix), "<i8", documents) if documents else np.zeros(0, np.int64)
 
 
-def read_indexed(prefix: Path) -> Indexed:
+def read_indexed(prefix: Path) -> IndexedDocuments:
     """The documents of PREFIX.bin; raises ValueError or OSError saying why they cannot be had.
 
     A document is what the index says to be one, of however many sequences.
@@ -120,13 +120,13 @@ def read_indexed(prefix: Path) -> Indexed:
     if len(content) < HEADER.size:
         raise ValueError(f"{prefix}.idx is too short to be megatron's")
     mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
-    if (mark, version) != (MARK, VERSION):
+    if (mark, version) != (MAGIC, VERSION):
         raise ValueError(f"{prefix}.idx does not begin as an index of megatron's")
-    if kind not in TYPES:
+    if kind not in DTYPES:
         raise ValueError(f"{prefix}.idx: ids of type {kind} are none that a model takes")
     if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
         raise ValueError(f"{prefix}.idx is cut: it has not all of {sequences} sequences, {bounds} documents")
-    dtype, at = np.dtype(TYPES[kind]), HEADER.size
+    dtype, at = np.dtype(DTYPES[kind]), HEADER.size
     lengths = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
     begins = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     first = np.frombuffer(content, "<i8", bounds, at + 12 * sequences)
@@ -139,43 +139,43 @@ def read_indexed(prefix: Path) -> Indexed:
     if size != named:
         raise ValueError(f"{prefix}.bin has {size} bytes instead of the {named} that its index names")
     values = np.memmap(tokens, dtype, mode="r") if size else np.zeros(0, dtype)
-    return Indexed(values, np.diff(ends[first]))
+    return IndexedDocuments(values, np.diff(ends[first]))
 
 
 @dataclass(frozen=True)
-class Document:
+class TokenDocument:
     """Token ids of one document, its end included, and which of them are learned (None: all).
 
     `pictures` are its images in order; None: the model sees none.
     """
 
     ids: Tokens
-    learned: Learned | None = None
+    loss_mask: LossMask | None = None
     pictures: tuple[Picture, ...] | None = None
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Rows that follow each other, each of one document or more; what was wrong with others between them."""
 
-    rows: list[list[Document]]
-    errors: Noted
+    rows: list[list[TokenDocument]]
+    errors: RowReport
 
 
 # The chunks from a number on.
-Chunks = Callable[[int], Iterator[Chunk]]
+Chunks = Callable[[int], Iterator[RowChunk]]
 
 
 @dataclass(frozen=True)
 class Store:
-    """All documents in one row: `ids` and `learned` are memory maps of [tokens]."""
+    """All documents in one row: `ids` and `loss_mask` are memory maps of [tokens]."""
 
     ids: NDArray[Any]
-    learned: NDArray[np.bool_] | None
+    loss_mask: NDArray[np.bool_] | None
     lengths: Ints  # [documents]
     facts: dict[str, Any]  # what was wrong with the data, and "sha256" of the tokens
     pictures: "Pictures | None" = None
-    together: Ints = field(
+    row_groups: Ints = field(
         default_factory=lambda: np.zeros((0, 2), np.int64)
     )  # [rows of several documents, 2]
 
@@ -186,10 +186,10 @@ class Store:
         return starts
 
     @cached_property
-    def rows(self) -> Ints:
+    def row_numbers(self) -> Ints:
         """The number of the row that each document is of: [documents]."""
         begins = np.ones(len(self.lengths), np.int64)
-        begins[ramp(self.together[:, 0] + 1, self.together[:, 1] - 1)] = 0
+        begins[concatenate_ranges(self.row_groups[:, 0] + 1, self.row_groups[:, 1] - 1)] = 0
         rows: Ints = np.cumsum(begins) - 1
         return rows
 
@@ -202,7 +202,7 @@ class Pictures:
     file has all), its `seconds` and its `fps`, both as the bits of float64.
     """
 
-    contents: Indexed
+    contents: IndexedDocuments
     grids: Ints  # [images and videos, 3]
     counts: Ints  # [documents]
     videos: Ints  # [videos, 4]
@@ -210,81 +210,83 @@ class Pictures:
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
         """From one patch of each to the next, 0 of an image: [images and videos]."""
-        return self._of_videos(self.videos[:, 2].view(np.float64), 0.0)
+        return self._spread_videos(self.videos[:, 2].view(np.float64), 0.0)
 
     @cached_property
     def _fps(self) -> NDArray[np.float64]:
-        return self._of_videos(self.videos[:, 3].view(np.float64), 0.0)
+        return self._spread_videos(self.videos[:, 3].view(np.float64), 0.0)
 
     @cached_property
-    def _listed(self) -> Ints:
-        return self._of_videos(self.videos[:, 1], 0)
+    def _frame_file_counts(self) -> Ints:
+        return self._spread_videos(self.videos[:, 1], 0)
 
-    def _of_videos(self, values: NDArray[Any], others: float) -> NDArray[Any]:
-        made = np.full(len(self.grids), others, values.dtype)
-        made[self.videos[:, 0]] = values
-        return made
+    def _spread_videos(self, values: NDArray[Any], default: float) -> NDArray[Any]:
+        values_of_all = np.full(len(self.grids), default, values.dtype)
+        values_of_all[self.videos[:, 0]] = values
+        return values_of_all
 
     @cached_property
-    def files(self) -> Ints:
+    def file_counts(self) -> Ints:
         """How many files each has: [images and videos]."""
-        files: Ints = np.maximum(1, self._listed)
+        files: Ints = np.maximum(1, self._frame_file_counts)
         return files
 
     @cached_property
     def _starts(self) -> tuple[Ints, Ints]:
         """The first file of each image and video; where the bytes of each file begin."""
-        return starts(self.files), starts(self.contents.lengths)
+        return compute_starts(self.file_counts), compute_starts(self.contents.lengths)
 
     @cached_property
-    def patches(self) -> Ints:
+    def patch_counts(self) -> Ints:
         """How many patches each document has: [documents]."""
-        whole, ends = np.append(0, np.cumsum(self.grids.prod(1))), np.cumsum(self.counts)
-        patches: Ints = whole[ends] - whole[ends - self.counts]
+        patch_sums, ends = np.append(0, np.cumsum(self.grids.prod(1))), np.cumsum(self.counts)
+        patches: Ints = patch_sums[ends] - patch_sums[ends - self.counts]
         return patches
 
-    def of(self, documents: Ints) -> Ints:
+    def find_pictures(self, documents: Ints) -> Ints:
         """The numbers of the images and videos of these documents, one after the other."""
-        return ramp(starts(self.counts)[documents], self.counts[documents])
+        return concatenate_ranges(compute_starts(self.counts)[documents], self.counts[documents])
 
-    def picture(self, number: int) -> Picture:
+    def read_picture(self, number: int) -> Picture:
         """One image or video."""
         first, begins = self._starts
-        files = range(first[number], first[number] + self.files[number])
+        files = range(first[number], first[number] + self.file_counts[number])
         lengths, values = self.contents.lengths, self.contents.values
         contents = tuple(values[begins[file] : begins[file] + lengths[file]].tobytes() for file in files)
         time, height, width = self.grids[number].tolist()
-        seconds, fps, listed = self.seconds[number], self._fps[number], self._listed[number] > 0
+        seconds, fps, listed = self.seconds[number], self._fps[number], self._frame_file_counts[number] > 0
         return Picture(contents, (time, height, width), float(seconds), float(fps), bool(listed))
 
 
-def unwritable(directory: Path, error: OSError) -> JobFailed:
+def build_write_error(directory: Path, error: OSError) -> JobFailed:
     """What to raise where the store `directory` cannot be made because of `error`."""
-    why = f"the tokens cannot be written: {error.strerror or error}"
-    return JobFailed(f"{directory}: {why}; make room, or name another place in data.cache")
+    reason = f"the tokens cannot be written: {error.strerror or error}"
+    return JobFailed(f"{directory}: {reason}; make room, or name another place in data.cache")
 
 
-def building(directory: Path) -> Path:
+def build_partial_path(directory: Path) -> Path:
     """Where the store `directory` is while it is being made."""
     return directory.with_name(f".{directory.name}.building")
 
 
-def write(directory: Path, vocabulary: int, chunks: Chunks, errors: DataErrors, progress: Progress) -> None:
+def write_store(
+    directory: Path, vocabulary: int, chunks: Chunks, errors: DataErrors, progress: Progress
+) -> None:
     """Writes the store `directory`, which nobody else may do meanwhile; goes on where a killed process was.
 
     `progress` is told how many tokens there are so far. Raises JobFailed when the disk is full or not
     writable, UsageError for what `errors` do not let pass, and whatever `chunks` raise; nothing half-written
     stays.
     """
-    with _whole_or_not(directory) as folder:
-        parts = _Parts(folder, "<u2" if vocabulary <= 2**16 else "<i4", errors)
+    with _write_atomically(directory) as folder:
+        parts = _StoreWriter(folder, "<u2" if vocabulary <= 2**16 else "<i4", errors)
         for chunk in chunks(parts.chunks):
             parts.add(chunk)
             progress(parts.tokens)
         parts.finish()
 
 
-class _Parts:
+class _StoreWriter:
     """The files of a store that is being made, and its journal."""
 
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
@@ -292,49 +294,53 @@ class _Parts:
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
         self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1"}
         self._types |= {"videos": "<i8", "rows": "<i8"}
-        noted = _noted(folder, {name: np.dtype(of).itemsize for name, of in self._types.items()})
-        self.chunks = noted["chunks"]
-        errors.extend(noted["errors"])
+        entry = _read_journal(
+            folder, {name: np.dtype(type_name).itemsize for name, type_name in self._types.items()}
+        )
+        self.chunks = entry["chunks"]
+        errors.extend(entry["errors"])
         self._writers = {
-            name: IndexedWriter(folder / name, self._types[name], kept)
-            for name, kept in noted["documents"].items()
+            name: IndexedWriter(folder / name, self._types[name], document_count)
+            for name, document_count in entry["documents"].items()
         }
-        self.tokens = sum(self._writer("tokens").lengths)
-        self._seen = sum(self._writers["grids"].lengths) // 3 if "grids" in self._writers else 0
-        self._committed = time.monotonic()
+        self.tokens = sum(self._open_writer("tokens").lengths)
+        self._picture_count = sum(self._writers["grids"].lengths) // 3 if "grids" in self._writers else 0
+        self._committed_at = time.monotonic()
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: RowChunk) -> None:
         for row in chunk.rows:
             if len(row) > 1:
-                self._writer("rows").add(np.asarray([len(self._writer("tokens").lengths), len(row)]))
+                self._open_writer("rows").add(
+                    np.asarray([len(self._open_writer("tokens").lengths), len(row)])
+                )
             for document in row:
                 self._add(document)
         self._errors.extend(chunk.errors)
         self.chunks += 1
-        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+        if time.monotonic() - self._committed_at >= COMMIT_SECONDS:
             self._commit()
 
-    def _add(self, document: Document) -> None:
-        self._writer("tokens").add(document.ids)
-        if document.learned is not None:
-            self._writer("learned").add(document.learned)
+    def _add(self, document: TokenDocument) -> None:
+        self._open_writer("tokens").add(document.ids)
+        if document.loss_mask is not None:
+            self._open_writer("learned").add(document.loss_mask)
         if document.pictures is not None:
             grids = [picture.grid for picture in document.pictures]
-            self._writer("grids").add(np.asarray(grids, np.int64).flatten())
+            self._open_writer("grids").add(np.asarray(grids, np.int64).flatten())
             for picture in document.pictures:
                 self._add_picture(picture)
         self.tokens += len(document.ids)
 
     def _add_picture(self, picture: Picture) -> None:
         for content in picture.contents:
-            self._writer("pictures").add(np.frombuffer(content, np.uint8))
+            self._open_writer("pictures").add(np.frombuffer(content, np.uint8))
         if picture.seconds:
-            files = len(picture.contents) if picture.listed else 0
+            files = len(picture.contents) if picture.is_frame_list else 0
             bits = np.asarray([picture.seconds, picture.fps]).view(np.int64)
-            self._writer("videos").add(np.asarray([self._seen, files, *bits]))
-        self._seen += 1
+            self._open_writer("videos").add(np.asarray([self._picture_count, files, *bits]))
+        self._picture_count += 1
 
-    def _writer(self, name: str) -> IndexedWriter:
+    def _open_writer(self, name: str) -> IndexedWriter:
         """What writes one of the store's files; made when there is something for it."""
         if name not in self._writers:
             self._writers[name] = IndexedWriter(self._folder / name, self._types[name])
@@ -344,73 +350,73 @@ class _Parts:
         for writer in self._writers.values():
             writer.flush()
         documents = {name: len(writer.lengths) for name, writer in self._writers.items()}
-        noted = {"chunks": self.chunks, "documents": documents, "errors": self._errors.dump()}
-        files.write_json(self._journal, noted)
-        self._committed = time.monotonic()
+        entry = {"chunks": self.chunks, "documents": documents, "errors": self._errors.dump()}
+        files.write_json(self._journal, entry)
+        self._committed_at = time.monotonic()
 
     def finish(self) -> None:
         """Writes indexes and facts. Raises UsageError where the errors are none to pass over."""
-        found = self._errors.conclude()
+        error_facts = self._errors.conclude()
         digest = hashlib.sha256()
         if "grids" in self._writers:  # of which not one document may have any
-            self._writer("pictures")
-        for _, each in sorted(self._writers.items(), reverse=True):
-            each.finish()
-            with each.path.open("rb") as file:
+            self._open_writer("pictures")
+        for _, writer in sorted(self._writers.items(), reverse=True):
+            writer.finish()
+            with writer.path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        digest.update(np.asarray(self._writer("tokens").lengths, np.int64).tobytes())
+        digest.update(np.asarray(self._open_writer("tokens").lengths, np.int64).tobytes())
         facts: dict[str, Any] = {"prefix": "tokens", "sha256": digest.hexdigest()}
         facts |= {"masked": "learned" in self._writers, "pictured": "grids" in self._writers}
         facts |= {"moving": "videos" in self._writers, "grouped": "rows" in self._writers}
-        files.write_json(self._folder / "facts.json", facts | found)
+        files.write_json(self._folder / "facts.json", facts | error_facts)
         self._journal.unlink(missing_ok=True)
 
 
-def _noted(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _read_journal(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
     """What the journal says, and nothing where files lack any of it; `sizes` are those of their values."""
-    nothing = {"chunks": 0, "documents": {}, "errors": DataErrors("stop").dump()}
+    empty_entry = {"chunks": 0, "documents": {}, "errors": DataErrors("stop").dump()}
     journal = folder / "journal.json"
     if not journal.exists():
-        return nothing
-    noted: dict[str, Any] = json.loads(journal.read_text(encoding="utf-8"))
+        return empty_entry
+    entry: dict[str, Any] = json.loads(journal.read_text(encoding="utf-8"))
     tokens = 0
-    for name, documents in noted["documents"].items():
+    for name, documents in entry["documents"].items():
         prefix = folder / name
-        values, noting = prefix.with_name(f"{name}.bin"), _noting(prefix)
-        lengths = _lengths(prefix, documents) if noting.exists() else np.zeros(0, np.int64)
-        whole = len(lengths) == documents and values.exists()
-        if not whole or values.stat().st_size < int(lengths.sum()) * sizes[name]:
+        values, lengths_path = prefix.with_name(f"{name}.bin"), _build_lengths_path(prefix)
+        lengths = _read_lengths(prefix, documents) if lengths_path.exists() else np.zeros(0, np.int64)
+        is_complete = len(lengths) == documents and values.exists()
+        if not is_complete or values.stat().st_size < int(lengths.sum()) * sizes[name]:
             _log.warning("%s: files are cut, all is made anew", folder)
-            return nothing
+            return empty_entry
         tokens += int(lengths.sum()) if name == "tokens" else 0
     _log.info("goes on with tokens that were begun: %s are there", f"{tokens:,}")
-    return noted
+    return entry
 
 
-def adopt(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
+def write_megatron_store(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
     """Looks through somebody's PREFIX.bin once, and writes its store `directory`, which holds no tokens.
 
     `progress` is told how many tokens were seen so far. Raises UsageError for files that megatron would not
     read, and for ids that a model with this vocabulary has not.
     """
     try:
-        found = read_indexed(prefix)
+        documents = read_indexed(prefix)
     except (OSError, ValueError) as error:
         raise UsageError(f"{prefix}: not megatron's .bin and .idx: {error}") from error
-    digest = hashlib.sha256(found.values.dtype.name.encode())
-    for start in range(0, len(found.values), TOGETHER):
-        part = found.values[start : start + TOGETHER]
+    digest = hashlib.sha256(documents.values.dtype.name.encode())
+    for start in range(0, len(documents.values), TOKENS_PER_BLOCK):
+        part = documents.values[start : start + TOKENS_PER_BLOCK]
         wrong = np.flatnonzero((part < 0) | (part >= vocabulary))
         if len(wrong):
-            document = int(np.searchsorted(np.cumsum(found.lengths), start + wrong[0], side="right"))
+            document = int(np.searchsorted(np.cumsum(documents.lengths), start + wrong[0], side="right"))
             raise UsageError(
                 f"{prefix}.bin: token {part[wrong[0]]} of document {document} is not in the model's"
                 f" vocabulary of {vocabulary}; name the files of the model's own tokenizer"
             )
         digest.update(part.tobytes())
         progress(start + len(part))
-    digest.update(found.lengths.tobytes())
-    with _whole_or_not(directory) as folder:
+    digest.update(documents.lengths.tobytes())
+    with _write_atomically(directory) as folder:
         facts: dict[str, Any] = {"prefix": str(prefix.absolute()), "sha256": digest.hexdigest()}
         facts |= {"masked": False, "pictured": False, "grouped": False}
         files.write_json(folder / "facts.json", facts | DataErrors("stop").conclude())
@@ -420,34 +426,36 @@ def open_store(directory: Path) -> Store | None:
     """The store in `directory`, or None when there is none. Raises JobFailed for a damaged or foreign one."""
     if not directory.exists():
         return None
-    _refuse_strangers(directory)
+    _refuse_foreign_owner(directory)
     try:
         facts = json.loads((directory / "facts.json").read_text())
-        found = read_indexed(directory / facts["prefix"])
-        learned = read_indexed(directory / "learned") if facts["masked"] else None
-        if learned is not None and not np.array_equal(learned.lengths, found.lengths):
+        documents = read_indexed(directory / facts["prefix"])
+        loss_mask = read_indexed(directory / "learned") if facts["masked"] else None
+        if loss_mask is not None and not np.array_equal(loss_mask.lengths, documents.lengths):
             raise ValueError("tokens and loss mask are not of the same documents")
-        pictures = _pictures(directory, len(found.lengths), facts["moving"]) if facts["pictured"] else None
+        pictures = (
+            _read_pictures(directory, len(documents.lengths), facts["moving"]) if facts["pictured"] else None
+        )
         rows = read_indexed(directory / "rows").values if facts["grouped"] else np.zeros(0, np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
-    mask = None if learned is None else learned.values.view(np.bool_)
-    return Store(found.values, mask, found.lengths, facts, pictures, np.asarray(rows).reshape(-1, 2))
+    mask = None if loss_mask is None else loss_mask.values.view(np.bool_)
+    return Store(documents.values, mask, documents.lengths, facts, pictures, np.asarray(rows).reshape(-1, 2))
 
 
-def _pictures(directory: Path, documents: int, moving: bool) -> Pictures:
+def _read_pictures(directory: Path, documents: int, moving: bool) -> Pictures:
     grids, contents = read_indexed(directory / "grids"), read_indexed(directory / "pictures")
     videos = read_indexed(directory / "videos").values if moving else np.zeros(0, np.int64)
     if len(grids.lengths) != documents:
         raise ValueError("tokens and images are not of the same documents")
-    of_each = grids.values.astype(np.int64).reshape(-1, 3)
-    made = Pictures(contents, of_each, grids.lengths // 3, np.asarray(videos).reshape(-1, 4))
-    if made.files.sum() != len(contents.lengths):
+    document_grids = grids.values.astype(np.int64).reshape(-1, 3)
+    pictures = Pictures(contents, document_grids, grids.lengths // 3, np.asarray(videos).reshape(-1, 4))
+    if pictures.file_counts.sum() != len(contents.lengths):
         raise ValueError("images and their files are not of the same documents")
-    return made
+    return pictures
 
 
-def _refuse_strangers(path: Path) -> None:
+def _refuse_foreign_owner(path: Path) -> None:
     if (owner := path.stat().st_uid) not in (os.geteuid(), 0):
         raise JobFailed(
             f"{path}: made by user {owner}, whose tokens are not trusted; name a data.cache of your own"
@@ -455,18 +463,18 @@ def _refuse_strangers(path: Path) -> None:
 
 
 @contextmanager
-def _whole_or_not(directory: Path) -> Iterator[Path]:
+def _write_atomically(directory: Path) -> Iterator[Path]:
     """A folder to write a store into, which becomes `directory` at the end; only a kill leaves it there."""
-    folder = building(directory)
+    folder = build_partial_path(directory)
     if folder.exists():
-        _refuse_strangers(folder)
+        _refuse_foreign_owner(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
         folder.rename(directory)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise unwritable(directory, error) from error
+        raise build_write_error(directory, error) from error
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from bundle import files, hub
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.pretrained.directory import unread_tokenizer
+from bundle.pretrained.directory import explain_unread_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
-Learned = NDArray[np.bool_]  # which tokens are
-Places = NDArray[np.int64]
-CONTENT = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
+LossMask = NDArray[np.bool_]  # which tokens are
+Offsets = NDArray[np.int64]
+CONTENT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # endings of what a tokenizer is made from
 
 
 class Tokenizer(Protocol):
@@ -35,12 +35,12 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def special(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
         """The ids that stand for no text."""
         ...
 
 
-class Bytes:
+class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255; 256 ends a text."""
 
     vocab_size = BYTE_VOCABULARY
@@ -51,7 +51,7 @@ class Bytes:
         """The bytes of each text; half surrogate pairs (possible in JSON) become question marks."""
         return [np.frombuffer(t.encode(errors="replace"), np.uint8).astype(np.uint32) for t in texts]
 
-    special = frozenset({256})
+    special_ids = frozenset({256})
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; an end is <end>."""
@@ -59,7 +59,7 @@ class Bytes:
         return parts.decode(errors="replace")
 
 
-class Numbers(Bytes):
+class NumberTokenizer(ByteTokenizer):
     """Ids shown as numbers: those of a tokenizer that nobody has named."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -67,7 +67,7 @@ class Numbers(Bytes):
         return f" {' '.join(map(str, ids))} "
 
 
-class HuggingFace:
+class HuggingFaceTokenizer:
     """A tokenizer that `transformers` loads from a directory; no download, no remote code."""
 
     def __init__(self, directory: Path) -> None:
@@ -75,8 +75,10 @@ class HuggingFace:
             raise UsageError(
                 f"data.tokenizer: {directory} is no directory; hf: takes a local tokenizer directory"
             )
-        if why := unread_tokenizer(directory):  # transformers 5 would make one with other cuts of it
-            raise UsageError(f"data.tokenizer: {why}")
+        if reason := explain_unread_tokenizer(
+            directory
+        ):  # transformers 5 would make one with other cuts of it
+            raise UsageError(f"data.tokenizer: {reason}")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -87,9 +89,11 @@ class HuggingFace:
                 str(directory), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # transformers trusts what stands in the files
-            why = _find_damage(directory) or f"transformers cannot load it ({type(error).__name__}: {error})"
+            reason = (
+                _find_damage(directory) or f"transformers cannot load it ({type(error).__name__}: {error})"
+            )
             raise UsageError(
-                f"data.tokenizer: {directory}: {why}. Copy its files anew from where it was published"
+                f"data.tokenizer: {directory}: {reason}. Copy its files anew from where it was published"
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise UsageError(f"data.tokenizer: {directory} names no eos_token, which ends documents")
@@ -97,11 +101,11 @@ class HuggingFace:
         # Ids may have gaps: then there are fewer tokens than the highest id says.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.end_of_text = int(self._tokenizer.eos_token_id)
-        self.identity = f"hf sha256:{_digest(directory)}"
+        self.identity = f"hf sha256:{_compute_digest(directory)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The ids of each text, without special tokens; half surrogate pairs become question marks."""
-        return [np.asarray(ids, np.uint32) for ids in self._encoded(texts)["input_ids"]]
+        return [np.asarray(ids, np.uint32) for ids in self._tokenize(texts)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens and spaces as they are."""
@@ -110,35 +114,39 @@ class HuggingFace:
         )
         return text
 
-    def encode_placed(self, texts: Sequence[str]) -> list[tuple[Tokens, Places, Places]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Tokens, Offsets, Offsets]]:
         """The ids of each text, and of each the character where it begins and the one behind its end."""
-        encoded = self._encoded(texts, return_offsets_mapping=True)
+        encoded = self._tokenize(texts, return_offsets_mapping=True)
         return [
             (np.asarray(ids, np.uint32), *np.asarray(offsets, np.int64).reshape(-1, 2).T)
             for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         ]
 
     @property
-    def special(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
         """The ids of special tokens, and of those that were added as such."""
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset({*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)})
 
     @property
-    def begins(self) -> tuple[int, ...]:
+    def prefix_ids(self) -> tuple[int, ...]:
         """The ids that it puts before a text where nobody says otherwise, as those of many base models do."""
-        whole, text = (
+        prefixed_ids, text = (
             self._tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]
             for special in (True, False)
         )
-        return tuple(whole[: next(at for at in range(len(whole)) if whole[at : at + len(text)] == text)])
+        return tuple(
+            prefixed_ids[
+                : next(at for at in range(len(prefixed_ids)) if prefixed_ids[at : at + len(text)] == text)
+            ]
+        )
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is one, usable or not."""
         return bool(self._tokenizer.chat_template)
 
-    def chat_template(self) -> str:
+    def read_chat_template(self) -> str:
         """The tokenizer's chat template. Raises UsageError where it has none that we can use."""
         try:
             template: str = self._tokenizer.get_chat_template()
@@ -148,7 +156,7 @@ class HuggingFace:
             ) from error
         return template
 
-    def require_places(self) -> None:
+    def require_offsets(self) -> None:
         """Raise UsageError where it does not tell where a token begins."""
         if not self._tokenizer.is_fast:
             raise UsageError(
@@ -161,38 +169,40 @@ class HuggingFace:
         """The special tokens by the names under which chat templates read them, such as bos_token."""
         return dict(self._tokenizer.special_tokens_map)
 
-    def _encoded(self, texts: Sequence[str], **options: Any) -> Any:
-        whole = [text.encode(errors="replace").decode() for text in texts]
-        return self._tokenizer(whole, add_special_tokens=False, verbose=False, **options)
+    def _tokenize(self, texts: Sequence[str], **options: Any) -> Any:
+        valid_texts = [text.encode(errors="replace").decode() for text in texts]
+        return self._tokenizer(valid_texts, add_special_tokens=False, verbose=False, **options)
 
 
-def tokenizer(name: str, vocabulary: int) -> Tokenizer:
+def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
     """The tokenizer `bytes` or `hf:DIR`. Raises UsageError when it has more tokens than the model."""
-    made: Tokenizer = (
-        Bytes() if name == "bytes" else HuggingFace(Path(hub.local_path(name.removeprefix("hf:"))))
+    tokenizer: Tokenizer = (
+        ByteTokenizer()
+        if name == "bytes"
+        else HuggingFaceTokenizer(Path(hub.find_local_path(name.removeprefix("hf:"))))
     )
-    if made.vocab_size > vocabulary:
+    if tokenizer.vocab_size > vocabulary:
         raise UsageError(
-            f"data.tokenizer: {name} has ids up to {made.vocab_size - 1},"
+            f"data.tokenizer: {name} has ids up to {tokenizer.vocab_size - 1},"
             f" the model's vocab_size is {vocabulary}"
         )
-    return made
+    return tokenizer
 
 
 def _find_damage(directory: Path) -> str:
     """Which of a tokenizer's files is not the JSON that it must be; empty where all are."""
     for path in sorted(directory.glob("*.json")):
         try:
-            files.json_object(path, limit=2**28)
+            files.read_json_object(path, limit=2**28)
         except UsageError as error:
             return str(error).replace(f"{directory}/", "")
     return ""
 
 
-def _digest(directory: Path) -> str:
+def _compute_digest(directory: Path) -> str:
     """SHA-256 of the tokenizer's files, names included."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix in CONTENT and path.name != "config.json":
+        if path.is_file() and path.suffix in CONTENT_SUFFIXES and path.name != "config.json":
             digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

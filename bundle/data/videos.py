@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from bundle.architectures import Vision
-from bundle.data import films
-from bundle.data.films import Film, Frame
-from bundle.data.images import Patches, decoded, patches, resized
-from bundle.data.media import VIDEO, Medium, Picture, content
+from bundle.architectures import VisionArchitecture
+from bundle.data import video_decoding
+from bundle.data.images import Patches, compute_size, decode_image, extract_patches
+from bundle.data.media import VIDEO, Medium, Picture, read_content
 from bundle.data.sources import Corrupt
+from bundle.data.video_decoding import Frame, VideoMetadata
 
-_LIMIT = "data.videos.limit_pixels"
+_LIMIT_KEY = "data.videos.limit_pixels"
 
 
 @dataclass(frozen=True)
-class Videos:
+class VideoProcessor:
     """How videos are read and made into patches; plain values, which worker processes are handed."""
 
-    vision: Vision
+    vision: VisionArchitecture
     limit_bytes: int
     limit_pixels: int
     limit_frames: int
@@ -44,91 +44,102 @@ class Videos:
 
     def read(self, medium: Medium, folder: Path) -> Picture:
         """The video that a row names, decoded once. Raises Corrupt saying what is wrong with it."""
-        listed = isinstance(medium.named, list)
-        references = medium.named if listed else [medium.named]
+        is_frame_list = isinstance(medium.reference, list)
+        references = medium.reference if is_frame_list else [medium.reference]
         if len(references) > self.limit_frames:
             raise Corrupt(f"a video of {len(references)} frames exceeds data.videos.limit_frames")
         contents: list[bytes] = []
         for reference in references:
-            room = self.limit_bytes - sum(map(len, contents))
-            contents.append(content(reference, folder, room, VIDEO))
-        named = Picture(tuple(contents), (0, 0, 0), fps=medium.fps or self.fps, listed=listed)
-        film, numbers = self._taken(named)
-        sizes = {frame.shape for frame in self._frames(named, numbers)}
+            bytes_left = self.limit_bytes - sum(map(len, contents))
+            contents.append(read_content(reference, folder, bytes_left, VIDEO))
+        video = Picture(tuple(contents), (0, 0, 0), fps=medium.fps or self.fps, is_frame_list=is_frame_list)
+        metadata, numbers = self._choose_frames(video)
+        sizes = {frame.shape for frame in self._read_frames(video, numbers)}
         if len(sizes) > 1:
             shown = " and ".join(f"{width} x {height}" for height, width, _ in sorted(sizes)[:2])
             raise Corrupt(f"a video with frames of {shown} pixels: all must be alike")
-        v, together = self.vision, self.vision.temporal_patch_size
-        rows, columns = (side // v.patch_size for side in self._resized(film, len(numbers)))
-        return named._replace(
-            grid=(-(-len(numbers) // together), rows, columns),
-            seconds=together / (len(numbers) / film.frames * film.fps),
-            stamps=stamps([number / film.fps for number in numbers], together),
+        v, frames_per_patch = self.vision, self.vision.temporal_patch_size
+        rows, columns = (side // v.patch_size for side in self._compute_size(metadata, len(numbers)))
+        return video._replace(
+            grid=(-(-len(numbers) // frames_per_patch), rows, columns),
+            seconds=frames_per_patch / (len(numbers) / metadata.frames * metadata.fps),
+            timestamps=compute_timestamps([number / metadata.fps for number in numbers], frames_per_patch),
         )
 
-    def patches(self, video: Picture) -> Patches:
+    def extract_patches(self, video: Picture) -> Patches:
         """The patches [n, values] of a video that `read` has accepted."""
-        film, numbers = self._taken(video)
-        size = self._resized(film, len(numbers))
-        shown = [_to_size(frame, size) for frame in self._frames(video, numbers)]
+        metadata, numbers = self._choose_frames(video)
+        size = self._compute_size(metadata, len(numbers))
+        shown = [_resize_frame(frame, size) for frame in self._read_frames(video, numbers)]
         shown += shown[-1:] * (-len(shown) % self.vision.temporal_patch_size)
-        return patches(np.stack(shown), self.vision, self.mean, self.std)
+        return extract_patches(np.stack(shown), self.vision, self.mean, self.std)
 
-    def _taken(self, video: Picture) -> tuple[Film, list[int]]:
+    def _choose_frames(self, video: Picture) -> tuple[VideoMetadata, list[int]]:
         """What a video is, and which of its frames are taken."""
-        if video.listed:
+        if video.is_frame_list:
             if not video.contents:
                 raise Corrupt("a video without frames")
-            height, width, _ = decoded(video.contents[0], self.limit_pixels, _LIMIT).shape
-            film = Film(len(video.contents), video.fps, height, width)
+            height, width, _ = decode_image(video.contents[0], self.limit_pixels, _LIMIT_KEY).shape
+            metadata = VideoMetadata(len(video.contents), video.fps, height, width)
         else:
-            film = films.film(video.contents[0], self.limit_frames, self.limit_pixels)
-        if film.seconds > self.limit_seconds:
-            raise Corrupt(f"a video of {film.seconds:.0f} seconds exceeds data.videos.limit_seconds")
-        numbers = list(range(film.frames)) if video.listed else self._sampled(film, video.fps)
-        if len(numbers) < (together := self.vision.temporal_patch_size):
-            raise Corrupt(f"{len(numbers)} of {film.frames} frames of a video: a patch has {together}")
-        return film, numbers
+            metadata = video_decoding.read_metadata(video.contents[0], self.limit_frames, self.limit_pixels)
+        if metadata.seconds > self.limit_seconds:
+            raise Corrupt(f"a video of {metadata.seconds:.0f} seconds exceeds data.videos.limit_seconds")
+        numbers = (
+            list(range(metadata.frames)) if video.is_frame_list else self._sample_frames(metadata, video.fps)
+        )
+        if len(numbers) < (frames_per_patch := self.vision.temporal_patch_size):
+            raise Corrupt(
+                f"{len(numbers)} of {metadata.frames} frames of a video: a patch has {frames_per_patch}"
+            )
+        return metadata, numbers
 
-    def _sampled(self, film: Film, fps: float) -> list[int]:
+    def _sample_frames(self, metadata: VideoMetadata, fps: float) -> list[int]:
         """Which frames of a file are taken, about `fps` a second: each family has its own rule."""
-        count, wanted = film.frames, film.frames / film.fps * fps
-        if self.vision.frames_apart:
-            many = min(max(int(wanted), self.min_frames), self.max_frames, count)
-            found: list[int] = np.linspace(0, count - 1, many).round().astype(int).tolist()
-            return found
-        together = self.vision.temporal_patch_size
-        most = min(self.max_frames, count) // together * together
-        many = int(min(max(wanted, self.min_frames), most)) // together * together
+        count, target_count = metadata.frames, metadata.frames / metadata.fps * fps
+        if self.vision.has_separate_frames:
+            many = min(max(int(target_count), self.min_frames), self.max_frames, count)
+            numbers: list[int] = np.linspace(0, count - 1, many).round().astype(int).tolist()
+            return numbers
+        frames_per_patch = self.vision.temporal_patch_size
+        most = min(self.max_frames, count) // frames_per_patch * frames_per_patch
+        many = int(min(max(target_count, self.min_frames), most)) // frames_per_patch * frames_per_patch
         if not many:
             return []
         steps: list[int] = torch.arange(0, count, count / many).int().tolist()
         return steps[:many]  # rounding can bring forth one more, behind the last frame
 
-    def _frames(self, video: Picture, numbers: Sequence[int]) -> Iterator[Frame]:
-        if video.listed:
-            return (decoded(of, self.limit_pixels, _LIMIT) for of in video.contents)
-        return films.frames(video.contents[0], numbers)
+    def _read_frames(self, video: Picture, numbers: Sequence[int]) -> Iterator[Frame]:
+        if video.is_frame_list:
+            return (
+                decode_image(frame_content, self.limit_pixels, _LIMIT_KEY) for frame_content in video.contents
+            )
+        return video_decoding.decode_frames(video.contents[0], numbers)
 
-    def _resized(self, film: Film, frames: int) -> tuple[int, int]:
+    def _compute_size(self, metadata: VideoMetadata, frames: int) -> tuple[int, int]:
         """Height and width; the numbers of pixels are of a frame, or of all where frames stand apart."""
-        v, height, width = self.vision, film.height, film.width
-        if not v.frames_apart:
-            return resized(height, width, v, self.min_pixels, self.max_pixels)
+        v, height, width = self.vision, metadata.height, metadata.width
+        if not v.has_separate_frames:
+            return compute_size(height, width, v, self.min_pixels, self.max_pixels)
         if (unit := v.patch_size * v.merge_size) > min(height, width):
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
-        counted = round(frames / v.temporal_patch_size) * v.temporal_patch_size
-        return resized(height, width, v, self.min_pixels, self.max_pixels, frames=frames, counted=counted)
+        counted_frames = round(frames / v.temporal_patch_size) * v.temporal_patch_size
+        return compute_size(
+            height, width, v, self.min_pixels, self.max_pixels, frames=frames, counted_frames=counted_frames
+        )
 
 
-def stamps(times: Sequence[float], together: int) -> tuple[float, ...]:
+def compute_timestamps(times: Sequence[float], frames_per_patch: int) -> tuple[float, ...]:
     """The time of each patch of so many frames: the mean of its first and its last one."""
-    lasts = [*times[together - 1 :: together], *(times[-1:] if len(times) % together else ())]
-    return tuple((first + last) / 2 for first, last in zip(times[::together], lasts, strict=True))
+    lasts = [
+        *times[frames_per_patch - 1 :: frames_per_patch],
+        *(times[-1:] if len(times) % frames_per_patch else ()),
+    ]
+    return tuple((first + last) / 2 for first, last in zip(times[::frames_per_patch], lasts, strict=True))
 
 
-def timed(
+def insert_frame_times(
     text: str, parts: Sequence[tuple[int, int]], videos: Sequence[Picture], marks: tuple[str, str, str]
 ) -> tuple[str, list[tuple[int, int]]]:
     """A text in which every video is one frame after the other, each behind its time; and its parts, moved.
@@ -137,27 +148,34 @@ def timed(
     has more or fewer places than videos are.
     """
     start, pad, end = marks
-    whole = f"{start}{pad}{end}"
-    places = list(re.finditer(f"{re.escape(whole)}|{re.escape(pad)}", text))
+    frame_text = f"{start}{pad}{end}"
+    places = list(re.finditer(f"{re.escape(frame_text)}|{re.escape(pad)}", text))
     if len(places) != len(videos):
         raise Corrupt(f"has {len(videos)} videos, and its text {len(places)} tokens for one ({pad})")
-    said = ["".join(f"<{time:.1f} seconds>{whole}" for time in video.stamps) for video in videos]
-    longer = [0, *accumulate(len(of) - len(place[0]) for of, place in zip(said, places, strict=True))]
+    video_texts = [
+        "".join(f"<{time:.1f} seconds>{frame_text}" for time in video.timestamps) for video in videos
+    ]
+    longer = [
+        0,
+        *accumulate(
+            len(video_text) - len(place[0]) for video_text, place in zip(video_texts, places, strict=True)
+        ),
+    ]
     ends = [place.end() for place in places]
 
-    def moved(at: int) -> int:
+    def shift_position(at: int) -> int:
         return at + longer[sum(until <= at for until in ends)]
 
-    frames = iter(said)
-    written = re.sub(f"{re.escape(whole)}|{re.escape(pad)}", lambda _: next(frames), text)
-    return written, [(moved(begin), moved(until)) for begin, until in parts]
+    frames = iter(video_texts)
+    written = re.sub(f"{re.escape(frame_text)}|{re.escape(pad)}", lambda _: next(frames), text)
+    return written, [(shift_position(begin), shift_position(until)) for begin, until in parts]
 
 
-def _to_size(frame: Frame, size: tuple[int, int]) -> Frame:
+def _resize_frame(frame: Frame, size: tuple[int, int]) -> Frame:
     """A frame [height, width, 3] in another size, by torch, as torchvision has it."""
     if frame.shape[:2] == size:
         return frame
-    given = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-    made = functional.interpolate(given, size, mode="bicubic", antialias=True, align_corners=False)
-    found: Frame = made[0].permute(1, 2, 0).numpy()
-    return found
+    pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
+    scaled = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+    result: Frame = scaled[0].permute(1, 2, 0).numpy()
+    return result

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from bundle.distributed import standing
+from bundle.distributed import rank_snapshot
 from bundle.errors import ExitCode, JobFailed
 from bundle.launch import hang, outcomes
 
@@ -24,7 +24,7 @@ _LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 3600
 
 
-def collectives_seconds(seconds: int) -> int:
+def compute_collective_seconds(seconds: int) -> int:
     """Returns how long a collective waits where the watchdog allows `seconds`: longer than that ever does.
 
     The watchdog knows what hangs and how long it may take. A collective would fail inside a patience already,
@@ -34,7 +34,7 @@ def collectives_seconds(seconds: int) -> int:
 
 
 class Watchdog:
-    """Ends this process with 6 when `beat` was not called for `seconds`; a context manager.
+    """Ends this process with 6 when `report_progress` was not called for `seconds`; a context manager.
 
     Before that it writes the stacks of all threads, torch's record of collectives and where this rank stands
     into `directory`; so do the other ranks of the node, whatever their patience. It has to end the process
@@ -49,24 +49,24 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def beat(self, doing: str) -> None:
+    def report_progress(self, doing: str) -> None:
         """Says that there is progress and what comes next, such as "step 12"."""
         self._last = (time.monotonic(), doing)
 
     @contextmanager
-    def patience(self, doing: str, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
+    def extend_patience(self, doing: str, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
         """Allows at least `seconds` for what is done inside, such as "saving step 12"."""
-        before = self._patience
-        self._patience = max(seconds, before)
-        self.beat(doing)
+        earlier_patience = self._patience
+        self._patience = max(seconds, earlier_patience)
+        self.report_progress(doing)
         try:
             yield
         finally:
-            self.beat(f"after {doing}")
-            self._patience = before
+            self.report_progress(f"after {doing}")
+            self._patience = earlier_patience
 
     def __enter__(self) -> Self:
-        self.beat("start")
+        self.report_progress("start")
         self._thread.start()
         return self
 
@@ -74,39 +74,39 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(max(0.05, self._left()), _LOOK_SECONDS)):
-            if self._left() <= 0 or outcomes.hang_noticed():
+        while not self._stopped.wait(min(max(0.05, self._get_seconds_left()), _LOOK_SECONDS)):
+            if self._get_seconds_left() <= 0 or outcomes.is_hang_noticed():
                 outcomes.notice_hang()
-                self._end()
+                self._end_process()
 
-    def _left(self) -> float:
+    def _get_seconds_left(self) -> float:
         return self._last[0] + self._patience - time.monotonic()
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         since, doing = self._last
         seconds = time.monotonic() - since
         message = f"no progress for {seconds:.0f} s in {doing}"
         try:
-            message += f"; stacks and collectives: {dump(self.directory, self.rank, doing, seconds)}"
+            message += f"; stacks and collectives: {dump_hang(self.directory, self.rank, doing, seconds)}"
         except (OSError, JobFailed) as error:  # a hang on a full disk is still a hang
             message += f"; nothing could be written: {error}"
         # Ranks notice one after the other, and the first that ends takes the others with it.
         time.sleep(_LINGER_SECONDS)
-        outcomes.conclude(self.rank, self.local_rank, ExitCode.HANG, message)
+        outcomes.report_end(self.rank, self.local_rank, ExitCode.HANG, message)
         os._exit(ExitCode.HANG)
 
 
-def dump(directory: Path, rank: int, doing: str, seconds: float) -> Path:
+def dump_hang(directory: Path, rank: int, doing: str, seconds: float) -> Path:
     """Returns the file with the stacks of all threads; beside it lie its standing and torch's record."""
     directory.mkdir(parents=True, exist_ok=True)
     stacks = directory / f"hang-rank-{rank}.txt"
     with stacks.open("w", encoding="utf-8") as file:
         print(f"no progress for {seconds:.0f} s in {doing}", file=file, flush=True)
         faulthandler.dump_traceback(file, all_threads=True)
-    records = standing.flight_records()
+    records = rank_snapshot.read_flight_records()
     for record, name in zip(records, ("flight", "gloo.flight"), strict=False):
         (directory / f"hang-rank-{rank}.{name}").write_bytes(record)
-    hang.write(directory, standing.standing(rank, doing, seconds, records))
+    hang.write(directory, rank_snapshot.take_snapshot(rank, doing, seconds, records))
     return stacks
 
 

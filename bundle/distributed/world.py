@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from bundle import files
-from bundle.distributed import standing
+from bundle.distributed import rank_snapshot
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, LaunchUnavailable
 from bundle.launch import outcomes
-from bundle.launch.outcomes import spelled
+from bundle.launch.outcomes import format_ranks
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
 # In the folder of a launch on one node: where its rank 0 listens.
-PORT = "port"
+PORT_FILE = "port"
 
 
 def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
@@ -38,36 +38,36 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
     """
     assert rendezvous.is_rank and rendezvous.port is not None, "only a rank meets other ranks"
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rendezvous.rank == 0 and not served_by_agent
+    is_server = rendezvous.rank == 0 and not served_by_agent
     address, port = rendezvous.address, rendezvous.port
-    launch = None if served_by_agent or rendezvous.nodes > 1 else outcomes.directory()
+    launch_folder = None if served_by_agent or rendezvous.nodes > 1 else outcomes.get_launch_folder()
     listening = None
     try:
-        if serves and address == LOOPBACK:
-            listening = _listen(0 if launch else port)
+        if is_server and address == LOOPBACK:
+            listening = _listen(0 if launch_folder else port)
             port = listening.getsockname()[1]
-        if launch and serves:
-            files.write_text(launch / PORT, str(port))
-        elif launch:
-            port = _told(launch / PORT, timeout)
+        if launch_folder and is_server:
+            files.write_text(launch_folder / PORT_FILE, str(port))
+        elif launch_folder:
+            port = _wait_for_port(launch_folder / PORT_FILE, timeout)
         store = TCPStore(
             address,
             port,
             rendezvous.world_size,
-            is_master=serves,
+            is_master=is_server,
             timeout=timeout,
             wait_for_workers=False,
             # The store closes it. Left to itself it would listen on every interface.
             master_listen_fd=listening.detach() if listening else None,
         )
     except (OSError, RuntimeError) as error:
-        what = "serve" if serves else "reach"
-        raise LaunchUnavailable(f"rank {rendezvous.rank} cannot {what} {address}:{port}: {error}") from error
+        verb = "serve" if is_server else "reach"
+        raise LaunchUnavailable(f"rank {rendezvous.rank} cannot {verb} {address}:{port}: {error}") from error
     # A job that torchrun restarts meets in the same store again.
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def folder(store: Store, rank: int, logs: Path) -> Path:
+def choose_world_folder(store: Store, rank: int, logs: Path) -> Path:
     """Returns the folder in `logs` of what concerns all ranks of this launch: each launch has its own."""
     if rank == 0:
         store.set("world", secrets.token_hex(4))
@@ -78,7 +78,7 @@ def initialize(
     rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
 ) -> None:
     """Makes the default process group; `collectives` is the backend's name for torch.distributed."""
-    standing.keep_records()
+    rank_snapshot.keep_records()
     dist.init_process_group(
         collectives,
         store=PrefixStore("world", store),
@@ -91,7 +91,7 @@ def initialize(
     )
 
 
-def store() -> Store:
+def get_default_store() -> Store:
     """Returns the store of the default process group, which has no time limit of a collective."""
     return dist.distributed_c10d._get_default_store()
 
@@ -108,10 +108,10 @@ def destroy() -> None:
     dist.destroy_process_group()
 
 
-def _told(path: Path, timeout: timedelta) -> int:
+def _wait_for_port(path: Path, timeout: timedelta) -> int:
     """The port that rank 0 wrote down. Raises OSError where there is none within `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
-    while (port := files.read(path)) is None:
+    while (port := files.read_text(path)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank 0 did not say in {path} where it listens")
         time.sleep(0.05)
@@ -129,34 +129,38 @@ def _listen(port: int) -> socket.socket:
 T = TypeVar("T")
 
 
-def on_all_ranks(body: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(body: Callable[[], T]) -> list[T]:
     """What `body` returned on each rank; if it raised on any, all raise the same."""
     result, error, code = None, None, ExitCode.JOB_FAILED
     try:
         result = body()
-    except BundleError as raised:
-        error, code = str(raised), ExitCode(raised.code)
-    except OSError as raised:
-        error = str(raised)
-    except Exception as raised:  # noqa: BLE001  whatever it is, the others must not wait for this rank
+    except BundleError as caught:
+        error, code = str(caught), ExitCode(caught.code)
+    except OSError as caught:
+        error = str(caught)
+    except Exception as caught:  # noqa: BLE001  whatever it is, the others must not wait for this rank
         traceback.print_exc()
-        error = f"{type(raised).__name__}: {raised}"
+        error = f"{type(caught).__name__}: {caught}"
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, (result, error, int(code)))
-    failures = [(rank, why, its) for rank, (_, why, its) in enumerate(everybody) if why is not None]
+    failures = [
+        (rank, reason, rank_code)
+        for rank, (_, reason, rank_code) in enumerate(everybody)
+        if reason is not None
+    ]
     if failures:
-        rank, why, its = failures[0]
+        rank, reason, rank_code = failures[0]
         failed = JobFailed(
-            why if rank == 0 else f"rank {rank}: {why}", [f"rank {r}: {w}" for r, w, _ in failures[1:]]
+            reason if rank == 0 else f"rank {rank}: {reason}", [f"rank {r}: {w}" for r, w, _ in failures[1:]]
         )
-        failed.code = ExitCode(its)
+        failed.code = ExitCode(rank_code)
         raise failed
     return [result for result, _, _ in everybody]
 
 
-def on_rank_0(body: Callable[[], T]) -> T:
-    """On every rank what `body` returned on rank 0, which alone runs it; raises like `on_all_ranks`."""
-    answers: list[Any] = on_all_ranks(lambda: body() if dist.get_rank() == 0 else None)
+def run_on_rank_0(body: Callable[[], T]) -> T:
+    """On every rank what `body` returned on rank 0, which alone runs it; raises like `run_on_all_ranks`."""
+    answers: list[Any] = run_on_all_ranks(lambda: body() if dist.get_rank() == 0 else None)
     return cast(T, answers[0])
 
 
@@ -166,27 +170,27 @@ class StopRequest:
     def __init__(self, device: torch.device) -> None:
         """Installs the handlers (main thread only); flags are exchanged on `device`."""
         self.device = device
-        self.heard = False
+        self.is_requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._record_signal)
         # The launcher may have been told to stop before this process could take a signal.
-        self.heard = self.heard or outcomes.asked_to_stop()
+        self.is_requested = self.is_requested or outcomes.is_stop_requested()
 
-    def agreed(self) -> bool:
+    def agree_to_stop(self) -> bool:
         """Returns whether any rank was asked to stop; a collective: all ranks stop at the same step."""
-        flag = torch.tensor([int(self.heard)], dtype=torch.int32, device=self.device)
+        flag = torch.tensor([int(self.is_requested)], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def _hear(self, _number: int, _frame: object) -> None:
-        self.heard = True
+    def _record_signal(self, _number: int, _frame: object) -> None:
+        self.is_requested = True
 
 
 _READING_SECONDS = 60  # that rank 0 stays for others, which may still be starting
-_SHOWN = 60  # characters of a value in a message: digests are recognised by less
+_MOST_SHOWN = 60  # characters of a value in a message: digests are recognised by less
 
 
-def handed_down(
+def share_decision(
     store: Store, rank: int, world_size: int, decide: Callable[[], str], timeout: timedelta
 ) -> str:
     """Returns what rank 0 decided, which alone does; every rank raises the BundleError that it ended in.
@@ -195,13 +199,13 @@ def handed_down(
     """
     if rank == 0:
         try:
-            said = {"text": decide()}
+            decision = {"text": decide()}
         except BundleError as error:
             store.set("decision", json.dumps({"refused": str(error), "code": int(error.code)}))
             _wait_for_readers(store, "decision", world_size - 1)
             raise
-        store.set("decision", json.dumps(said))
-        return said["text"]
+        store.set("decision", json.dumps(decision))
+        return decision["text"]
     try:
         store.wait(["decision"], timeout)
     except RuntimeError as error:  # torch's DistStoreError: it did not come in time
@@ -209,13 +213,13 @@ def handed_down(
     answer = json.loads(store.get("decision"))
     store.add("decision/read", 1)
     if "refused" in answer:
-        refused = BundleError(answer["refused"])
-        refused.code = ExitCode(answer["code"])
-        raise refused
+        refusal = BundleError(answer["refused"])
+        refusal.code = ExitCode(answer["code"])
+        raise refusal
     return str(answer["text"])
 
 
-def agree(
+def agree_on_fields(
     store: Store,
     rank: int,
     world_size: int,
@@ -237,13 +241,16 @@ def agree(
     store.set(f"agreement/{rank}", json.dumps({"fields": dict(fields), "unfit": list(unfit)}))
     missing: list[int] = []
     if rank == 0:
-        missing = _missing(store, world_size, timeout)
+        missing = _find_missing_ranks(store, world_size, timeout)
         if missing:
-            verdict = ["missing", f"{spelled(missing)} did not come within {timeout.total_seconds():.0f} s"]
+            verdict = [
+                "missing",
+                f"{format_ranks(missing)} did not come within {timeout.total_seconds():.0f} s",
+            ]
         else:
-            said = [json.loads(store.get(f"agreement/{other}")) for other in range(world_size)]
-            verdict = ["differ", *disagreements([one["fields"] for one in said])]
-            verdict += complaints([one["unfit"] for one in said])
+            answers = [json.loads(store.get(f"agreement/{other}")) for other in range(world_size)]
+            verdict = ["differ", *find_disagreements([answer["fields"] for answer in answers])]
+            verdict += merge_complaints([answer["unfit"] for answer in answers])
         store.set("agreement/verdict", json.dumps(verdict))
     # Rank 0 may have waited for all of the timeout before it says so.
     store.wait(["agreement/verdict"], timeout * 2)
@@ -258,36 +265,36 @@ def agree(
         raise EnvironmentUnfit("the ranks are not about to do what was decided, all the same", reasons)
 
 
-def disagreements(said: Sequence[Mapping[str, str]]) -> list[str]:
+def find_disagreements(fields_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns one line per field on which ranks differ; `said[r]` is what rank r came with."""
-    found = []
-    for name in sorted({name for fields in said for name in fields}):
+    lines = []
+    for name in sorted({name for fields in fields_by_rank for name in fields}):
         holders: dict[str | None, list[int]] = {}
-        for rank, fields in enumerate(said):
+        for rank, fields in enumerate(fields_by_rank):
             holders.setdefault(fields.get(name), []).append(rank)
         if len(holders) > 1:
-            parts = [f"{spelled(ranks)}: {_short(value)}" for value, ranks in holders.items()]
-            found.append(f"{name} ({'; '.join(parts)})")
-    return found
+            parts = [f"{format_ranks(ranks)}: {_shorten(value)}" for value, ranks in holders.items()]
+            lines.append(f"{name} ({'; '.join(parts)})")
+    return lines
 
 
-def complaints(said: Sequence[Sequence[str]]) -> list[str]:
+def merge_complaints(lines_by_rank: Sequence[Sequence[str]]) -> list[str]:
     """Returns one line per complaint with the ranks that have it; `said[r]` is what rank r has."""
     holders: dict[str, list[int]] = {}
-    for rank, lines in enumerate(said):
+    for rank, lines in enumerate(lines_by_rank):
         for line in lines:
             holders.setdefault(line, []).append(rank)
-    return [f"{spelled(ranks)}: {line}" for line, ranks in holders.items()]
+    return [f"{format_ranks(ranks)}: {line}" for line, ranks in holders.items()]
 
 
-def _wait_for_readers(store: Store, key: str, others: int) -> None:
+def _wait_for_readers(store: Store, key: str, readers: int) -> None:
     """Returns when the other ranks have read the bad news, or had time to: rank 0 may serve the store."""
     deadline = time.monotonic() + _READING_SECONDS
-    while store.add(f"{key}/read", 0) < others and time.monotonic() < deadline:
+    while store.add(f"{key}/read", 0) < readers and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _missing(store: Store, world_size: int, timeout: timedelta) -> list[int]:
+def _find_missing_ranks(store: Store, world_size: int, timeout: timedelta) -> list[int]:
     deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(world_size):
         left = max(0.001, deadline - time.monotonic())
@@ -298,7 +305,7 @@ def _missing(store: Store, world_size: int, timeout: timedelta) -> list[int]:
     return []
 
 
-def _short(value: str | None) -> str:
+def _shorten(value: str | None) -> str:
     if value is None:
         return "nothing"
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    return value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}..."

@@ -24,54 +24,59 @@ from torch import Tensor
 
 from bundle.architectures import MoE
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.routes import seen
+from bundle.engine.routes import to_router_rows
 from bundle.mcore import routers
-from bundle.mcore.context import in_backward
-from bundle.mcore.groups import Groups, sharing_tokens
-from bundle.mcore.routers import Rows
+from bundle.mcore.context import is_in_backward
+from bundle.mcore.groups import Groups, get_tp_cp_group
+from bundle.mcore.routers import RouterRows
 from bundle.recipe import Recipe
 
 
-class Balancing:
+class RouterBalancing:
     """What is behind the routers of one engine's model chunks; idle where the model has no experts."""
 
     def __init__(self, recipe: Recipe, models: Sequence[torch.nn.Module], groups: Groups) -> None:
         """`models` are the bare chunks of this rank."""
         self._moe, self._z_loss_coeff = recipe.architecture.moe, recipe.model.moe.z_loss_coeff
         self._groups, self._tp = groups, groups.tp if recipe.parallel.sequence_parallel else None
-        self._routers = [router for model in models for router in routers.of_model(model)]
-        self._rows: dict[int, Rows] = {}  # by id of the micro-batch
-        self._current: Rows | None = None  # of the forward pass that runs
-        self._again: dict[object, deque[Rows]] = defaultdict(deque)  # to be recomputed
+        self._routers = [router for model in models for router in routers.find_routers(model)]
+        self._rows: dict[int, RouterRows] = {}  # by id of the micro-batch
+        self._current: RouterRows | None = None  # of the forward pass that runs
+        self._recompute_queues: dict[object, deque[RouterRows]] = defaultdict(deque)  # to be recomputed
         self._weight: Tensor | None = None  # None: no term has a coefficient
         self._biases: list[Tensor] = []
         for router in self._routers:
             routers.attach(router, self)
 
-    def counted(self, micro_batches: Sequence[MicroBatch]) -> int | None:
+    def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
         """The balanced tokens that this rank counts; None where no term has a coefficient."""
         if self._moe is None or not (self._moe.aux_loss_coeff or self._z_loss_coeff):
             return None
         if self._groups.cp.rank:
             return 0
-        return sum(one.packing.padding.tokens for one in micro_batches if not one.is_blank)
+        return sum(
+            micro_batch.packing.padding.tokens for micro_batch in micro_batches if not micro_batch.is_blank
+        )
 
     @contextmanager
-    def of_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
-        """Around the run that trains on these micro-batches; `weight`: learned tokens by those `counted`."""
+    def balance_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
+        """Around the run that trains on these micro-batches; `weight`.
+
+        Learned tokens by those `count_tokens`.
+        """
         if self._moe is None:
             yield
             return
-        self._rows = {id(one): self._of(one) for one in micro_batches}
+        self._rows = {id(micro_batch): self._build_rows(micro_batch) for micro_batch in micro_batches}
         self._weight = weight
         self._biases = [router.expert_bias.clone() for router in self._routers if self._moe.expert_bias]
         try:
             yield
         finally:
-            self._rows, self._again = {}, defaultdict(deque)
+            self._rows, self._recompute_queues = {}, defaultdict(deque)
 
     @contextmanager
-    def of_forward(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def balance_forward(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Around one forward pass of a model chunk."""
         self._current = self._rows.get(id(micro_batch))
         try:
@@ -79,35 +84,35 @@ class Balancing:
         finally:
             self._current = None
 
-    def forget_step(self) -> None:
+    def restore_biases(self) -> None:
         """Puts the steering biases back to where they were before the latest run moved them."""
         for router, bias in zip(self._routers, self._biases, strict=bool(self._biases)):
             router.expert_bias.copy_(bias)
 
-    def rows(self, router: object) -> Rows | None:
+    def find_rows(self, router: object) -> RouterRows | None:
         """See `bundle.mcore.routers.Balancer`."""
         if not self._rows:
             return None
-        if in_backward():  # the pipeline recomputes micro-batches in the order of their forward passes
-            return self._again[router].popleft()
+        if is_in_backward():  # the pipeline recomputes micro-batches in the order of their forward passes
+            return self._recompute_queues[router].popleft()
         if self._current and not torch.is_grad_enabled():  # the first pass of a checkpoint
-            self._again[router].append(self._current)
+            self._recompute_queues[router].append(self._current)
         return self._current
 
-    def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
+    def compute_term(self, rows: RouterRows, logits: Tensor) -> Tensor | None:
         """See `bundle.mcore.routers.Balancer`; megatron divides it by the learned tokens."""
         if self._weight is None:
             return None
         assert self._moe is not None, "there are routers"
         logits, terms = logits.float(), []
         if self._moe.aux_loss_coeff:
-            terms.append(self._moe.aux_loss_coeff * _unevenness(self._moe, rows, logits))
+            terms.append(self._moe.aux_loss_coeff * _compute_balancing_loss(self._moe, rows, logits))
         if self._z_loss_coeff:
             squares = logits.logsumexp(-1).square()
-            terms.append(self._z_loss_coeff * (squares * (rows.owner < len(rows.lengths))).sum())
+            terms.append(self._z_loss_coeff * (squares * (rows.group_index < len(rows.group_tokens))).sum())
         return torch.stack(terms).sum() * self._weight
 
-    def _of(self, micro_batch: MicroBatch) -> Rows:
+    def _build_rows(self, micro_batch: MicroBatch) -> RouterRows:
         """The rows of a micro-batch; its sequences are groups, or it is one group. A blank is all padding."""
         assert self._moe is not None
         packing, is_blank = micro_batch.packing, micro_batch.is_blank
@@ -119,30 +124,30 @@ class Balancing:
             lengths, owner = [padding.tokens], (~valid).long()
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
         padded = padding.total > padding.tokens or is_blank
-        return Rows(
-            seen(owner, part, parts),
+        return RouterRows(
+            to_router_rows(owner, part, parts),
             torch.tensor(lengths, dtype=torch.float32).to(packing.device, non_blocking=True),
-            seen(~valid, part, parts) if padded else None,
+            to_router_rows(~valid, part, parts) if padded else None,
         )
 
 
-def _unevenness(moe: MoE, rows: Rows, logits: Tensor) -> Tensor:
+def _compute_balancing_loss(moe: MoE, rows: RouterRows, logits: Tensor) -> Tensor:
     """This rank's part of the balancing loss of all groups, each by its tokens: 1 for a token at its best."""
     if moe.score_function == "sigmoid":
         scores = logits.sigmoid()
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     else:
         scores = logits.softmax(-1)
-    groups, shape = len(rows.lengths), (len(rows.lengths) + 1, moe.num_experts)
+    groups, shape = len(rows.group_tokens), (len(rows.group_tokens) + 1, moe.num_experts)
     with torch.no_grad():
         best = scores.topk(moe.topk, dim=-1).indices
-        places = (rows.owner[:, None] * moe.num_experts + best).flatten()
+        places = (rows.group_index[:, None] * moe.num_experts + best).flatten()
         counts = (
             scores.new_zeros(shape).view(-1).scatter_add(0, places, scores.new_ones(()).expand(places.shape))
         )
         counts = counts.view(shape)[:groups]
-        if dist.get_world_size(sharing_tokens()) > 1:
-            dist.all_reduce(counts, group=sharing_tokens())
-    sums = scores.new_zeros(shape).index_add(0, rows.owner, scores)[:groups]
-    shares: Tensor = sums * counts / rows.lengths.clamp(min=1)[:, None]
+        if dist.get_world_size(get_tp_cp_group()) > 1:
+            dist.all_reduce(counts, group=get_tp_cp_group())
+    sums = scores.new_zeros(shape).index_add(0, rows.group_index, scores)[:groups]
+    shares: Tensor = sums * counts / rows.group_tokens.clamp(min=1)[:, None]
     return shares.sum() * (moe.num_experts / moe.topk)

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from bundle.backends import Runtime
-from bundle.engine.balancing import Balancing
+from bundle.engine.balancing import RouterBalancing
+from bundle.engine.forward_timer import ForwardTimer
 from bundle.engine.losses import (
     Losses,
     LossFactors,
     LossTap,
     Objective,
     Scores,
-    collect,
+    collect_scores,
     compute_factors,
 )
 from bundle.engine.microbatch import Mean, MicroBatch, build_blanks
-from bundle.engine.pace import Pace
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
-from bundle.mcore.gpt import transformer_config
+from bundle.mcore.gpt import build_transformer_config
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, gpt, vision
-from bundle.pretrained import Pretrained
+from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe
 
 
@@ -44,8 +44,8 @@ class StepResult:
 class Engine:
     """One model with its optimizer on this rank's process groups.
 
-    All ranks call every method, in the same order. `replay.recording()` gives the experts that routers
-    choose, `MicroBatch.routes` gives them back.
+    All ranks call every method, in the same order. `replay.record_routes()` gives the experts that
+    routers choose, `MicroBatch.routes` gives them back.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Engine:
         runtime: Runtime,
         groups: Groups,
         device: torch.device,
-        weights: Pretrained | None = None,
+        weights: PretrainedWeights | None = None,
         objective: Objective | None = None,
     ) -> None:
         """`weights` are what the model begins with; None: random ones, from the recipe's seed.
@@ -62,33 +62,35 @@ class Engine:
         `objective` takes the place of the main loss where a call names nothing else.
         """
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
-        with runtime.megatron():
+        with runtime.megatron_calls():
             mtp.clear_logged_losses()
-            self.config = transformer_config(recipe, runtime.options(recipe))
+            self.config = build_transformer_config(recipe, runtime.build_config_options(recipe))
             # A router's weight would come to the device in its first forward pass only, when the optimizer
             # has taken it for what it was before.
             self.models = [
-                model.to(device) for model in gpt.build(recipe, self.config, runtime, groups, weights)
+                model.to(device) for model in gpt.build_chunks(recipe, self.config, runtime, groups, weights)
             ]
-            self.chunks = optimization.data_parallel(recipe, self.config, self.models)
-            self.optimizer = optimization.optimizer(recipe, self.chunks)
+            self.chunks = optimization.wrap_data_parallel(recipe, self.config, self.models)
+            self.optimizer = optimization.build_optimizer(recipe, self.chunks)
             if runtime.fuses_adam(recipe):
                 optimization.fuse_adam(self.optimizer)
             if recipe.train.on_nan == "skip":
-                optimization.leave_out_what_is_not_finite(self.optimizer)
-            self.scheduler = optimization.schedule(recipe, self.optimizer)
-        self.loaded = weights is not None  # whether it began with the weights of model.path
+                optimization.skip_nonfinite_updates(self.optimizer)
+            self.scheduler = optimization.build_scheduler(recipe, self.optimizer)
+        self.has_pretrained_weights = weights is not None  # whether it began with the weights of model.path
         self.replay = RouterReplay(recipe, self.models, groups)
-        self.pace = Pace(device)
-        self._balancing = Balancing(recipe, self.models, groups)
-        predicted = recipe.model.mtp
-        if predicted.detached:
-            mtp.detach(self.models[-1], trunk=predicted.detach_trunk, embeddings=predicted.detach_embeddings)
+        self.forward_timer = ForwardTimer(device)
+        self._balancing = RouterBalancing(recipe, self.models, groups)
+        mtp_options = recipe.model.mtp
+        if mtp_options.is_detached:
+            mtp.detach_mtp(
+                self.models[-1], trunk=mtp_options.detach_trunk, embeddings=mtp_options.detach_embeddings
+            )
         self._objective = objective
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
-            scale=predicted.loss_scale,
+            mtp_loss_scale=mtp_options.loss_scale,
             vocabulary=recipe.architecture.vocab_size,
             tp_group=groups.tp.group,
             device=device,
@@ -96,9 +98,9 @@ class Engine:
         )
 
     @property
-    def kept(self) -> list[torch.nn.Module]:
+    def checkpoint_modules(self) -> list[torch.nn.Module]:
         """What a checkpoint holds of the models: their adapters alone, where these are trained."""
-        return [adapters.kept(model) for model in self.models]
+        return [adapters.select_checkpoint_module(model) for model in self.models]
 
     def forward_backward(
         self,
@@ -119,14 +121,14 @@ class Engine:
         beside sequence means, or not above 0.
         """
         micro_batches = micro_batches or self._build_blanks(mean)
-        with self.runtime.megatron():
+        with self.runtime.megatron_calls():
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            factors = compute_factors(micro_batches, self._balancing.counted(micro_batches), divisor)
+            factors = compute_factors(micro_batches, self._balancing.count_tokens(micro_batches), divisor)
             step = functools.partial(self._train, objective or self._objective, factors)
-            with self._balancing.of_step(micro_batches, factors.balancing):
+            with self._balancing.balance_step(micro_batches, factors.balancing):
                 self._run(micro_batches, step, forward_only=False)
 
     def step(self) -> StepResult:
@@ -136,10 +138,10 @@ class Engine:
         in the result and `updated` is False.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        with self.runtime.megatron():
+        with self.runtime.megatron_calls():
             updated, grad_norm, _ = self.optimizer.step()
             if not updated:
-                self._balancing.forget_step()
+                self._balancing.restore_biases()
             if grad_norm is None:  # left out, or not clipped
                 grad_norm = self.optimizer.get_grad_norm()
         if updated:
@@ -148,52 +150,52 @@ class Engine:
 
     def gather_weights(self) -> None:
         """Makes `models` those of the last step on every rank; training itself needs no call of it."""
-        with self.runtime.megatron():
-            optimization.gather(self.recipe, self.chunks)
+        with self.runtime.megatron_calls():
+            optimization.gather_weights(self.recipe, self.chunks)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
         """The losses of these micro-batches, or of none, without changing anything that training reads."""
         micro_batches = micro_batches or self._build_blanks()
-        with self._tap.apart(), self._evaluating():
+        with self._tap.isolate_sums(), self._enter_evaluation():
             self._run(micro_batches, functools.partial(self._train, self._objective, None), forward_only=True)
             return self.take_losses()
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
+    def compute_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
         """The log-probability of every label and the entropy there, for each micro-batch; MTP is left out.
 
         Whole, in the order that the micro-batch was made from and without padding: concatenated [tokens], or
         [b, s] for rows. Every rank of a model replica returns the same; data-parallel ranks have their own
         micro-batches, or none.
         """
-        seen: list[Scores] = []
+        local_scores: list[Scores] = []
         batches = micro_batches or self._build_blanks()
-        with self._evaluating():
-            self._run(batches, functools.partial(self._score, seen), forward_only=True)
-        return collect(batches, seen, self.groups, self.device)[: len(micro_batches)]
+        with self._enter_evaluation():
+            self._run(batches, functools.partial(self._score, local_scores), forward_only=True)
+        return collect_scores(batches, local_scores, self.groups, self.device)[: len(micro_batches)]
 
-    def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The log-probabilities of `log_probs` by the model without its adapters."""
-        with adapters.left_out(self.models):
-            return [scores.log_probs for scores in self.log_probs(micro_batches)]
+    def compute_reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The log-probabilities of `compute_log_probs` by the model without its adapters."""
+        with adapters.disable_adapters(self.models):
+            return [scores.log_probs for scores in self.compute_log_probs(micro_batches)]
 
     def take_losses(self) -> Losses:
         """The mean losses of everything run since the last call."""
-        return self._tap.take(self.groups.tp.size)
+        return self._tap.take_losses(self.groups.tp.size)
 
-    def losses_so_far(self) -> list[float]:
+    def gather_loss_sums(self) -> list[float]:
         """What `take_losses` would divide, as plain numbers that a checkpoint can keep."""
-        return self._tap.so_far()
+        return self._tap.gather_loss_sums()
 
-    def restore_losses(self, numbers: list[float]) -> None:
-        """Takes up what `losses_so_far` gave."""
-        self._tap.restore(numbers)
+    def restore_loss_sums(self, numbers: list[float]) -> None:
+        """Takes up what `gather_loss_sums` gave."""
+        self._tap.restore_loss_sums(numbers)
 
     def _build_blanks(self, mean: Mean | None = None) -> list[MicroBatch]:
         return build_blanks(self.recipe, self.groups, self.device, mean or self.recipe.loss_mean)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with self.runtime.megatron(), torch.no_grad():
+    def _enter_evaluation(self) -> Iterator[None]:
+        with self.runtime.megatron_calls(), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
             try:
@@ -206,13 +208,13 @@ class Engine:
         self, micro_batches: Sequence[MicroBatch], step: optimization.ForwardStep, *, forward_only: bool
     ) -> None:
         first = micro_batches[0]
-        shapes = {(one.rows, one.sequence_length) for one in micro_batches}
+        shapes = {(micro_batch.rows, micro_batch.sequence_length) for micro_batch in micro_batches}
         if self.groups.pp.size > 1 and len(shapes) > 1:
             raise JobFailed(
                 f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
                 " pad them to one length (the `length` of Packing.of)."
             )
-        with self.replay.of_run(micro_batches, backward=not forward_only):
+        with self.replay.replay_run(micro_batches, has_backward=not forward_only):
             optimization.forward_backward(
                 step,
                 micro_batches,
@@ -230,34 +232,34 @@ class Engine:
         chunk: torch.nn.Module,
     ) -> tuple[torch.Tensor, Any]:
         micro_batch = next(iterator)
-        with self.pace:
+        with self.forward_timer:
             output = self._forward(micro_batch, chunk, objective)
 
-        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-            return self._tap.total(micro_batch, output, factors), micro_batch.tokens, {}
+        def compute_loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            return self._tap.compute_total(micro_batch, output, factors), micro_batch.learned_tokens, {}
 
-        return output, loss
+        return output, compute_loss
 
     def _score(
-        self, seen: list[Scores], iterator: Iterator[MicroBatch], chunk: torch.nn.Module
+        self, local_scores: list[Scores], iterator: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[torch.Tensor, Any]:
         def keep(_: MicroBatch, scores: Scores) -> torch.Tensor:
-            seen.append(scores)
+            local_scores.append(scores)
             return scores.log_probs
 
         micro_batch = next(iterator)
-        with mtp.left_out(self.models[-1]):
+        with mtp.disable_mtp(self.models[-1]):
             output = self._forward(micro_batch, chunk, keep)
-        return output, lambda output: (output.sum(), micro_batch.tokens, {})
+        return output, lambda output: (output.sum(), micro_batch.learned_tokens, {})
 
     def _forward(
         self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
     ) -> torch.Tensor:
-        self._tap.expect(micro_batch, objective)
+        self._tap.expect_micro_batch(micro_batch, objective)
         number = self.chunks.index(chunk)
         with (
-            self.replay.of_forward(number, micro_batch),
-            self._balancing.of_forward(micro_batch),
+            self.replay.replay_forward(number, micro_batch),
+            self._balancing.balance_forward(micro_batch),
         ):
             output: torch.Tensor = chunk(
                 micro_batch.ids,
@@ -265,7 +267,9 @@ class Engine:
                 None,
                 labels=micro_batch.labels,
                 loss_mask=micro_batch.loss_mask,
-                packed_seq_params=micro_batch.packed,
-                decoder_input=vision.decoder_input(self.models[number], micro_batch.ids, micro_batch.images),
+                packed_seq_params=micro_batch.packed_seq_params,
+                decoder_input=vision.build_decoder_input(
+                    self.models[number], micro_batch.ids, micro_batch.images
+                ),
             )
         return output

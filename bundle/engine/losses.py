@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bundle.engine.microbatch import MicroBatch
-from bundle.mcore.groups import Groups, data_parallel_with_context
+from bundle.mcore.groups import Groups, get_dp_cp_group
 
 # Rows are taken in portions: beside the logits and their gradient, no tensor is as large as them. This many
 # numbers (128 MiB in float32) are enough to keep a device busy.
-_PORTION = 1 << 25
+_PORTION_VALUES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Scores:
     entropy: Tensor
 
 
-def score(
+def score_labels(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, temperature: Tensor | None = None
 ) -> Scores:
     """The scores [b, s] of `labels` [b, s] under `logits` [s, b, vocabulary / tp], in float32 at least.
@@ -44,7 +44,7 @@ def score(
     of a label that has no logit is not a number.
     """
     columns = logits.shape[-1] * (group.size() if group is not None else 1)
-    known = (labels >= 0) & (labels < columns)
+    is_known = (labels >= 0) & (labels < columns)
     rows = labels.shape[::-1]
     log_probs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
         logits.flatten(0, 1),
@@ -52,7 +52,7 @@ def score(
         None if temperature is None else temperature.t().flatten(),
         group if group is not None and group.size() > 1 else None,
     )
-    return Scores(log_probs.view(rows).t() * torch.where(known, 1.0, float("nan")), entropy.view(rows).t())
+    return Scores(log_probs.view(rows).t() * torch.where(is_known, 1.0, float("nan")), entropy.view(rows).t())
 
 
 class _Score(torch.autograd.Function):
@@ -62,12 +62,12 @@ class _Score(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: Tensor | None, group: Any) -> Any:
         width = logits.shape[1]
         column = labels - (width * group.rank() if group is not None else 0)
-        here = (column >= 0) & (column < width)
-        column = column.where(here, 0)
+        is_local = (column >= 0) & (column < width)
+        column = column.where(is_local, 0)
 
         parts = []
-        for rows in _portions(logits):
-            x = _tempered(logits, temperature, rows)
+        for rows in _split_rows(logits):
+            x = _apply_temperature(logits, temperature, rows)
             peak = x.amax(1)
             x = x - peak[:, None]
             picked = x.gather(1, column[rows, None]).squeeze(1)
@@ -76,91 +76,92 @@ class _Score(torch.autograd.Function):
             parts.append((peak, total, weights.mul_(x).sum(1), picked))
         peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
-            peak, total, weighted, picked = _over_ranks(
-                group, peak, total, weighted, picked.where(here, 0), here
+            peak, total, weighted, picked = _reduce_over_ranks(
+                group, peak, total, weighted, picked.where(is_local, 0), is_local
             )
 
         norm = total.log()
         entropy = norm - weighted / total
-        ctx.save_for_backward(logits, column, here, temperature, peak + norm, entropy)
+        ctx.save_for_backward(logits, column, is_local, temperature, peak + norm, entropy)
         ctx.set_materialize_grads(False)
         return picked - norm, entropy
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None) -> Any:
-        logits, column, here, temperature, norm, entropy = ctx.saved_tensors
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        logits, column, is_local, temperature, norm, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for rows in _portions(logits):
-            log_p = _tempered(logits, temperature, rows) - norm[rows, None]
+        for rows in _split_rows(logits):
+            log_p = _apply_temperature(logits, temperature, rows) - norm[rows, None]
             p = log_p.exp()
-            if of_entropy is None:
+            if grad_entropy is None:
                 slope = torch.zeros_like(p)
             else:
-                slope = log_p.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).mul_(p).neg_()
-            if of_log_probs is not None:
-                slope -= p.mul_(of_log_probs[rows, None])
-                slope.scatter_add_(1, column[rows, None], (of_log_probs * here)[rows, None])
+                slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).mul_(p).neg_()
+            if grad_log_probs is not None:
+                slope -= p.mul_(grad_log_probs[rows, None])
+                slope.scatter_add_(1, column[rows, None], (grad_log_probs * is_local)[rows, None])
             gradient[rows] = slope if temperature is None else slope.div_(temperature[rows, None])
         return gradient, None, None, None
 
 
-def _over_ranks(
-    group: dist.ProcessGroup, peak: Tensor, total: Tensor, weighted: Tensor, picked: Tensor, here: Tensor
+def _reduce_over_ranks(
+    group: dist.ProcessGroup, peak: Tensor, total: Tensor, weighted: Tensor, picked: Tensor, is_local: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same numbers over the vocabulary of all ranks, from those of each."""
     highest = peak.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     below = peak - highest
     share = below.exp()
-    sums = torch.stack((total * share, (weighted + below * total) * share, (picked + below) * here))
+    sums = torch.stack((total * share, (weighted + below * total) * share, (picked + below) * is_local))
     dist.all_reduce(sums, group=group)
     return highest, *sums.unbind()
 
 
-def _portions(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, _PORTION // logits.shape[1])
+def _split_rows(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, _PORTION_VALUES // logits.shape[1])
     return (slice(first, first + rows) for first in range(0, logits.shape[0], rows))
 
 
-def _tempered(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
+def _apply_temperature(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
     """These rows of the logits in float32 at least, divided by their temperatures; may be the logits."""
     x = logits[rows]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if temperature is None else x / temperature[rows, None]
 
 
-def collect(
-    micro_batches: Sequence[MicroBatch], seen: Sequence[Scores], groups: Groups, device: torch.device
+def collect_scores(
+    micro_batches: Sequence[MicroBatch], local_scores: Sequence[Scores], groups: Groups, device: torch.device
 ) -> list[Scores]:
-    """The scores of each micro-batch in the order that it was made from (`MicroBatch.whole`), on every rank.
+    """Each micro-batch's scores in the order that it was made from (`MicroBatch.unshard`), on every rank.
 
-    `seen` are this rank's, [b, s / cp] each; empty on stages without a head. Two collectives, whatever the
-    number of micro-batches: the context-parallel ranks exchange their parts, the last stage tells the others.
+    `local_scores` are this rank's, [b, s / cp] each; empty on stages without a head. Two collectives,
+    whatever the number of micro-batches: the context-parallel ranks exchange their parts, the last stage
+    tells the others.
     """
     sizes = [micro_batch.ids.numel() for micro_batch in micro_batches]
-    both = torch.empty(groups.cp.size * 2, sum(sizes), device=device)
-    if seen:
-        parts = [torch.stack((one.log_probs, one.entropy)).flatten(1) for one in seen]
-        dist.all_gather_into_tensor(both, torch.cat(parts, 1), group=groups.cp.group)
+    gathered = torch.empty(groups.cp.size * 2, sum(sizes), device=device)
+    if local_scores:
+        parts = [torch.stack((scores.log_probs, scores.entropy)).flatten(1) for scores in local_scores]
+        dist.all_gather_into_tensor(gathered, torch.cat(parts, 1), group=groups.cp.group)
     if groups.pp.size > 1:
         last = dist.get_global_rank(groups.pp.group, groups.pp.size - 1)
-        dist.broadcast(both, last, group=groups.pp.group)
+        dist.broadcast(gathered, last, group=groups.pp.group)
 
-    found = []
-    for micro_batch, part in zip(micro_batches, both.split(sizes, -1), strict=True):
+    collected = []
+    for micro_batch, part in zip(micro_batches, gathered.split(sizes, -1), strict=True):
         rows, columns = micro_batch.ids.shape
         log_probs, entropy = part.unflatten(0, (-1, 2)).unbind(1)
         shape = groups.cp.size * rows, columns
-        found.append(
-            Scores(micro_batch.whole(log_probs.reshape(shape)), micro_batch.whole(entropy.reshape(shape)))
+        collected.append(
+            Scores(micro_batch.unshard(log_probs.reshape(shape)), micro_batch.unshard(entropy.reshape(shape)))
         )
-    return found
+    return collected
 
 
 # The logit of a padding row of the vocabulary: no share in any softmax. Finite, in bf16 and at any
 # temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
-_NEVER = -1e20
+_PADDING_LOGIT = -1e20
 
 # Return the loss of each token [b, s / cp] from the scores of this rank's labels. It runs where the head is;
 # weights, masks and the division by tokens or sequences come after it. With an attribute `measures`
@@ -204,8 +205,8 @@ def compute_factors(
     means. `balanced` counts this rank's tokens that routers balance. One exchange among data- and
     context-parallel ranks for all. Raises ValueError for a divisor beside sequence weights, or not above 0.
     """
-    sequences = [one.sequences for one in micro_batches if one.sequences is not None]
-    learned = torch.stack([one.tokens for one in micro_batches]).sum()
+    sequences = [one.learned_sequences for one in micro_batches if one.learned_sequences is not None]
+    learned = torch.stack([one.learned_tokens for one in micro_batches]).sum()
     means = (
         torch.stack(sequences).sum() if sequences else None,
         None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
@@ -220,7 +221,7 @@ def compute_factors(
     if not counted and divisor is None:
         return LossFactors(None, None, None)
     counts = torch.stack([learned, *counted]).float()
-    dist.all_reduce(counts, group=data_parallel_with_context())
+    dist.all_reduce(counts, group=get_dp_cp_group())
     ratios = iter(counts[0] / counts[1:].clamp(min=1))
     by_sequence, by_balanced = (None if count is None else next(ratios) for count in means)
     main = by_sequence if divisor is None else counts[0] / divisor
@@ -276,7 +277,7 @@ class LossTap:
         model: torch.nn.Module,
         *,
         depths: int,
-        scale: float,
+        mtp_loss_scale: float,
         vocabulary: int,
         tp_group: dist.ProcessGroup,
         device: torch.device,
@@ -284,35 +285,37 @@ class LossTap:
     ) -> None:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
-        `vocabulary` is the number of tokens that there are, without padding; `scale` the weight of the MTP
-        losses in the total, shared by the `depths`; `measures` are those of the engine's own objective, of
-        which alone a checkpoint knows.
+        `vocabulary` is the number of tokens that there are, without padding; `mtp_loss_scale` the weight of
+        the MTP losses in the total, shared by the `depths`; `measures` are those of the engine's own
+        objective, of which alone a checkpoint knows.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
         self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
         self._engine_measures = MeasureSums(measures, device) if measures else None
         self._measures = [self._engine_measures] if self._engine_measures else []
-        self._scales = torch.tensor([1.0, *[scale / max(1, depths)] * depths], device=device)
+        self._scales = torch.tensor([1.0, *[mtp_loss_scale / max(1, depths)] * depths], device=device)
         self._micro_batch: MicroBatch | None = None
         self._objective: Objective | None = None
         self._labels: Tensor | None = None
-        self._predicted: list[Tensor] = []
+        self._mtp_sums: list[Tensor] = []
         self._original = model.compute_language_model_loss
         if model.post_process:
-            model.compute_language_model_loss = self._compute
-            model.register_forward_pre_hook(self._enter, with_kwargs=True)
+            model.compute_language_model_loss = self._compute_loss
+            model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
 
-    def expect(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
+    def expect_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Says which micro-batch the model is about to run, and what its main loss is (None: its own)."""
         self._micro_batch, self._objective = micro_batch, objective
         self._find_measures(objective)  # on all ranks alike, with a head or without
 
-    def total(self, micro_batch: MicroBatch, output: Tensor, factors: LossFactors | None = None) -> Tensor:
+    def compute_total(
+        self, micro_batch: MicroBatch, output: Tensor, factors: LossFactors | None = None
+    ) -> Tensor:
         """The loss to differentiate, a sum over this rank's tokens; `output` is what the model returned."""
         # A masked token has no part, whatever an objective returned for it.
         learned = torch.where(micro_batch.loss_mask > 0, output.float(), 0.0)
-        sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._predicted])
-        self._predicted = []
+        sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._mtp_sums])
+        self._mtp_sums = []
         self._totals += torch.cat([micro_batch.weights, sums.detach()])
         if factors is None:
             return sums @ self._scales
@@ -324,7 +327,7 @@ class LossTap:
             ]
         )
 
-    def take(self, tensor_parallel: int) -> Losses:
+    def take_losses(self, tp_size: int) -> Losses:
         """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
         (tokens, *rest), measured = self._reduce_sums()
         self._clear()
@@ -335,10 +338,10 @@ class LossTap:
         for sums, numbers in zip(self._measures, measured, strict=True):
             if numbers[0] or len(self._measures) == 1:  # an objective that had no part is not reported
                 measures |= sums.finish(numbers)
-        return Losses(means[0], tuple(means[1:]), round(tokens / tensor_parallel), measures)
+        return Losses(means[0], tuple(means[1:]), round(tokens / tp_size), measures)
 
-    def so_far(self) -> list[float]:
-        """What was added up since the last `take`, over ALL ranks (every rank must call it).
+    def gather_loss_sums(self) -> list[float]:
+        """What was added up since the last `take_losses`, over ALL ranks (every rank must call it).
 
         The measures are those of the engine's own objective alone. What is infinite is not a number here, as
         a checkpoint has no infinity: a maximum without a token, above all.
@@ -347,8 +350,8 @@ class LossTap:
         numbers = [*totals, *(measured[0] if self._engine_measures else ())]
         return [number if math.isfinite(number) else float("nan") for number in numbers]
 
-    def restore(self, numbers: list[float]) -> None:
-        """Takes up what `so_far` gave; the sums of all ranks are kept on the first."""
+    def restore_loss_sums(self, numbers: list[float]) -> None:
+        """Takes up what `gather_loss_sums` gave; the sums of all ranks are kept on the first."""
         if dist.get_rank() != 0:
             return
         values = torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
@@ -358,7 +361,7 @@ class LossTap:
             self._engine_measures.values = measured
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def isolate_sums(self) -> Iterator[None]:
         """Sums from zero inside; what was summed before comes back afterwards."""
         before, measured = self._totals.clone(), [sums.values for sums in self._measures]
         self._clear()
@@ -397,33 +400,35 @@ class LossTap:
         pairs = zip(self._measures, measured, strict=True)
         return totals.sum(0).tolist(), [sums.reduce(values) for sums, values in pairs]
 
-    def _enter(self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._labels, self._predicted = keywords["labels"], []
+    def _record_labels(
+        self, _module: torch.nn.Module, _args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        self._labels, self._mtp_sums = keywords["labels"], []
 
-    def _compute(self, labels: Tensor, logits: Tensor) -> Tensor:
+    def _compute_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """`labels` [b, s] and `logits` [s, b, vocabulary / tp] -> the loss of each token [b, s]."""
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
         self._hide_padding(logits)
         if labels is self._labels:
-            labels, factor = self._known(labels, micro_batch.loss_mask)
+            labels, factor = self._mask_unknown_labels(labels, micro_batch.loss_mask)
             if self._objective is None or micro_batch.is_blank:
                 main: Tensor = self._original(labels, logits) * factor
                 return main
-            seen = score(logits, labels, self._tp_group, micro_batch.temperature)
-            result = self._objective(micro_batch, Scores(seen.log_probs * factor, seen.entropy * factor))
+            scores = score_labels(logits, labels, self._tp_group, micro_batch.temperature)
+            result = self._objective(micro_batch, Scores(scores.log_probs * factor, scores.entropy * factor))
             sums = self._find_measures(self._objective)
             if sums is None:
                 return result
             sums.add(result[1:], micro_batch.loss_mask)
             return result[0]
-        mask = micro_batch.mtp_masks[len(self._predicted)]
-        labels, factor = self._known(labels, mask)
+        mask = micro_batch.mtp_masks[len(self._mtp_sums)]
+        labels, factor = self._mask_unknown_labels(labels, mask)
         loss: Tensor = self._original(labels, logits) * factor
-        self._predicted.append((loss.float() * mask).sum())
+        self._mtp_sums.append((loss.float() * mask).sum())
         return loss.detach()
 
-    def _known(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _mask_unknown_labels(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The labels, 0 for what is no token; and 1 for each, or not a number where it would have a loss.
 
         The same for all of a micro-batch with an id that is no token. Without it such a label is scored as
@@ -431,11 +436,11 @@ class LossTap:
         from the device.
         """
         assert self._micro_batch is not None
-        known, ids_known = self._tokens(labels), self._tokens(self._micro_batch.ids)
+        known, ids_known = self._is_token(labels), self._is_token(self._micro_batch.ids)
         made_up = (~known & (mask > 0)) | ~ids_known.all()
         return labels.where(known, 0), torch.where(made_up, float("nan"), 1.0)
 
-    def _tokens(self, ids: Tensor) -> Tensor:
+    def _is_token(self, ids: Tensor) -> Tensor:
         """Which of them are tokens."""
         return (ids >= 0) & (ids < self._vocabulary)
 
@@ -447,4 +452,4 @@ class LossTap:
         width = logits.shape[-1]
         real = self._vocabulary - width * self._tp_group.rank()
         if real < width:
-            logits.detach()[..., max(0, real) :].fill_(_NEVER)
+            logits.detach()[..., max(0, real) :].fill_(_PADDING_LOGIT)

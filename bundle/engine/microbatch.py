@@ -10,11 +10,11 @@ from torch import Tensor
 
 from bundle.engine.routes import Routes
 from bundle.mcore.groups import Groups
-from bundle.mcore.packed import packed_seq_params
+from bundle.mcore.packed_sequences import build_packed_seq_params
+from bundle.packing.images import ImageInputs
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.images import Images
-from bundle.sequences.packing import Packing
 
 Mean = Literal["token", "sequence"]  # of what the loss is a mean
 
@@ -24,16 +24,16 @@ class MicroBatch:
     """Tensors on the rank's device, [b, s / cp] (packed: [1, t / cp]).
 
     `loss_mask` is the weight of each token's loss, `mtp_masks[k]` that of MTP depth k: 0 or 1; for a mean
-    over sequences divided by the learned tokens of the sequence. `tokens` are the learned ones of this rank,
-    `sequences` those that have some, counted on one context-parallel rank (None: a mean over tokens).
-    `temperature` divides the logits for an objective, which may also read `values`, tensors cut like the ids
-    and 0 where the loss has no weight.
-    `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `shape` is
-    what the ids had that it was made from. `packed` is megatron's PackedSeqParams, or None in bshd, which
-    rows of equal length are as well. `routes` are what the routers choose, None: as they like. `images` are
-    those of a model that sees some; positions then are three, as `Images.packed` has them. `reference` is the
-    log-probability [sequences], float32, that a reference gives each of the sequences of pairs. An objective
-    does not see a micro-batch that `is_blank`.
+    over sequences divided by the learned tokens of the sequence. `learned_tokens` are the learned ones of
+    this rank, `learned_sequences` those that have some, counted on one context-parallel rank (None: a mean
+    over tokens). `temperature` divides the logits for an objective, which may also read `extra_tensors`,
+    tensors cut like the ids and 0 where the loss has no weight.
+    `sequence_length` [tokens] and `rows` are those of the whole micro-batch before it was cut, `input_shape`
+    is what the ids had that it was made from. `packed_seq_params` is megatron's PackedSeqParams, or None in
+    bshd, which rows of equal length are as well. `routes` are what the routers choose, None: as they like.
+    `images` are those of a model that sees some; positions then are three, as `ImageInputs.pack` has them.
+    `reference_log_probs` is the log-probability [sequences], float32, that a reference gives each of the
+    sequences of pairs. An objective does not see a micro-batch that `is_blank`.
     """
 
     ids: Tensor
@@ -43,65 +43,65 @@ class MicroBatch:
     mtp_masks: tuple[Tensor, ...]
     rows: int
     sequence_length: int
-    shape: tuple[int, ...]
-    tokens: Tensor
+    input_shape: tuple[int, ...]
+    learned_tokens: Tensor
     packing: Packing
-    sequences: Tensor | None = None
-    packed: Any | None = None
+    learned_sequences: Tensor | None = None
+    packed_seq_params: Any | None = None
     routes: Routes | None = None
-    images: Images | None = None
+    images: ImageInputs | None = None
     temperature: Tensor | None = None
-    reference: Tensor | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
+    reference_log_probs: Tensor | None = None
+    extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     is_blank: bool = False
 
     @cached_property
     def weights(self) -> Tensor:
         """[tokens, weight of the main loss, weight of each MTP depth] of this rank, float32."""
         masks = (self.loss_mask, *self.mtp_masks)
-        return torch.stack([self.tokens.float(), *(mask.sum() for mask in masks)])
+        return torch.stack([self.learned_tokens.float(), *(mask.sum() for mask in masks)])
 
-    def whole(self, shards: Tensor) -> Tensor:
+    def unshard(self, shards: Tensor) -> Tensor:
         """A tensor in the order that the micro-batch was made from, unpadded: [t, ...] or [b, s, ...].
 
         `shards` are those of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
         """
-        return self.packing.unpack(shards).unflatten(0, self.shape)
+        return self.packing.unpack(shards).unflatten(0, self.input_shape)
 
 
 def from_rows(
     ids: Tensor,
     labels: Tensor,
-    mask: Tensor,
+    loss_mask: Tensor,
     *,
     cp: int,
     rank: int,
     mtp_layers: int,
     mean: Mean = "token",
     temperatures: Tensor | None = None,
-    values: Mapping[str, Tensor] | None = None,
-    images: Images | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
+    images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """A micro-batch of rows of equal length: `ids`, `labels`, the loss `mask` (0 or 1), `values` are [b, s].
+    """A micro-batch of rows of equal length: `ids`, `labels`, the 0/1 mask and `extra_tensors` are [b, s].
 
     `temperatures` [b] are one for each row. Rows that the ranks cannot share out evenly are padded. `images`
     are those of the rows one after the other.
     """
     rows, length = ids.shape
     alignment = Alignment("bshd", cp=cp)
-    packing = Packing.of([length] * rows, alignment, rank=rank, length=length, device=ids.device)
-    made = from_packing(
+    packing = Packing.from_lengths([length] * rows, alignment, rank=rank, length=length, device=ids.device)
+    micro_batch = from_packing(
         ids.flatten(),
         labels.flatten(),
-        mask.flatten(),
+        loss_mask.flatten(),
         packing,
         mtp_layers=mtp_layers,
         mean=mean,
         temperatures=temperatures,
-        values={name: value.flatten(0, 1) for name, value in (values or {}).items()},
+        extra_tensors={name: value.flatten(0, 1) for name, value in (extra_tensors or {}).items()},
         images=images,
     )
-    return replace(made, shape=(rows, length))
+    return replace(micro_batch, input_shape=(rows, length))
 
 
 def from_packing(
@@ -113,20 +113,20 @@ def from_packing(
     mtp_layers: int,
     mean: Mean = "token",
     temperatures: Tensor | None = None,
-    values: Mapping[str, Tensor] | None = None,
-    images: Images | None = None,
+    extra_tensors: Mapping[str, Tensor] | None = None,
+    images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """A packed micro-batch: `ids`, `labels`, the loss `mask` (0 or 1) and `values` are concatenated [t, ...].
+    """A packed micro-batch; `ids`, `labels`, the 0/1 `mask` and `extra_tensors` are concatenated [t, ...].
 
     `temperatures` [b] are one for each sequence. In the layout bshd it is rows of one padded length.
     """
     weights, sequences = mask, None
     if mean == "sequence":
-        learned = packing.sums(mask)
+        learned = packing.sum_by_sequence(mask)
         weights = mask / packing.repeat(learned.clamp(min=1))
         sequences = (learned > 0).sum().int() * (packing.rank == 0)  # counted on the first rank only
     rows, length = packing.shape
-    images = images and images.packed(packing)
+    images = images and images.pack(packing)
     loss_mask = packing.pack(weights)
     return MicroBatch(
         ids=packing.pack(ids),
@@ -136,14 +136,16 @@ def from_packing(
         mtp_masks=tuple(packing.pack(weights, roll=depth) for depth in range(1, mtp_layers + 1)),
         rows=rows,
         sequence_length=length * packing.alignment.cp,
-        shape=tuple(ids.shape),
-        tokens=packing.pack(mask).sum().int(),
-        sequences=sequences,
-        packed=packed_seq_params(packing) if packing.layout == "thd" else None,
+        input_shape=tuple(ids.shape),
+        learned_tokens=packing.pack(mask).sum().int(),
+        learned_sequences=sequences,
+        packed_seq_params=build_packed_seq_params(packing) if packing.layout == "thd" else None,
         packing=packing,
         images=images,
         temperature=None if temperatures is None else packing.spread(temperatures, fill=1),
-        values={name: _select(packing.pack(value), loss_mask > 0) for name, value in (values or {}).items()},
+        extra_tensors={
+            name: _select(packing.pack(value), loss_mask > 0) for name, value in (extra_tensors or {}).items()
+        },
     )
 
 
@@ -152,7 +154,7 @@ def build_blanks(recipe: Recipe, groups: Groups, device: torch.device, mean: Mea
 
     They pass through the model as others do: one, or as many as interleaved pipeline stages take at least.
     """
-    packing = Packing.of([1], recipe.alignment, rank=groups.cp.rank, device=device)
+    packing = Packing.from_lengths([1], recipe.alignment, rank=groups.cp.rank, device=device)
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     mask = torch.zeros(1, device=device)
     blank = from_packing(ids, ids, mask, packing, mtp_layers=recipe.architecture.mtp_layers, mean=mean)

@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine.microbatch import MicroBatch
-from bundle.engine.routes import Routes, Routing, forced, unseen
+from bundle.engine.routes import Routes, Routing, build_forced_routes, from_router_rows
 from bundle.errors import JobFailed, UsageError
 from bundle.mcore import context, routers
-from bundle.mcore.groups import Axis, Groups
+from bundle.mcore.groups import Groups, ParallelGroup
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
-from bundle.sequences.packing import Packing
 
 
 @dataclass
-class _Run:
+class _ScheduleRun:
     """One run of a schedule: its routers' choices, and what each model chunk chose, by micro-batch."""
 
-    choices: context.Choices
+    choices: context.RouterChoices
     chosen: list[list[Tensor]] = field(default_factory=list)
 
 
@@ -32,13 +32,13 @@ class RouterReplay:
         """`models` are the bare chunks of this rank. Every rank must call it."""
         self._groups, self._routing = groups, None
         self._tp = groups.tp if recipe.parallel.sequence_parallel else None
-        self._run: _Run | None = None
+        self._run: _ScheduleRun | None = None
         self._recorded: list[Routes] | None = None
         if recipe.model.router_replay:
-            self._routing = Routing.of(recipe.architecture)
-            self._routers = [routers.of_layers(model) for model in models]
-            here = [layer for held in self._routers for layer in held.values()]
-            self._stages = Stages.of(here, groups.pp, self._routing)
+            self._routing = Routing.from_architecture(recipe.architecture)
+            self._routers = [routers.map_routers_to_layers(model) for model in models]
+            local_layers = [layer for chunk_routers in self._routers for layer in chunk_routers.values()]
+            self._stages = RouterStages.gather(local_layers, groups.pp, self._routing)
 
     @property
     def routing(self) -> Routing:
@@ -48,7 +48,7 @@ class RouterReplay:
         return self._routing
 
     @contextmanager
-    def recording(self) -> Iterator[list[Routes]]:
+    def record_routes(self) -> Iterator[list[Routes]]:
         """A list that gets the routes of each micro-batch that is run inside, in this order."""
         _ = self.routing
         before, self._recorded = self._recorded, []
@@ -58,28 +58,30 @@ class RouterReplay:
             self._recorded = before
 
     @contextmanager
-    def of_run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> Iterator[None]:
+    def replay_run(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> Iterator[None]:
         """Around one run of a schedule, which all ranks enter with the same micro-batches."""
-        if self._recorded is None and all(one.routes is None for one in micro_batches):
+        if self._recorded is None and all(micro_batch.routes is None for micro_batch in micro_batches):
             yield
             return
         routing = self.routing
-        _check(routing, micro_batches)
-        layers = {router: layer for held in self._routers for router, layer in held.items()}
-        choices = context.Choices(layers, routing.dtype, backward=backward)
-        self._run = _Run(choices, [[] for _ in self._routers])
+        _check_routes(routing, micro_batches)
+        layers = {router: layer for chunk_routers in self._routers for router, layer in chunk_routers.items()}
+        choices = context.RouterChoices(layers, routing.dtype, has_backward=has_backward)
+        self._run = _ScheduleRun(choices, [[] for _ in self._routers])
         try:
-            with context.choices.set(self._run.choices):
+            with context.router_choices.set(self._run.choices):
                 yield
             if self._recorded is not None:
-                seen = [torch.cat(chunks, dim=1) for chunks in zip(*self._run.chosen, strict=True)]
-                packings = [one.packing for one in micro_batches]
-                self._recorded += collect(seen, packings, routing, self._stages, self._groups, self._tp)
+                local_choices = [torch.cat(chunks, dim=1) for chunks in zip(*self._run.chosen, strict=True)]
+                packings = [micro_batch.packing for micro_batch in micro_batches]
+                self._recorded += collect_routes(
+                    local_choices, packings, routing, self._stages, self._groups, self._tp
+                )
         finally:
             self._run = None
 
     @contextmanager
-    def of_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
+    def replay_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Around one forward pass of model chunk number `chunk` of this rank."""
         run = self._run
         if run is None:
@@ -88,10 +90,12 @@ class RouterReplay:
         layers = tuple(self._routers[chunk].values())
         part, parts = (self._tp.rank, self._tp.size) if self._tp else (0, 1)
         packing = micro_batch.packing
-        given = forced(micro_batch.routes, packing, self.routing, layers, part=part, parts=parts)
-        with run.choices.of_forward(given) as made:
+        forced_routes = build_forced_routes(
+            micro_batch.routes, packing, self.routing, layers, part=part, parts=parts
+        )
+        with run.choices.record_forward(forced_routes) as chosen_experts:
             yield
-        if silent := [layer for layer in layers if layer not in made]:
+        if silent := [layer for layer in layers if layer not in chosen_experts]:
             raise JobFailed(
                 f"Router replay: the routers of layers {silent} choose their experts without asking. Set"
                 " moe_router_fusion=False, use a load balancing type other than sinkhorn, and see"
@@ -99,91 +103,96 @@ class RouterReplay:
             )
         if self._recorded is not None:
             rows = packing.shape[0] * packing.shape[1] // parts
-            none = torch.empty(rows, 0, self.routing.topk, dtype=self.routing.dtype, device=packing.device)
-            run.chosen[chunk].append(torch.stack([made[layer] for layer in layers], 1) if layers else none)
+            empty = torch.empty(rows, 0, self.routing.topk, dtype=self.routing.dtype, device=packing.device)
+            run.chosen[chunk].append(
+                torch.stack([chosen_experts[layer] for layer in layers], 1) if layers else empty
+            )
 
 
-def _check(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None:
+def _check_routes(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None:
     violations = [
         f"micro-batch {number}: {misfit}"
-        for number, one in enumerate(micro_batches)
-        if one.routes is not None
-        for misfit in routing.misfits(one.routes, one.packing.padding.tokens)
+        for number, micro_batch in enumerate(micro_batches)
+        if micro_batch.routes is not None
+        for misfit in routing.find_misfits(micro_batch.routes, micro_batch.packing.padding.tokens)
     ]
     if violations:
         raise JobFailed("Routes that were given do not fit:", violations)
 
 
 @dataclass(frozen=True)
-class Stages:
+class RouterStages:
     """The layers with routers that each pipeline stage holds, in the order in which it stacks them."""
 
     layers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, here: Sequence[int], pp: Axis, routing: Routing) -> "Stages":
-        """The stages of a model, asked of all of them (every rank must call it); `here`: this rank's layers.
+    def gather(cls, local_layers: Sequence[int], pp: ParallelGroup, routing: Routing) -> "RouterStages":
+        """The stages of a model, asked of all of them (every rank must call it).
+
+        `local_layers`: this rank's layers.
 
         Raises JobFailed if they are not together the layers of `routing`, each once.
         """
-        found: list[tuple[int, ...]] = [()] * pp.size
-        dist.all_gather_object(found, tuple(here), group=pp.group)
-        if sorted(layer for stage in found for layer in stage) != list(routing.layers):
+        stage_layers: list[tuple[int, ...]] = [()] * pp.size
+        dist.all_gather_object(stage_layers, tuple(local_layers), group=pp.group)
+        if sorted(layer for stage in stage_layers for layer in stage) != list(routing.layers):
             raise JobFailed(
                 f"Router replay: the layers with experts are {list(routing.layers)}, but the pipeline stages"
-                f" found routers in {[list(stage) for stage in found]}."
+                f" found routers in {[list(stage) for stage in stage_layers]}."
             )
-        return cls(tuple(found))
+        return cls(tuple(stage_layers))
 
     @property
-    def most(self) -> int:
+    def max_layers(self) -> int:
         """The layers of the stage that has most."""
         return max(map(len, self.layers))
 
-    def columns(self, layers: Sequence[int]) -> list[int]:
-        """Where layers are found when all stages' stacks, filled up to `most`, follow each other."""
-        place = {
-            layer: stage * self.most + slot
-            for stage, held in enumerate(self.layers)
-            for slot, layer in enumerate(held)
+    def find_columns(self, layers: Sequence[int]) -> list[int]:
+        """Where layers are found when all stages' stacks, filled up to `max_layers`, follow each other."""
+        columns_by_layer = {
+            layer: stage * self.max_layers + slot
+            for stage, stage_layers in enumerate(self.layers)
+            for slot, layer in enumerate(stage_layers)
         }
-        return [place[layer] for layer in layers]
+        return [columns_by_layer[layer] for layer in layers]
 
 
-def collect(
-    seen: Sequence[Tensor],
+def collect_routes(
+    local_choices: Sequence[Tensor],
     packings: Sequence[Packing],
     routing: Routing,
-    stages: Stages,
+    stages: RouterStages,
     groups: Groups,
-    tp: Axis | None,
+    tp: ParallelGroup | None,
 ) -> list[Routes]:
     """The routes of each micro-batch, whole and unpadded, the same on every rank of a model replica.
 
-    `seen` are this rank's choices [t, L of this stage, k] for each micro-batch. `tp` is the tensor parallel
-    axis under sequence parallelism, where its ranks hold different tokens. One collective for each axis,
-    whatever the number of layers and micro-batches.
+    `local_choices` are this rank's choices [t, L of this stage, k] for each micro-batch. `tp` is the tensor
+    parallel axis under sequence parallelism, where its ranks hold different tokens. One collective for each
+    axis, whatever the number of layers and micro-batches.
     """
-    sizes = [len(one) for one in seen]
-    stack = torch.cat(list(seen))
-    filled = stack.new_zeros(len(stack), stages.most, routing.topk)
+    sizes = [len(part) for part in local_choices]
+    stack = torch.cat(list(local_choices))
+    filled = stack.new_zeros(len(stack), stages.max_layers, routing.topk)
     filled[:, : stack.shape[1]] = stack
-    whole = filled.view(torch.uint8)  # not every collective backend has all integer types
+    gathered = filled.view(torch.uint8)  # not every collective backend has all integer types
     for axis in (tp, groups.cp, groups.pp):
-        whole = _gathered(whole, axis)
+        gathered = _gather_ranks(gathered, axis)
     # [pp, cp, tp, t, most, k] -> [cp, tp, t, L, k]
-    together = whole.view(routing.dtype).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-    together = together[:, :, :, stages.columns(routing.layers)]
+    together = gathered.view(routing.dtype).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    together = together[:, :, :, stages.find_columns(routing.layers)]
     parts = together.split(sizes, dim=2)
     return [
-        Routes(routing.layers, unseen(one, packing)) for one, packing in zip(parts, packings, strict=True)
+        Routes(routing.layers, from_router_rows(part, packing))
+        for part, packing in zip(parts, packings, strict=True)
     ]
 
 
-def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
+def _gather_ranks(x: Tensor, axis: ParallelGroup | None) -> Tensor:
     """[ranks, ...] from each rank's [...]."""
     if axis is None or axis.size == 1:
         return x[None]
-    whole = x.new_empty(axis.size * len(x), *x.shape[1:])  # gloo takes no other shape
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=axis.group)
-    return whole.view(axis.size, *x.shape)
+    gathered = x.new_empty(axis.size * len(x), *x.shape[1:])  # gloo takes no other shape
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
+    return gathered.view(axis.size, *x.shape)

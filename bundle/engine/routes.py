@@ -13,15 +13,15 @@ from torch import Tensor
 
 from bundle.architectures import Architecture
 from bundle.errors import JobFailed
-from bundle.mcore.context import Forced
-from bundle.sequences.packing import Packing
+from bundle.mcore.context import ForcedRoutes
+from bundle.packing.packing import Packing
 
-_WIDTHS = (torch.uint8, torch.int16, torch.int32)
+_DTYPES = (torch.uint8, torch.int16, torch.int32)
 
 
-def dtype_of(experts: int) -> torch.dtype:
+def choose_dtype(experts: int) -> torch.dtype:
     """The narrowest integer type that can name each of `experts` experts."""
-    return next(dtype for dtype in _WIDTHS if experts - 1 <= torch.iinfo(dtype).max)
+    return next(dtype for dtype in _DTYPES if experts - 1 <= torch.iinfo(dtype).max)
 
 
 @dataclass(frozen=True)
@@ -30,34 +30,34 @@ class Routes:
 
     `layers` are the L, counted from 0 over the whole model. `free` [tokens] is True where the router shall
     choose by itself, as for a rollout's last token, which never went through the model; None: nowhere.
-    Made by `Routing.routes`, which checks what comes from outside, or by recording.
+    Made by `Routing.build_routes`, which checks what comes from outside, or by recording.
     """
 
     layers: tuple[int, ...]
     experts: Tensor
-    free: Tensor | None = None
+    free_mask: Tensor | None = None
 
-    def sequences(self, packing: Packing) -> tuple["Routes", ...]:
+    def split_sequences(self, packing: Packing) -> tuple["Routes", ...]:
         """The routes of each sequence of a micro-batch; views."""
         experts = packing.split(self.experts)
-        free = [None] * len(experts) if self.free is None else packing.split(self.free)
+        free = [None] * len(experts) if self.free_mask is None else packing.split(self.free_mask)
         return tuple(Routes(self.layers, e, f) for e, f in zip(experts, free, strict=True))
 
 
-def joined(parts: Sequence[Routes]) -> Routes:
+def join_routes(parts: Sequence[Routes]) -> Routes:
     """The routes of sequences that follow each other in one micro-batch; all of the same layers."""
     layers = {part.layers for part in parts}
     if len(layers) != 1:
         raise JobFailed(f"Routes of different layers cannot be joined: {sorted(layers)}.")
     free = None
-    if any(part.free is not None for part in parts):
-        free = torch.cat([_free(part) for part in parts])
+    if any(part.free_mask is not None for part in parts):
+        free = torch.cat([_get_free_mask(part) for part in parts])
     return Routes(parts[0].layers, torch.cat([part.experts for part in parts]), free)
 
 
-def _free(routes: Routes) -> Tensor:
-    if routes.free is not None:
-        return routes.free
+def _get_free_mask(routes: Routes) -> Tensor:
+    if routes.free_mask is not None:
+        return routes.free_mask
     return torch.zeros(len(routes.experts), dtype=torch.bool, device=routes.experts.device)
 
 
@@ -74,7 +74,7 @@ class Routing:
     topk: int
 
     @classmethod
-    def of(cls, architecture: Architecture) -> "Routing":
+    def from_architecture(cls, architecture: Architecture) -> "Routing":
         """The routing of a model with experts."""
         moe = architecture.moe
         assert moe is not None, "a recipe with router replay has experts"
@@ -84,86 +84,90 @@ class Routing:
     @property
     def dtype(self) -> torch.dtype:
         """The type of routes of this model."""
-        return dtype_of(self.experts)
+        return choose_dtype(self.experts)
 
-    def routes(self, experts: Tensor, layers: Sequence[int], *, free: Tensor | None = None) -> Routes:
+    def build_routes(
+        self, experts: Tensor, layers: Sequence[int], *, free_mask: Tensor | None = None
+    ) -> Routes:
         """Routes from outside, such as a rollout's, checked: [tokens, L, k] of exactly this model's layers.
 
         `layers` names the layer of each of the L, counted from 0, in any order. What stands in free rows is
         ignored. Raises JobFailed with everything that is wrong. Reads the values: give tensors of the host.
         """
-        violations = [*self._wrong_layers(layers), *self._wrong_form(experts, len(layers), free)]
+        violations = [*self._check_layers(layers), *self._check_form(experts, len(layers), free_mask)]
         if not violations:
-            if free is not None:
-                experts = experts.masked_fill(free[:, None, None], 0)
-            violations = self._wrong_values(experts, layers, free)
+            if free_mask is not None:
+                experts = experts.masked_fill(free_mask[:, None, None], 0)
+            violations = self._check_values(experts, layers, free_mask)
         if violations:
             raise JobFailed("These routes are not of this model:", violations)
         columns = [list(layers).index(layer) for layer in self.layers]
-        return Routes(self.layers, experts[:, columns].to(self.dtype), free)
+        return Routes(self.layers, experts[:, columns].to(self.dtype), free_mask)
 
-    def misfits(self, routes: Routes, tokens: int) -> list[str]:
+    def find_misfits(self, routes: Routes, tokens: int) -> list[str]:
         """Why routes are not of this model, or not of a micro-batch of `tokens`; reads no values."""
         shape = [tokens, len(self.layers), self.topk]
-        found = []
+        problems = []
         if routes.layers != self.layers:
-            found.append(f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}")
+            problems.append(f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}")
         if list(routes.experts.shape) != shape or routes.experts.dtype != self.dtype:
-            of = f"{routes.experts.dtype} {list(routes.experts.shape)}"
-            found.append(f"they are {of}, the micro-batch's would be {self.dtype} {shape}")
-        if routes.free is not None and list(routes.free.shape) != [tokens]:
-            found.append(f"free is {list(routes.free.shape)}, the micro-batch has [{tokens}] tokens")
-        return found
+            actual = f"{routes.experts.dtype} {list(routes.experts.shape)}"
+            problems.append(f"they are {actual}, the micro-batch's would be {self.dtype} {shape}")
+        if routes.free_mask is not None and list(routes.free_mask.shape) != [tokens]:
+            problems.append(f"free is {list(routes.free_mask.shape)}, the micro-batch has [{tokens}] tokens")
+        return problems
 
-    def _wrong_layers(self, layers: Sequence[int]) -> list[str]:
+    def _check_layers(self, layers: Sequence[int]) -> list[str]:
         kinds = {
             "have no routes": set(self.layers) - set(layers),
             f"have no router that can be replayed (these have: {list(self.layers)})": set(layers)
             - set(self.layers),
             "are named more than once": {layer for layer in layers if list(layers).count(layer) > 1},
         }
-        return [f"layers {sorted(which)} {what}" for what, which in kinds.items() if which]
+        return [f"layers {sorted(layer_set)} {defect}" for defect, layer_set in kinds.items() if layer_set]
 
-    def _wrong_form(self, experts: Tensor, layers: int, free: Tensor | None) -> list[str]:
-        found = []
+    def _check_form(self, experts: Tensor, layers: int, free: Tensor | None) -> list[str]:
+        problems = []
         if experts.dtype.is_floating_point or experts.dtype.is_complex or experts.dtype == torch.bool:
-            found.append(f"they are {experts.dtype}: experts are named by integers")
+            problems.append(f"they are {experts.dtype}: experts are named by integers")
         elif torch.iinfo(experts.dtype).max < self.experts - 1:
-            found.append(f"{experts.dtype} cannot name {self.experts} experts: some were cut off")
+            problems.append(f"{experts.dtype} cannot name {self.experts} experts: some were cut off")
         if experts.ndim != 3 or experts.shape[1:] != (layers, self.topk):
-            found.append(
+            problems.append(
                 f"their shape is {list(experts.shape)}, not [tokens, {layers} layers, {self.topk} experts]"
             )
         if free is not None and (free.dtype != torch.bool or free.shape != experts.shape[:1]):
-            found.append(f"free is {free.dtype} {list(free.shape)}, not torch.bool {list(experts.shape[:1])}")
-        return found
+            problems.append(
+                f"free is {free.dtype} {list(free.shape)}, not torch.bool {list(experts.shape[:1])}"
+            )
+        return problems
 
-    def _wrong_values(self, experts: Tensor, layers: Sequence[int], free: Tensor | None) -> list[str]:
-        def first(rows: Tensor) -> str:
+    def _check_values(self, experts: Tensor, layers: Sequence[int], free: Tensor | None) -> list[str]:
+        def describe_first(rows: Tensor) -> str:
             token, column = rows.nonzero()[0].tolist()
             return (
                 f"{int(rows.sum())} time(s), first for token {token} in layer {layers[column]}:"
                 f" {experts[token, column].tolist()}"
             )
 
-        found = []
+        problems = []
         outside = experts < 0
         if self.experts <= torch.iinfo(experts.dtype).max:
             outside |= experts >= self.experts
         if (rows := outside.any(-1)).any():
-            found.append(f"an expert is not one of 0 .. {self.experts - 1}: {first(rows)}")
+            problems.append(f"an expert is not one of 0 .. {self.experts - 1}: {describe_first(rows)}")
         ordered = experts.sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if free is not None:
             twice &= ~free[:, None]
         if twice.any():
-            found.append(f"a token goes to the same expert twice: {first(twice)}")
-        return found
+            problems.append(f"a token goes to the same expert twice: {describe_first(twice)}")
+        return problems
 
 
-def forced(
+def build_forced_routes(
     routes: Routes | None, packing: Packing, routing: Routing, layers: Sequence[int], *, part: int, parts: int
-) -> Forced | None:
+) -> ForcedRoutes | None:
     """What the routers of these layers must choose on this rank; None: nothing.
 
     Without routes only padding rows are, so that recording computes what replaying will. `part` of `parts`:
@@ -173,28 +177,28 @@ def forced(
     if not layers or (routes is None and not padded):
         return None
 
-    spread = _spread(packing.valid, routing)
+    spread = _spread_experts(packing.valid, routing)
     if routes is None:
-        rows = seen(~packing.valid, part, parts)
-        experts = seen(spread, part, parts)[:, None].expand(-1, len(layers), -1)
+        rows = to_router_rows(~packing.valid, part, parts)
+        experts = to_router_rows(spread, part, parts)[:, None].expand(-1, len(layers), -1)
     else:
         columns = [routes.layers.index(layer) for layer in layers]
         chosen = routes.experts[:, columns].to(packing.device, non_blocking=True)
-        experts = seen(packing.pack(chosen, fill=spread[:, :, None]), part, parts)
+        experts = to_router_rows(packing.pack(chosen, fill=spread[:, :, None]), part, parts)
         rows = None
-        if routes.free is not None:
-            given = ~routes.free.to(packing.device, non_blocking=True)
-            rows = seen(packing.pack(given, fill=True), part, parts)
+        if routes.free_mask is not None:
+            is_forced = ~routes.free_mask.to(packing.device, non_blocking=True)
+            rows = to_router_rows(packing.pack(is_forced, fill=True), part, parts)
     by_layer = experts.transpose(0, 1).contiguous()
-    return Forced(dict(zip(layers, by_layer, strict=True)), rows)
+    return ForcedRoutes(dict(zip(layers, by_layer, strict=True)), rows)
 
 
-def seen(x: Tensor, part: int, parts: int) -> Tensor:
+def to_router_rows(x: Tensor, part: int, parts: int) -> Tensor:
     """[b, s/cp, ...] of this rank -> [t, ...] as its router sees it; `part` of `parts`: the tensor rank."""
     return x.transpose(0, 1).flatten(0, 1).chunk(parts)[part]
 
 
-def unseen(x: Tensor, packing: Packing) -> Tensor:
+def from_router_rows(x: Tensor, packing: Packing) -> Tensor:
     """The concatenated [tokens, ...] of what all ranks' routers saw: [cp, tp, t, ...], tp 1 without SP."""
     rows, columns = packing.shape
     cp = packing.alignment.cp
@@ -202,7 +206,7 @@ def unseen(x: Tensor, packing: Packing) -> Tensor:
     return packing.unpack(by_position.transpose(1, 2).flatten(0, 1))
 
 
-def _spread(valid: Tensor, routing: Routing) -> Tensor:
+def _spread_experts(valid: Tensor, routing: Routing) -> Tensor:
     """Experts [b, s/cp, k] for padding rows, no expert getting two rows more than another."""
     place = (~valid).flatten().cumsum(0).view(valid.shape) - 1
     choice = torch.arange(routing.topk, device=valid.device)

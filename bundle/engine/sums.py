@@ -4,14 +4,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bundle.mcore.groups import Axis
-from bundle.sequences.packing import Packing
+from bundle.mcore.groups import ParallelGroup
+from bundle.packing.packing import Packing
 
 
 class SequenceSums:
     """Adds the tokens of each sequence of one micro-batch up, on every context-parallel rank alike."""
 
-    def __init__(self, packing: Packing, cp: Axis) -> None:
+    def __init__(self, packing: Packing, cp: ParallelGroup) -> None:
         self._count, self._cp = len(packing.padding.lengths), cp
         # The sequence of every row [b, s / cp]. Padding counts to the first one, where it adds its zeros.
         self.owner = packing.spread(torch.arange(self._count).to(packing.device))

@@ -4,4 +4,4 @@ BACKENDS = ("cpu", "cuda", "ascend")
 
 # Beyond any machine, and small enough that a slip of the finger is refused rather than worked on.
 MOST_RANKS = 2**20
-MOST_PER_NODE = 1024
+MOST_RANKS_PER_NODE = 1024

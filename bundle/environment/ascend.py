@@ -13,24 +13,24 @@ from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
     NUMBER,
-    Device,
-    Fact,
+    Accelerator,
+    DetectedValue,
     Machine,
     Selection,
     VendorDevices,
-    assignment,
-    weakest,
+    find_weakest_link,
+    format_assignment,
 )
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-INFO = ("npu-smi", "info")
-LIST = ("npu-smi", "info", "-l")
-TOPOLOGY = ("npu-smi", "info", "-t", "topo")
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+INFO_COMMAND = ("npu-smi", "info")
+LIST_COMMAND = ("npu-smi", "info", "-l")
+TOPOLOGY_COMMAND = ("npu-smi", "info", "-t", "topo")
 
 DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
-TOOLKITS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+TOOLKIT_DIRECTORIES = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
-_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
+_MEMORY_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
 
 
 class TableRow(NamedTuple):
@@ -51,45 +51,52 @@ def find(machine: Machine) -> VendorDevices:
     """The Ascend side of a machine; `present` is 0 where there is none, with the reason."""
     numbers = sorted(
         int(match[1])
-        for name in machine.names("/dev")
+        for name in machine.list_names("/dev")
         if (match := re.fullmatch(rf"davinci({NUMBER})", name))
     )[:MOST_DEVICES]
     if not numbers:
-        unknown: Fact[str] = Fact(None, "no Ascend NPU")
+        unknown: DetectedValue[str] = DetectedValue(None, "no Ascend NPU")
         return VendorDevices("ascend", "NPU", 0, (), "no /dev/davinci<N>", unknown, unknown, unknown)
-    answer = machine.run(INFO)
-    rows = table(answer.value or "")
-    generation = _generation(machine, rows, answer.reason)
-    pool = [_device(at, number, rows, generation, answer.reason) for at, number in enumerate(numbers)]
-    selection = visible(machine.environ.get(VISIBLE), len(pool))
-    devices = tuple(replace(pool[at], index=index) for index, at in enumerate(selection.chosen))
+    answer = machine.run(INFO_COMMAND)
+    rows = parse_table(answer.value or "")
+    generation = _find_generation(machine, rows, answer.reason)
+    pool = [
+        _build_device(position, number, rows, generation, answer.reason)
+        for position, number in enumerate(numbers)
+    ]
+    selection = select_visible(machine.environ.get(VISIBLE_DEVICES), len(pool))
+    devices = tuple(replace(pool[position], index=index) for index, position in enumerate(selection.chosen))
     return VendorDevices(
         backend="ascend",
         noun="NPU",
         present=len(pool),
         devices=devices,
         reason=selection.reason,
-        driver=_driver(machine, answer),
-        toolkit=cann(machine),
-        link=weakest(machine, TOPOLOGY, "NPU", [device.number for device in devices]),
+        driver=_read_driver_version(machine, answer),
+        toolkit=read_cann_version(machine),
+        link=find_weakest_link(machine, TOPOLOGY_COMMAND, "NPU", [device.number for device in devices]),
         faults=(selection.fault,) if selection.fault else (),
-        notes=_notes(machine, rows, numbers),
+        notes=_collect_notes(machine, rows, numbers),
     )
 
 
-def _device(at: int, number: int, rows: tuple[TableRow, ...], generation: Fact[str], why: str) -> Device:
+def _build_device(
+    position: int, number: int, rows: tuple[TableRow, ...], generation: DetectedValue[str], reason: str
+) -> Accelerator:
     # Phy-ID is the node's number. Where it is not printed, one chip per NPU id makes the NPU id the number.
-    same = [row for row in rows if (row.npu if row.number is None else row.number) == number]
-    row = same[0] if same else (rows[at] if at < len(rows) else None)
+    matches = [row for row in rows if (row.npu if row.number is None else row.number) == number]
+    row = matches[0] if matches else (rows[position] if position < len(rows) else None)
     if row is None:
-        return Device(at, number, "Ascend NPU", f"/dev/davinci{number}", Fact(None, why), generation)
-    memory = Fact(row.memory * 2**20 if row.memory else None, "`npu-smi info`, the memory column")
-    return Device(at, number, row.name, row.bus, memory, generation)
+        return Accelerator(
+            position, number, "Ascend NPU", f"/dev/davinci{number}", DetectedValue(None, reason), generation
+        )
+    memory = DetectedValue(row.memory * 2**20 if row.memory else None, "`npu-smi info`, the memory column")
+    return Accelerator(position, number, row.name, row.bus, memory, generation)
 
 
-def generation(name: str) -> str | None:
+def parse_generation(name: str) -> str | None:
     """a1, a2, a3, a5 or 310 by the name of a SoC (torch-npu's NpuVariables.cpp); None where it names none."""
-    for pattern, found in (
+    for pattern, generation in (
         (r"910B\d.*", "a2"),
         (r"910_93\d\d", "a3"),
         (r"95\d.*|910_95.*", "a5"),
@@ -97,72 +104,74 @@ def generation(name: str) -> str | None:
         (r"910(A|B|Pro[AB])", "a1"),
     ):
         if re.fullmatch(pattern, name.removeprefix("Ascend")):
-            return found
+            return generation
     return None
 
 
-def _generation(machine: Machine, rows: tuple[TableRow, ...], why: str) -> Fact[str]:
+def _find_generation(machine: Machine, rows: tuple[TableRow, ...], unknown_reason: str) -> DetectedValue[str]:
     """a1, a2, a3, a5 or 310 by the name that npu-smi prints; SoC names as in torch_npu NpuVariables.cpp."""
     if not rows:
-        return Fact(None, why)
+        return DetectedValue(None, unknown_reason)
     name = rows[0].name.removeprefix("Ascend")
     reason = f"npu-smi names it {rows[0].name}"
-    if (named := generation(name)) is not None:
-        return Fact(named, reason)
+    if (parsed_generation := parse_generation(name)) is not None:
+        return DetectedValue(parsed_generation, reason)
     if name == "910" and any(row.chip == 1 for row in rows):
-        return Fact("a3", f"{reason}, with two chips per NPU id")
+        return DetectedValue("a3", f"{reason}, with two chips per NPU id")
     if name == "910":
-        listed = machine.run(LIST)
-        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER})", listed.value or "")
+        chip_counts = machine.run(LIST_COMMAND)
+        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER})", chip_counts.value or "")
         if counts:
-            return Fact(
+            return DetectedValue(
                 "a3" if "2" in counts else None,
-                f"{reason}; {listed.reason} counts {counts[0]} chip(s) per NPU",
+                f"{reason}; {chip_counts.reason} counts {counts[0]} chip(s) per NPU",
             )
-    return Fact(None, f"{reason}, which no generation is known by")
+    return DetectedValue(None, f"{reason}, which no generation is known by")
 
 
-def _driver(machine: Machine, answer: Fact[str]) -> Fact[str]:
+def _read_driver_version(machine: Machine, answer: DetectedValue[str]) -> DetectedValue[str]:
     # Ascend Docker Runtime does not mount version.info, so the tool's own header has to do (driver and tool
     # are installed together).
     file = machine.read(DRIVER_FILE)
     match = re.search(r"^Version=(\S+)", file.value or "", re.MULTILINE | re.IGNORECASE)
     if match:
-        return Fact(match[1], DRIVER_FILE)
-    version = tool_version(answer.value or "")
-    return Fact(version, f"{answer.reason}, the header" if version else f"{file.reason}; {answer.reason}")
+        return DetectedValue(match[1], DRIVER_FILE)
+    version = parse_tool_version(answer.value or "")
+    return DetectedValue(
+        version, f"{answer.reason}, the header" if version else f"{file.reason}; {answer.reason}"
+    )
 
 
-def cann(machine: Machine) -> Fact[str]:
+def read_cann_version(machine: Machine) -> DetectedValue[str]:
     """The version of the CANN toolkit, which torch-npu needs even where no NPU is."""
     roots = [
         machine.environ[name]
         for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
         if machine.environ.get(name)
     ]
-    for root in [*roots, *TOOLKITS]:
+    for root in [*roots, *TOOLKIT_DIRECTORIES]:
         for architecture in ("aarch64", "x86_64"):
             path = f"{root.rstrip('/')}/{architecture}-linux/ascend_toolkit_install.info"
             match = re.search(r"^version=(\S+)", machine.read(path).value or "", re.MULTILINE)
             if match:
-                return Fact(match[1], path)
-    looked = ", ".join([*roots, *TOOLKITS])
-    return Fact(None, f"no <arch>-linux/ascend_toolkit_install.info under {looked}")
+                return DetectedValue(match[1], path)
+    directories = ", ".join([*roots, *TOOLKIT_DIRECTORIES])
+    return DetectedValue(None, f"no <arch>-linux/ascend_toolkit_install.info under {directories}")
 
 
-def _notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[int]) -> tuple[str, ...]:
+def _collect_notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[int]) -> tuple[str, ...]:
     notes = [
         f"NPU {row.npu} chip {row.chip} reports health {row.health!r}" for row in rows if row.health != "OK"
     ]
     if rows and len(rows) != len(numbers):
         notes.append(f"npu-smi lists {len(rows)} devices, /dev has {len(numbers)}: the device nodes count")
-    missing = [n for n in ("davinci_manager", "devmm_svm", "hisi_hdc") if n not in machine.names("/dev")]
+    missing = [n for n in ("davinci_manager", "devmm_svm", "hisi_hdc") if n not in machine.list_names("/dev")]
     if missing:
         notes.append(f"/dev lacks {', '.join(missing)}: the runtime needs them beside davinci<N>")
     return tuple(notes)
 
 
-def table(text: str) -> tuple[TableRow, ...]:
+def parse_table(text: str) -> tuple[TableRow, ...]:
     """The devices of an `npu-smi info` table in its own order; none if the text is no such table.
 
     Columns and widths change with version and product; one device is one pair of rows. Seen: npu-smi 24.1 to
@@ -170,43 +179,43 @@ def table(text: str) -> tuple[TableRow, ...]:
     (`Device` instead of `Phy-ID`, no HBM column).
     """
     rows: list[TableRow] = []
-    numbered = False
-    above: list[str] | None = None  # the first row of a pair
+    has_number = False
+    first_cells: list[str] | None = None  # the first row of a pair
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) != 3 or not line.lstrip().startswith("|"):
-            above = None  # a rule, the version line, or the process table
+            first_cells = None  # a rule, the version line, or the process table
         elif cells[0].startswith("Chip"):
-            numbered = len(cells[0].split()) > 1
-            above = None
-        elif above is None:
-            above = cells if re.match(rf"{NUMBER}\s+\S", cells[0]) else None
+            has_number = len(cells[0].split()) > 1
+            first_cells = None
+        elif first_cells is None:
+            first_cells = cells if re.match(rf"{NUMBER}\s+\S", cells[0]) else None
         else:
-            row = _row(above, cells, numbered)
+            row = _parse_row(first_cells, cells, has_number)
             rows += [row] if row else []
-            above = None
+            first_cells = None
     return tuple(rows)
 
 
-def _row(above: list[str], below: list[str], numbered: bool) -> TableRow | None:
-    npu, name = above[0].split(maxsplit=1)
-    ids = below[0].split()
+def _parse_row(first_cells: list[str], second_cells: list[str], has_number: bool) -> TableRow | None:
+    npu, name = first_cells[0].split(maxsplit=1)
+    ids = second_cells[0].split()
     if not ids or not re.fullmatch(NUMBER, ids[0]):
         return None
-    number = int(ids[1]) if numbered and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
+    number = int(ids[1]) if has_number and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
     # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
-    usage = re.findall(_USAGE, below[2])
+    usage = re.findall(_MEMORY_USAGE, second_cells[2])
     memory = int(usage[-1][1]) if usage else None
-    return TableRow(int(npu), int(ids[0]), number, name, above[1], below[1], memory or None)
+    return TableRow(int(npu), int(ids[0]), number, name, first_cells[1], second_cells[1], memory or None)
 
 
-def tool_version(text: str) -> str | None:
+def parse_tool_version(text: str) -> str | None:
     """The version that the header line gives: `npu-smi 25.2.1   Version: 25.2.1`."""
     match = re.search(r"Version:\s*([^\s|]+)", text)
     return match[1] if match else None
 
 
-def visible(value: str | None, count: int) -> Selection:
+def select_visible(value: str | None, count: int) -> Selection:
     """The NPUs that ASCEND_RT_VISIBLE_DEVICES leaves, as logical ids in this container.
 
     Parsing stops at the first character or id that is wrong (a blank is wrong: `1, 2,3` means 1); ids must
@@ -214,8 +223,8 @@ def visible(value: str | None, count: int) -> Selection:
     (gpustack/gpustack#2527). Source of the rest: CANN environment variable reference 07_0028.
     """
     if value is None:
-        return Selection(tuple(range(count)), f"{VISIBLE} is not set: all {count} are visible")
-    shown = assignment(VISIBLE, value)
+        return Selection(tuple(range(count)), f"{VISIBLE_DEVICES} is not set: all {count} are visible")
+    shown = format_assignment(VISIBLE_DEVICES, value)
     chosen: list[int] = []
     entries = value.split(",")
     for entry in entries:
@@ -225,6 +234,8 @@ def visible(value: str | None, count: int) -> Selection:
     if any(later <= earlier for earlier, later in pairwise(chosen)):
         fixed = ",".join(map(str, sorted(set(chosen))))
         return Selection(
-            (), shown, f"{shown} does not ascend: the runtime refuses every device. Set {VISIBLE}={fixed}"
+            (),
+            shown,
+            f"{shown} does not ascend: the runtime refuses every device. Set {VISIBLE_DEVICES}={fixed}",
         )
-    return Selection.of_list(shown, entries, chosen, "is no id of a device here")
+    return Selection.from_list(shown, entries, chosen, "is no id of a device here")

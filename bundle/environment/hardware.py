@@ -10,10 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from bundle.environment import BACKENDS, ascend, nvidia
-from bundle.environment.machine import NUMBER, Device, Fact, Hardware, Host, Machine, VendorDevices, local
+from bundle.environment.machine import (
+    NUMBER,
+    Accelerator,
+    DetectedValue,
+    Hardware,
+    Host,
+    Machine,
+    VendorDevices,
+    get_local_machine,
+)
 from bundle.errors import EnvironmentUnfit, UsageError
 
-CHOICES = ("auto", *BACKENDS)  # auto: what the machine has
+BACKEND_CHOICES = ("auto", *BACKENDS)  # auto: what the machine has
 
 MIB = 2**20
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
@@ -25,7 +34,7 @@ _LONGEST_PATH = 4096
 # Machines to plan for without having them: one node of a product, with numbers read off one.
 # name -> (backend, devices per node, device name, generation, memory in MiB, link, source of the numbers);
 # no link where nobody's matrix of such a node was at hand.
-_NODES: dict[str, tuple[str, int, str, str, int, str | None, str]] = {
+_PRESETS: dict[str, tuple[str, int, str, str, int, str | None, str]] = {
     "a100": ("cuda", 8, "NVIDIA A100-SXM4-80GB", "8.0", 81920, None, "modal-labs/modal-client#2797"),
     "h100": (
         "cuda", 8, "NVIDIA H100 80GB HBM3", "9.0", 81559, "NV18",
@@ -37,7 +46,7 @@ _NODES: dict[str, tuple[str, int, str, str, int, str | None, str]] = {
     "a3": ("ascend", 16, "Ascend910", "a3", 65536, None, "npu-smi: vllm-project/vllm-ascend#2035"),
 }  # fmt: skip
 
-NAMES = (*_NODES, "cpu")
+PRESET_NAMES = (*_PRESETS, "cpu")
 
 
 def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
@@ -46,26 +55,26 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
     Raises EnvironmentUnfit if both kinds of accelerator are visible, if a visibility variable is one that the
     driver refuses, or if the wanted backend has no device here.
     """
-    machine = machine or local()
+    machine = machine or get_local_machine()
     if backend == "cpu":
-        return _cpu(machine, "asked for: accelerators are not looked at")
-    if backend not in CHOICES:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(CHOICES)}")
-    found = [vendor.find(machine) for vendor in (nvidia, ascend)]
-    wanted = [side for side in found if backend in ("auto", side.backend)]
-    if faults := [fault for side in wanted for fault in side.faults]:
+        return _build_cpu_hardware(machine, "asked for: accelerators are not looked at")
+    if backend not in BACKEND_CHOICES:
+        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKEND_CHOICES)}")
+    vendors = [vendor.find(machine) for vendor in (nvidia, ascend)]
+    candidates = [side for side in vendors if backend in ("auto", side.backend)]
+    if faults := [fault for side in candidates for fault in side.faults]:
         raise EnvironmentUnfit("a visible-device variable cannot be used", faults)
-    usable = [side for side in wanted if side.devices]
+    usable = [side for side in candidates if side.devices]
     if len(usable) > 1:
-        raise EnvironmentUnfit(_both(usable))
+        raise EnvironmentUnfit(_explain_conflict(usable))
     if usable:
-        return _accelerated(machine, usable[0])
+        return _build_accelerator_hardware(machine, usable[0])
     if backend != "auto":
-        raise EnvironmentUnfit(f"backend {backend} has no device here: {_why_none(wanted)}")
-    return _cpu(machine, _why_none(wanted))
+        raise EnvironmentUnfit(f"backend {backend} has no device here: {_explain_absence(candidates)}")
+    return _build_cpu_hardware(machine, _explain_absence(candidates))
 
 
-def _accelerated(machine: Machine, side: VendorDevices) -> Hardware:
+def _build_accelerator_hardware(machine: Machine, side: VendorDevices) -> Hardware:
     shown = f"{len(side.devices)} of {side.present} {side.noun}s ({side.devices[0].name}); {side.reason}"
     return Hardware(
         backend=side.backend,
@@ -74,149 +83,158 @@ def _accelerated(machine: Machine, side: VendorDevices) -> Hardware:
         driver=side.driver,
         toolkit=side.toolkit,
         link=side.link,
-        rdma=rdma(machine),
-        host=host(machine),
+        rdma=find_rdma_ports(machine),
+        host=read_host(machine),
         notes=side.notes,
     )
 
 
-def _cpu(machine: Machine, reason: str) -> Hardware:
-    none: Fact[str] = Fact(None, "no accelerator in use")
-    return Hardware("cpu", reason, (), none, none, none, rdma(machine), host(machine))
+def _build_cpu_hardware(machine: Machine, reason: str) -> Hardware:
+    none: DetectedValue[str] = DetectedValue(None, "no accelerator in use")
+    return Hardware("cpu", reason, (), none, none, none, find_rdma_ports(machine), read_host(machine))
 
 
-def _why_none(sides: Sequence[VendorDevices]) -> str:
+def _explain_absence(sides: Sequence[VendorDevices]) -> str:
     return "; ".join(
         f"{side.present} {side.noun}s are hidden: {side.reason}" if side.present else side.reason
         for side in sides
     )
 
 
-def _both(sides: Sequence[VendorDevices]) -> str:
+def _explain_conflict(sides: Sequence[VendorDevices]) -> str:
     seen = " and ".join(f"{len(side.devices)} {side.noun}s" for side in sides)
     return (
         f"this machine shows {seen}: torch refuses two kinds of accelerator in one process. Say which with "
         f"`backend: cuda` or `backend: ascend` in the recipe (or --backend), and hide the others from torch: "
-        f"{ascend.VISIBLE}= (empty) for CUDA, {nvidia.VISIBLE}= (empty) for Ascend"
+        f"{ascend.VISIBLE_DEVICES}= (empty) for CUDA, {nvidia.VISIBLE_DEVICES}= (empty) for Ascend"
     )
 
 
-def preset(name: str, per_node: int | None = None) -> Hardware:
+def build_preset(name: str, per_node: int | None = None) -> Hardware:
     """The hardware called `name`, with `per_node` devices instead of the product's own number. Raises
     UsageError.
     """
-    unknown: Fact[float] = Fact(None, f"--hardware {name} says nothing about the host")
+    unknown: DetectedValue[float] = DetectedValue(None, f"--hardware {name} says nothing about the host")
     host = Host(unknown, unknown, unknown, unknown, unknown, unknown)
-    none: Fact[str] = Fact(None, "not known of a machine that is only named")
-    ports: Fact[tuple[str, ...]] = Fact(None, none.reason)
+    none: DetectedValue[str] = DetectedValue(None, "not known of a machine that is only named")
+    ports: DetectedValue[tuple[str, ...]] = DetectedValue(None, none.reason)
     if name == "cpu":
         return Hardware("cpu", "--hardware cpu", (), none, none, none, ports, host)
-    if name not in _NODES:
-        raise UsageError(f"no hardware is called {name!r}; choose one of {', '.join(NAMES)}")
-    backend, own, device, generation, memory, link, source = _NODES[name]
-    count = own if per_node is None else per_node
+    if name not in _PRESETS:
+        raise UsageError(f"no hardware is called {name!r}; choose one of {', '.join(PRESET_NAMES)}")
+    backend, product_count, device, generation, memory, link, source = _PRESETS[name]
+    count = product_count if per_node is None else per_node
     return Hardware(
         backend=backend,
         reason=f"--hardware {name}: {count} x {device}",
         devices=tuple(
-            Device(i, i, device, f"{name}-{i}", Fact(memory * MIB, source), Fact(generation, source))
+            Accelerator(
+                i,
+                i,
+                device,
+                f"{name}-{i}",
+                DetectedValue(memory * MIB, source),
+                DetectedValue(generation, source),
+            )
             for i in range(count)
         ),
         driver=none,
         toolkit=none,
-        link=Fact(link, source),
+        link=DetectedValue(link, source),
         rdma=ports,
         host=host,
     )
 
 
-def host(machine: Machine) -> Host:
+def read_host(machine: Machine) -> Host:
     """The limits of this process on this machine; every one says which file it comes from."""
-    total = _memory_total(machine)
+    total = _read_total_memory(machine)
     limits = machine.read("/proc/self/limits")
     return Host(
-        processors=_processors(machine),
-        memory=_memory(machine, total),
-        shared_memory=_shared_memory(machine, total),
-        locked_memory=_limit(limits, "Max locked memory"),
-        open_files=_limit(limits, "Max open files"),
-        stack=_limit(limits, "Max stack size"),
+        processors=_count_processors(machine),
+        memory=_read_memory_limit(machine, total),
+        shared_memory=_read_shared_memory(machine, total),
+        locked_memory=_read_limit(limits, "Max locked memory"),
+        open_files=_read_limit(limits, "Max open files"),
+        stack=_read_limit(limits, "Max stack size"),
     )
 
 
-def memory_kills(machine: Machine) -> int:
+def count_oom_kills(machine: Machine) -> int:
     """How often the kernel has killed for want of memory: in our own cgroups, and on the machine if it tells.
 
     Only a growing number means something.
     """
     texts = [machine.read("/proc/vmstat").value]
-    for directory in _cgroups(machine, "memory"):
+    for directory in _find_cgroups(machine, "memory"):
         names = ("memory.events", "memory.oom_control")
         texts += [machine.read(f"{directory}/{name}").value for name in names]
     counts = (re.search(rf"^oom_kill ({NUMBER})$", text or "", re.MULTILINE) for text in texts)
     return sum(int(count[1]) for count in counts if count)
 
 
-def _memory_total(machine: Machine) -> Fact[float]:
+def _read_total_memory(machine: Machine) -> DetectedValue[float]:
     text = machine.read("/proc/meminfo")
     match = re.search(rf"^MemTotal:\s*({NUMBER}) kB", text.value or "", re.MULTILINE)
-    return Fact(
+    return DetectedValue(
         float(int(match[1]) * 1024) if match else None, "/proc/meminfo MemTotal" if match else text.reason
     )
 
 
-def _memory(machine: Machine, total: Fact[float]) -> Fact[float]:
+def _read_memory_limit(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
     """The least of the machine's memory and every cgroup limit above this process."""
-    found = [] if total.value is None else [(total.value, total.reason)]
-    for directory in _cgroups(machine, "memory"):
+    limits = [] if total.value is None else [(total.value, total.reason)]
+    for directory in _find_cgroups(machine, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = (machine.read(f"{directory}/{name}").value or "").strip()
             if re.fullmatch(r"\d{1,19}", text) and int(text) < _NO_LIMIT_V1:
-                found.append((float(text), f"{directory}/{name}"))
-    return Fact(*min(found)) if found else total
+                limits.append((float(text), f"{directory}/{name}"))
+    return DetectedValue(*min(limits)) if limits else total
 
 
-def _processors(machine: Machine) -> Fact[float]:
+def _count_processors(machine: Machine) -> DetectedValue[float]:
     """The least of the allowed processors and every cgroup quota above this process; may be a fraction."""
     status = machine.read("/proc/self/status")
     match = re.search(rf"^Cpus_allowed_list:\s*({_RANGE}(?:,{_RANGE})*)$", status.value or "", re.MULTILINE)
-    found = [(float(_count(match[1])), "/proc/self/status Cpus_allowed_list")] if match else []
-    for directory in _cgroups(machine, "cpu"):
+    limits = [(float(_count_range(match[1])), "/proc/self/status Cpus_allowed_list")] if match else []
+    for directory in _find_cgroups(machine, "cpu"):
         unified = machine.read(f"{directory}/cpu.max").value or ""  # "200000 100000", or "max 100000"
-        split = [machine.read(f"{directory}/cpu.cfs_{name}_us").value or "" for name in ("quota", "period")]
-        quota = re.fullmatch(rf"({NUMBER})\s+({NUMBER})\s*", unified or " ".join(split))
+        quota_and_period = [
+            machine.read(f"{directory}/cpu.cfs_{name}_us").value or "" for name in ("quota", "period")
+        ]
+        quota = re.fullmatch(rf"({NUMBER})\s+({NUMBER})\s*", unified or " ".join(quota_and_period))
         if quota and int(quota[2]):
-            found.append((int(quota[1]) / int(quota[2]), f"the quota in {directory}"))
-    return Fact(*min(found)) if found else Fact(None, status.reason)
+            limits.append((int(quota[1]) / int(quota[2]), f"the quota in {directory}"))
+    return DetectedValue(*min(limits)) if limits else DetectedValue(None, status.reason)
 
 
-def _count(ranges: str) -> int:
+def _count_range(ranges: str) -> int:
     """How many processors a list such as 0-3,8 names."""
     ends = (part.split("-") for part in ranges.split(","))
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
-def _cgroups(machine: Machine, controller: str) -> Iterator[str]:
+def _find_cgroups(machine: Machine, controller: str) -> Iterator[str]:
     """Every directory whose limit on `controller` binds this process, v1 and v2, up to the mount.
 
     Inside a container the path in /proc/self/cgroup may be the host's, of which the mount shows only the end;
     a directory that is not there holds no limit, so trying each prefix finds the right ones in every
     arrangement.
     """
-    mounts = _mounts(machine)
+    mounts = _read_mounts(machine)
     for line in (machine.read("/proc/self/cgroup").value or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         unified = number == "0" and not controllers
         if len(path) > _LONGEST_PATH or (not unified and controller not in controllers.split(",")):
             continue
-        for point, kind, options in mounts:
+        for mount_point, kind, options in mounts:
             if kind == ("cgroup2" if unified else "cgroup") and (unified or controller in options):
                 inner = PurePosixPath(path.lstrip("/"))
-                yield from (str(PurePosixPath(point, part)) for part in (inner, *inner.parents))
+                yield from (str(PurePosixPath(mount_point, part)) for part in (inner, *inner.parents))
 
 
-def _mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
+def _read_mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
     """(mount point, file system, super options) of each line of mountinfo, in mounting order."""
     mounts = []
     for line in (machine.read("/proc/self/mountinfo").value or "").splitlines():
@@ -227,49 +245,52 @@ def _mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
     return mounts
 
 
-def _shared_memory(machine: Machine, total: Fact[float]) -> Fact[float]:
+def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
     """The size of /dev/shm: the last mount on it wins, and tmpfs takes half of the memory by default."""
-    mounted = [options for point, _, options in _mounts(machine) if point == "/dev/shm"]
+    mounted = [options for point, _, options in _read_mounts(machine) if point == "/dev/shm"]
     if not mounted:
-        return Fact(None, "nothing is mounted on /dev/shm")
+        return DetectedValue(None, "nothing is mounted on /dev/shm")
     for option in mounted[-1]:
         if match := re.fullmatch(rf"size=({NUMBER})([kmg]?)", option):
-            return Fact(
+            return DetectedValue(
                 float(int(match[1]) * 1024 ** " kmg".index(match[2] or " ")),
                 f"the mount of /dev/shm, {option}",
             )
     half = None if total.value is None else total.value / 2
-    return Fact(half, "/dev/shm is mounted without a size: half of the memory")
+    return DetectedValue(half, "/dev/shm is mounted without a size: half of the memory")
 
 
-def _limit(limits: Fact[str], name: str) -> Fact[float]:
+def _read_limit(limits: DetectedValue[str], name: str) -> DetectedValue[float]:
     for line in (limits.value or "").splitlines():
         soft = line.removeprefix(name).split()[:1]
         if line.startswith(name) and soft and (soft[0] == "unlimited" or soft[0].isdecimal()):
-            return Fact(math.inf if soft[0] == "unlimited" else float(soft[0]), f"/proc/self/limits {name}")
-    return Fact(None, limits.reason)
+            return DetectedValue(
+                math.inf if soft[0] == "unlimited" else float(soft[0]), f"/proc/self/limits {name}"
+            )
+    return DetectedValue(None, limits.reason)
 
 
-def rdma(machine: Machine) -> Fact[tuple[str, ...]]:
+def find_rdma_ports(machine: Machine) -> DetectedValue[tuple[str, ...]]:
     """The active RDMA ports, "mlx5_0/1: InfiniBand 400 Gb/sec (4X NDR)"; an empty tuple: there is none."""
     base = "/sys/class/infiniband"
     ports: list[str] = []
     idle = 0
-    for device in machine.names(base):
-        for port in machine.names(f"{base}/{device}/ports"):
-            at = f"{base}/{device}/ports/{port}"
+    for device in machine.list_names(base):
+        for port in machine.list_names(f"{base}/{device}/ports"):
+            port_directory = f"{base}/{device}/ports/{port}"
             state, layer, rate = (
-                (machine.read(f"{at}/{name}").value or "").strip() for name in ("state", "link_layer", "rate")
+                (machine.read(f"{port_directory}/{name}").value or "").strip()
+                for name in ("state", "link_layer", "rate")
             )
             if "ACTIVE" in state:
                 ports.append(f"{device}/{port}: {layer or 'unknown layer'} {rate}".rstrip())
             else:
                 idle += 1
     if not ports:
-        return Fact((), f"{base} has no active port" + (f" ({idle} down)" if idle else ""))
-    if not any(name.startswith("uverbs") for name in machine.names("/dev/infiniband")):
-        return Fact(
+        return DetectedValue((), f"{base} has no active port" + (f" ({idle} down)" if idle else ""))
+    if not any(name.startswith("uverbs") for name in machine.list_names("/dev/infiniband")):
+        return DetectedValue(
             (),
             f"{base} has {len(ports)} active port(s), but /dev/infiniband/uverbs* is not in this container",
         )
-    return Fact(tuple(ports), base)
+    return DetectedValue(tuple(ports), base)

@@ -11,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bundle import files
 from bundle.environment import search
 from bundle.environment.machine import Finding, Machine, ok, warn
-from bundle.environment.packages import PACKAGES, Package, Stack
-from bundle.errors import BundleError, UsageError, by_key
+from bundle.environment.packages import PACKAGES, InstalledPackages, Package
+from bundle.errors import BundleError, UsageError, format_validation_errors
 
-RECORD = "/opt/bundle/build-info.json"  # written at the end of a build, by `python -m tools.images stamp`
-LARGEST = 1 << 20
-_FIX = "start from the image again, or build one that has the change: what was tested is what was built"
+RECORD_FILE = (
+    "/opt/bundle/build-info.json"  # written at the end of a build, by `python -m tools.images stamp`
+)
+MOST_RECORD_BYTES = 1 << 20
+_DRIFT_FIX = "start from the image again, or build one that has the change: what was tested is what was built"
 
 Text = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]
 
@@ -34,118 +36,120 @@ class BuildInfo(BaseModel):
     sources: dict[Text, Text]  # name -> commit
     packages: dict[Text, Text]  # name -> version
 
-    def package(self, name: str) -> Package | None:
+    def find_package(self, name: str) -> Package | None:
         """A package of the image by our name for it; where its files lie is not recorded."""
-        said = self.packages.get(name)
-        version, _, commit = (said or "").partition(" at ")
-        return Package(name, version, commit or None, None) if said else None
+        recorded = self.packages.get(name)
+        version, _, commit = (recorded or "").partition(" at ")
+        return Package(name, version, commit or None, None) if recorded else None
 
     @property
     def megatron(self) -> str:
         """The version of its megatron-core. Raises UsageError where there is none."""
-        package = self.package("megatron-core")
+        package = self.find_package("megatron-core")
         if package is None or package.version is None:
             raise UsageError("--image-record: there is no megatron-core in that image")
         return package.version
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """The JSON that `parse` reads."""
         return json.dumps(self.model_dump(by_alias=True), indent=2, sort_keys=True) + "\n"
 
 
 def parse(document: str) -> BuildInfo:
     """The record in a build-info.json. Raises BundleError naming the first things that are wrong with it."""
-    if len(document) > LARGEST:
-        raise BundleError(f"more than {LARGEST >> 20} MiB")
+    if len(document) > MOST_RECORD_BYTES:
+        raise BundleError(f"more than {MOST_RECORD_BYTES >> 20} MiB")
     try:
         return BuildInfo.model_validate_json(document)
     except ValidationError as error:
-        raise BundleError("; ".join(by_key(error)[:3])[:400]) from error
+        raise BundleError("; ".join(format_validation_errors(error)[:3])[:400]) from error
 
 
-def own(file: Path = Path(RECORD)) -> BuildInfo | None:
+def read_own_record(file: Path = Path(RECORD_FILE)) -> BuildInfo | None:
     """The record of the image that this runs in; None in none of ours, and where it cannot be understood."""
-    document = files.read(file, LARGEST)
+    document = files.read_text(file, MOST_RECORD_BYTES)
     try:
         return parse(document) if document is not None else None
     except BundleError:
         return None
 
 
-def named(file: Path) -> BuildInfo:
+def read_record(file: Path) -> BuildInfo:
     """The record in a file: an image's own, or what `doctor --json` printed there. Raises UsageError."""
     try:
-        document = files.content(file, LARGEST).decode(errors="replace")
+        document = files.read_content(file, MOST_RECORD_BYTES).decode(errors="replace")
         printed = json.loads(document)
-        inside = printed.get("image") if isinstance(printed, dict) and "findings" in printed else printed
-        if inside is None:
+        image_record = (
+            printed.get("image") if isinstance(printed, dict) and "findings" in printed else printed
+        )
+        if image_record is None:
             raise BundleError("doctor found no image of ours there")
-        return parse(json.dumps(inside))
+        return parse(json.dumps(image_record))
     except OSError as error:
         raise UsageError(f"--image-record {file}: {error.strerror}") from error
     except (BundleError, ValueError, RecursionError) as error:
         raise UsageError(f"--image-record {file}: no record of an image: {error}") from error
 
 
-def differences(told: BuildInfo | None, here: BuildInfo | None) -> Iterator[str]:
+def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) -> Iterator[str]:
     """Every way in which the image here is not the one that a job was made for, by their records."""
-    if told is None or here is None:
-        stacks = [record.stack if record else "none of ours" for record in (told, here)]
+    if job_record is None or own_record is None:
+        stacks = [record.stack if record else "none of ours" for record in (job_record, own_record)]
         yield f"image: {stacks[0]} in the job, {stacks[1]} here: see `plan --image-record`"
         return
-    one, other = told.model_dump(), here.model_dump()
-    for of in sorted(one):
-        old, new = one[of], other[of]
+    job_fields, own_fields = job_record.model_dump(), own_record.model_dump()
+    for key in sorted(job_fields):
+        old, new = job_fields[key], own_fields[key]
         if not isinstance(old, dict):
-            old, new = {of: old}, {of: new}
-        for name in _changed(old, new):
+            old, new = {key: old}, {key: new}
+        for name in _find_changes(old, new):
             yield f"image, {name}: {old.get(name)} in the job, {new.get(name)} here"
 
 
-def drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
+def find_drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
     """Every way in which what is installed now is not what the image was built with."""
     built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
-    for name in _changed(built, now):
+    for name in _find_changes(built, now):
         yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
 
 
-def _changed(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+def _find_changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
-def installed_packages(stack: Stack) -> dict[str, str]:
+def list_installed_versions(stack: InstalledPackages) -> dict[str, str]:
     """The version of every distribution that a worker would see, and of what it would really import."""
-    found = {}
-    for name, directory in search.distributions(stack.path.directories()).items():
-        record = search.distribution(directory)
+    versions = {}
+    for name, directory in search.find_distributions(stack.search_path.list_directories()).items():
+        record = search.read_distribution(directory)
         if record is not None:
-            found[name] = record.version
+            versions[name] = record.version
     for name in PACKAGES:
-        package = stack.package(name)
+        package = stack.find_package(name)
         if package is not None and package.version is not None:
-            found[name] = package.version + (f" at {package.commit}" if package.commit else "")
-    return found
+            versions[name] = package.version + (f" at {package.commit}" if package.commit else "")
+    return versions
 
 
-def python_version() -> str:
+def get_python_version() -> str:
     """The release of this interpreter."""
     return ".".join(map(str, sys.version_info[:3]))
 
 
-def image_findings(machine: Machine, installed: Stack) -> Iterator[Finding]:
+def check_image(machine: Machine, installed: InstalledPackages) -> Iterator[Finding]:
     """Findings about the image this runs in; none outside of our images."""
-    document = machine.read(RECORD)
+    document = machine.read(RECORD_FILE)
     if document.value is None:
         return
     try:
         built = parse(document.value)
     except BundleError as error:
-        yield warn("image", f"{RECORD} cannot be understood: {error}", _FIX)
+        yield warn("image", f"{RECORD_FILE} cannot be understood: {error}", _DRIFT_FIX)
         return
-    drifted = list(drift(built, python_version(), installed_packages(installed)))
+    drifted = list(find_drift(built, get_python_version(), list_installed_versions(installed)))
     if not drifted:
-        made = f", commit {built.revision[:12]}" if built.revision else ""
+        commit = f", commit {built.revision[:12]}" if built.revision else ""
         inputs = f", inputs {built.inputs}" if built.inputs else ""
-        yield ok("image", f"stack {built.stack} as built{made}{inputs}")
+        yield ok("image", f"stack {built.stack} as built{commit}{inputs}")
     for change in drifted:
-        yield warn("image", change, _FIX)
+        yield warn("image", change, _DRIFT_FIX)

@@ -36,7 +36,7 @@ NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that 
 
 
 @dataclass(frozen=True)
-class Fact(Generic[T]):
+class DetectedValue(Generic[T]):
     """A value and where it was read; `value` None means unknown, and `reason` says why."""
 
     value: T | None
@@ -47,15 +47,15 @@ class Fact(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Device:
+class Accelerator:
     """One accelerator as a process sees it: the framework calls it `index`, the driver `number`."""
 
     index: int
     number: int
     name: str
     identity: str  # UUID or bus id
-    memory: Fact[int]  # bytes
-    generation: Fact[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
+    memory: DetectedValue[int]  # bytes
+    generation: DetectedValue[str]  # CUDA: the compute capability, "9.0"; Ascend: a1, a2, a3, a5 or 310
 
 
 class Selection(NamedTuple):
@@ -69,7 +69,7 @@ class Selection(NamedTuple):
     fault: str | None = None
 
     @classmethod
-    def of_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
+    def from_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
         """What a list of devices leaves, which ends at the first entry that is `unknown`."""
         if len(chosen) < len(entries):
             shown += f": the list ends at {entries[len(chosen)][:80]!r}, which {unknown}"
@@ -82,11 +82,11 @@ class VendorDevices(NamedTuple):
     backend: str
     noun: str  # "GPU", "NPU"
     present: int
-    devices: tuple[Device, ...]
+    devices: tuple[Accelerator, ...]
     reason: str
-    driver: Fact[str]
-    toolkit: Fact[str]
-    link: Fact[str]
+    driver: DetectedValue[str]
+    toolkit: DetectedValue[str]
+    link: DetectedValue[str]
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -94,12 +94,12 @@ class VendorDevices(NamedTuple):
 class Host(NamedTuple):
     """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
 
-    processors: Fact[float]
-    memory: Fact[float]
-    shared_memory: Fact[float]
-    locked_memory: Fact[float]
-    open_files: Fact[float]
-    stack: Fact[float]
+    processors: DetectedValue[float]
+    memory: DetectedValue[float]
+    shared_memory: DetectedValue[float]
+    locked_memory: DetectedValue[float]
+    open_files: DetectedValue[float]
+    stack: DetectedValue[float]
 
 
 class Hardware(NamedTuple):
@@ -107,37 +107,37 @@ class Hardware(NamedTuple):
 
     backend: str  # cuda, ascend or cpu
     reason: str
-    devices: tuple[Device, ...]
-    driver: Fact[str]
-    toolkit: Fact[str]  # CANN on Ascend; what the driver supports is all that CUDA tells
-    link: Fact[str]  # the weakest link between two visible devices: NV18, HCCS, PHB ...
-    rdma: Fact[tuple[str, ...]]  # the active ports
+    devices: tuple[Accelerator, ...]
+    driver: DetectedValue[str]
+    toolkit: DetectedValue[str]  # CANN on Ascend; what the driver supports is all that CUDA tells
+    link: DetectedValue[str]  # the weakest link between two visible devices: NV18, HCCS, PHB ...
+    rdma: DetectedValue[tuple[str, ...]]  # the active ports
     host: Host
     notes: tuple[str, ...] = ()  # what is odd, though not wrong
 
     @property
-    def device_memory(self) -> Fact[int]:
+    def device_memory(self) -> DetectedValue[int]:
         """Bytes of the smallest visible device: what a rank can count on."""
         sizes = [device.memory for device in self.devices]
         if not sizes:
-            return Fact(None, "no accelerator: ranks share the host's memory")
+            return DetectedValue(None, "no accelerator: ranks share the host's memory")
         return min(sizes, key=lambda size: -1 if size.value is None else size.value)
 
     @property
-    def generation(self) -> Fact[str]:
-        """The oldest generation among the visible devices, as `Device.generation` spells it."""
+    def generation(self) -> DetectedValue[str]:
+        """The oldest generation among the visible devices, as `Accelerator.generation` spells it."""
         known = [device.generation for device in self.devices]
         if not known:
-            return Fact(None, "no accelerator")
-        return min(known, key=lambda fact: _order(fact.value))
+            return DetectedValue(None, "no accelerator")
+        return min(known, key=lambda fact: _rank_generation(fact.value))
 
     @property
-    def unfit(self) -> str | None:
+    def unfit_reason(self) -> str | None:
         """Why these devices cannot train at all; None where they can."""
-        why = NOT_FOR_TRAINING.get(self.generation.value or "")
-        if why is None:
+        reason = NOT_FOR_TRAINING.get(self.generation.value or "")
+        if reason is None:
             return None
-        return f"{self.devices[0].name} is {why}: use Atlas A2, A3 or Ascend 950 devices"
+        return f"{self.devices[0].name} is {reason}: use Atlas A2, A3 or Ascend 950 devices"
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -148,13 +148,13 @@ class Hardware(NamedTuple):
         return int(major), int(minor)
 
 
-def _order(generation: str | None) -> tuple[float, str]:
+def _rank_generation(generation: str | None) -> tuple[float, str]:
     if generation is None:
         return (-1.0, "")
     return (float(generation), "") if generation[0].isdigit() else (0.0, generation)
 
 
-def assignment(name: str, value: str) -> str:
+def format_assignment(name: str, value: str) -> str:
     """A variable and its value, as a message quotes them."""
     return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
 
@@ -191,16 +191,18 @@ def fail(subject: str, cause: str, fix: str) -> Finding:
     return Finding(subject, Level.FAIL, cause, fix)
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """The value as JSON can hold it: records as objects, other tuples as lists, infinity as "unlimited"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_json_value(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):  # a NamedTuple
-        return plain(value._asdict())
+        return to_json_value(value._asdict())
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+        return [
+            to_json_value(item) for item in (sorted(value) if isinstance(value, (set, frozenset)) else value)
+        ]
     if isinstance(value, float) and math.isinf(value):
         return "unlimited"
     return value
@@ -208,13 +210,13 @@ def plain(value: Any) -> Any:
 
 _log = logging.getLogger(__name__)
 
-Run = Callable[[Sequence[str]], Fact[str]]
+CommandRunner = Callable[[Sequence[str]], DetectedValue[str]]
 
 # The mounts of a busy Kubernetes node are the longest text that is read: some hundred kilobytes.
 LARGEST_FILE = 2**22
 # A healthy tool answers in well under a second, with some hundred bytes for each device.
-SECONDS = 10.0
-MOST_BYTES = 2**20
+TIMEOUT_SECONDS = 10.0
+MOST_OUTPUT_BYTES = 2**20
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
@@ -224,17 +226,17 @@ class Machine(NamedTuple):
 
     root: Path
     environ: Mapping[str, str]
-    run: Run
+    run: CommandRunner
 
-    def read(self, path: str) -> Fact[str]:
+    def read(self, path: str) -> DetectedValue[str]:
         """The text of the file at the absolute `path` under the root, or why there is none."""
         try:
-            data = files.content(self.root / path.lstrip("/"), LARGEST_FILE)
-            return Fact(data.decode(errors="replace"), path)
+            data = files.read_content(self.root / path.lstrip("/"), LARGEST_FILE)
+            return DetectedValue(data.decode(errors="replace"), path)
         except OSError as error:
-            return Fact(None, f"{path}: {error.strerror}")
+            return DetectedValue(None, f"{path}: {error.strerror}")
 
-    def names(self, directory: str) -> tuple[str, ...]:
+    def list_names(self, directory: str) -> tuple[str, ...]:
         """The sorted names in a directory; none if it does not exist or may not be read."""
         try:
             return tuple(sorted(entry.name for entry in (self.root / directory.lstrip("/")).iterdir()))
@@ -242,14 +244,14 @@ class Machine(NamedTuple):
             return ()
 
 
-def local() -> Machine:
+def get_local_machine() -> Machine:
     """The machine this process runs on."""
     return Machine(Path("/"), os.environ, run_command)
 
 
-def run_command(command: Sequence[str]) -> Fact[str]:
+def run_command(command: Sequence[str]) -> DetectedValue[str]:
     """The command's output, or why there is none: missing, failed, no end of words, or no answer in time."""
-    shown, begun = " ".join(command), time.monotonic()
+    shown, start_time = " ".join(command), time.monotonic()
     try:
         process = subprocess.Popen(
             command,
@@ -260,30 +262,32 @@ def run_command(command: Sequence[str]) -> Fact[str]:
             start_new_session=True,
         )
     except FileNotFoundError:
-        return Fact(None, f"{command[0]} is not on PATH")
+        return DetectedValue(None, f"{command[0]} is not on PATH")
     except OSError as error:
-        return Fact(None, f"`{shown}`: {error}")
+        return DetectedValue(None, f"`{shown}`: {error}")
     try:
-        out, err = _hear(process, begun + SECONDS)
-        status = process.wait(SECONDS)
+        out, err = _read_output(process, start_time + TIMEOUT_SECONDS)
+        status = process.wait(TIMEOUT_SECONDS)
     except (TimeoutError, subprocess.TimeoutExpired):
-        return Fact(None, f"`{shown}` timed out after {SECONDS:g} seconds")
+        return DetectedValue(None, f"`{shown}` timed out after {TIMEOUT_SECONDS:g} seconds")
     except OverflowError:
-        return Fact(None, f"`{shown}` said more than {MOST_BYTES} bytes")
+        return DetectedValue(None, f"`{shown}` said more than {MOST_OUTPUT_BYTES} bytes")
     finally:
-        _end(process)
-        _log.debug("`%s` was asked: %.2f seconds", shown, time.monotonic() - begun)
+        _kill_process(process)
+        _log.debug("`%s` was asked: %.2f seconds", shown, time.monotonic() - start_time)
     if status:
-        said = (err or out).strip().splitlines()
-        return Fact(None, f"`{shown}` ended with {status}: {said[0][:500] if said else 'it said nothing'}")
-    return Fact(out, f"`{shown}`")
+        lines = (err or out).strip().splitlines()
+        return DetectedValue(
+            None, f"`{shown}` ended with {status}: {lines[0][:500] if lines else 'it said nothing'}"
+        )
+    return DetectedValue(out, f"`{shown}`")
 
 
-def _hear(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
+def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
     """What the process writes to its two streams. Raises TimeoutError or OverflowError past a limit."""
-    heard = {process.stdout: bytearray(), process.stderr: bytearray()}
+    buffers = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as open_streams:
-        for stream in heard:
+        for stream in buffers:
             assert stream is not None
             open_streams.register(stream, selectors.EVENT_READ)
         while open_streams.get_map():
@@ -292,21 +296,21 @@ def _hear(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
                 raise TimeoutError
             for key, _ in ready:
                 piece = os.read(key.fd, 2**16)
-                heard[key.fileobj] += piece  # type: ignore[index]  # the streams registered above
+                buffers[key.fileobj] += piece  # type: ignore[index]  # the streams registered above
                 if not piece:
                     open_streams.unregister(key.fileobj)
-                elif sum(map(len, heard.values())) > MOST_BYTES:
+                elif sum(map(len, buffers.values())) > MOST_OUTPUT_BYTES:
                     raise OverflowError
-    out, err = (spoken(said) for said in heard.values())
+    out, err = (to_printable(output) for output in buffers.values())
     return out, err
 
 
-def spoken(said: bytes | bytearray) -> str:
+def to_printable(output: bytes | bytearray) -> str:
     """Lines of printable characters: what a tool says is shown on terminals."""
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", said.decode(errors="replace")))
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", output.decode(errors="replace")))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_process(process: subprocess.Popen[bytes]) -> None:
     """Ends the process, and what it started, unless it has ended; one that the driver holds is left alone."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
@@ -319,27 +323,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 # From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
-_RANKS = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
+_LINK_ORDER = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
 
 
-def weakest(machine: Machine, tool: Sequence[str], prefix: str, numbers: Sequence[int]) -> Fact[str]:
+def find_weakest_link(
+    machine: Machine, command: Sequence[str], prefix: str, numbers: Sequence[int]
+) -> DetectedValue[str]:
     """The weakest link between two of the devices `numbers`, in the matrix of `<prefix><number>` rows that
     the tool prints.
     """
     if len(numbers) < 2:
-        return Fact(None, "one device has no link to another")
-    matrix = machine.run(tool)
+        return DetectedValue(None, "one device has no link to another")
+    matrix = machine.run(command)
     if matrix.value is None:
-        return Fact(None, matrix.reason)
-    table = _matrix(matrix.value, prefix)
+        return DetectedValue(None, matrix.reason)
+    table = _parse_link_matrix(matrix.value, prefix)
     pairs = [table.get((a, b)) for a, b in combinations(numbers, 2)]
     known = [link for link in pairs if link is not None]
     if not known:
-        return Fact(None, f"{matrix.reason}: no matrix of {prefix} rows in the answer")
-    return Fact(min(known, key=_strength), f"{matrix.reason}: the weakest of {len(known)} pairs")
+        return DetectedValue(None, f"{matrix.reason}: no matrix of {prefix} rows in the answer")
+    return DetectedValue(min(known, key=_rank_link), f"{matrix.reason}: the weakest of {len(known)} pairs")
 
 
-def _matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
+def _parse_link_matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
     columns: list[int] = []
     links: dict[tuple[int, int], str] = {}
     for line in text.splitlines():
@@ -353,7 +359,7 @@ def _matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
     return links
 
 
-def _strength(link: str) -> int:
+def _rank_link(link: str) -> int:
     if match := re.fullmatch(rf"NV({NUMBER})", link):
         return 100 + int(match[1])
-    return _RANKS.index(link) if link in _RANKS else 0
+    return _LINK_ORDER.index(link) if link in _LINK_ORDER else 0

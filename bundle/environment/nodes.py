@@ -15,50 +15,50 @@ from typing import Any
 
 from bundle import files
 from bundle.environment.machine import Finding, Level
-from bundle.environment.packages import Stack
-from bundle.errors import UsageError, shown
+from bundle.environment.packages import InstalledPackages
+from bundle.errors import UsageError, format_value
 
 NOTHING = "nothing"
-_UNIQUE = {"identity", "reason", "node"}
-_DEVICE = re.compile(r"^(hardware\.devices\.)(\d+)(\..*)$", re.DOTALL)
+_UNIQUE_KEYS = {"identity", "reason", "node"}
+_DEVICE_KEY = re.compile(r"^(hardware\.devices\.)(\d+)(\..*)$", re.DOTALL)
 # Of one size of memory the firmware keeps a little more on one node than on another.
-_SAME_SIZE = 0.01
-_SIZES = re.compile(r"\.(memory|shared_memory|locked_memory)$")
-_NAMED = 8  # nodes in a line; of more, how many there are
-_LONGEST = 300  # characters of what is somebody else's, in a line
+_SIZE_TOLERANCE = 0.01
+_SIZE_KEY = re.compile(r"\.(memory|shared_memory|locked_memory)$")
+_MOST_LISTED_NODES = 8  # nodes in a line; of more, how many there are
+_MOST_CHARACTERS = 300  # characters of what is somebody else's, in a line
 
 _Values = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Difference:
+class NodeDifference:
     """What nodes disagree on: who has which value, those that most have first."""
 
     key: str
     values: _Values
 
     @property
-    def odd(self) -> tuple[str, ...]:
+    def odd_nodes(self) -> tuple[str, ...]:
         """The nodes that do not have what more than half of them have; all where there is no such value."""
         names = [name for _, holders in self.values for name in holders]
         most = self.values[0][1]
         return tuple(name for name in names if 2 * len(most) <= len(names) or name not in most)
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """One line: "packages.torch: gpu3 has 2.10; gpu1, gpu2 have 2.11"."""
         parts = [
-            f"{_listed(holders)} {'has' if len(holders) == 1 else 'have'} {value[:_LONGEST]}"
+            f"{_format_nodes(holders)} {'has' if len(holders) == 1 else 'have'} {value[:_MOST_CHARACTERS]}"
             for value, holders in reversed(self.values)
         ]
-        return f"{self.key[:_LONGEST]}: {'; '.join(parts)}"
+        return f"{self.key[:_MOST_CHARACTERS]}: {'; '.join(parts)}"
 
-    def dump(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The difference as JSON can hold it."""
         values = [{"value": value, "nodes": list(holders)} for value, holders in self.values]
-        return {"key": self.key, "values": values, "odd": list(self.odd)}
+        return {"key": self.key, "values": values, "odd": list(self.odd_nodes)}
 
 
-def described(stack: Stack) -> dict[str, Any]:
+def describe_node(stack: InstalledPackages) -> dict[str, Any]:
     """What a report has beside hardware and findings, so that it can be compared: all that jobs depend on."""
     return {
         "node": socket.gethostname(),
@@ -66,36 +66,36 @@ def described(stack: Stack) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {
             package.name: f"{package.version}{f' at {package.commit}' if package.commit else ''}"
-            for package in stack.packages()
+            for package in stack.list_packages()
         },
     }
 
 
-def read(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+def read_reports(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """What doctor printed, by node: what it calls itself, or the file where two do or it does not.
 
     Raises UsageError with every file that is none of doctor's, and for fewer than two.
     """
-    found: dict[Path, dict[str, Any]] = {}
+    reports: dict[Path, dict[str, Any]] = {}
     wrong = []
     for path in dict.fromkeys(paths):
         try:
-            found[path] = _report(path)
+            reports[path] = _read_report(path)
         except UsageError as error:
-            wrong.append(files.printable(error))
+            wrong.append(files.to_printable(error))
     if wrong:
         raise UsageError("these are not what `mcore-bundle doctor --json` prints:", wrong)
-    if len(found) < 2:
+    if len(reports) < 2:
         raise UsageError("--compare takes what `doctor --json` printed on two nodes or more, a file of each")
-    own = [report.get("node") for report in found.values()]
+    names = [report.get("node") for report in reports.values()]
     return {
-        name if isinstance(name, str) and own.count(name) == 1 else str(path): report
-        for (path, report), name in zip(found.items(), own, strict=True)
+        name if isinstance(name, str) and names.count(name) == 1 else str(path): report
+        for (path, report), name in zip(reports.items(), names, strict=True)
     }
 
 
-def _report(path: Path) -> dict[str, Any]:
-    report = files.json_object(path)
+def _read_report(path: Path) -> dict[str, Any]:
+    report = files.read_json_object(path)
     findings = report.get("findings")
     if report.get("schema") != 1 or not isinstance(findings, list):
         raise UsageError(f"{path}: has no findings of schema 1")
@@ -103,72 +103,74 @@ def _report(path: Path) -> dict[str, Any]:
         if not isinstance(finding, dict) or not all(
             isinstance(finding.get(name), str) for name in Finding._fields
         ):
-            raise UsageError(f"{path}: holds {shown(finding)}, which is no finding")
+            raise UsageError(f"{path}: holds {format_value(finding)}, which is no finding")
     return report
 
 
-def differences(reports: Mapping[str, Mapping[str, Any]]) -> list[Difference]:
+def compare_reports(reports: Mapping[str, Mapping[str, Any]]) -> list[NodeDifference]:
     """Every way in which the nodes differ; `reports` are doctor's, by node."""
-    said = {node: dict(_facts(report)) for node, report in reports.items()}
-    found: dict[tuple[str, str, _Values], list[str]] = {}
-    for key in sorted({key for facts in said.values() for key in facts}):
-        values = _by_value(key, {node: facts.get(key, NOTHING) for node, facts in said.items()})
+    node_facts = {node: dict(_list_facts(report)) for node, report in reports.items()}
+    groups: dict[tuple[str, str, _Values], list[str]] = {}
+    for key in sorted({key for facts in node_facts.values() for key in facts}):
+        values = _group_by_value(key, {node: facts.get(key, NOTHING) for node, facts in node_facts.items()})
         if len(values) > 1:
             # Devices that differ alike are one difference.
-            device = _DEVICE.match(key)
+            device = _DEVICE_KEY.match(key)
             before, number, after = device.groups() if device else (key, "", "")
-            found.setdefault((before, after, values), []).append(number)
+            groups.setdefault((before, after, values), []).append(number)
     return [
-        Difference(files.printable(f"{before}{','.join(numbers)}{after}"), values)
-        for (before, after, values), numbers in found.items()
+        NodeDifference(files.to_printable(f"{before}{','.join(numbers)}{after}"), values)
+        for (before, after, values), numbers in groups.items()
     ]
 
 
-def _by_value(key: str, facts: Mapping[str, Any]) -> _Values:
+def _group_by_value(key: str, facts: Mapping[str, Any]) -> _Values:
     """(value, the nodes that have it), what most have first."""
     holders: dict[str, list[str]] = {}
     sizes: list[tuple[float, str]] = []
     for node, value in facts.items():
-        text = files.printable(value if isinstance(value, str) else json.dumps(value))
-        if _SIZES.search(key) and isinstance(value, int | float):
-            near = (
+        text = files.to_printable(value if isinstance(value, str) else json.dumps(value))
+        if _SIZE_KEY.search(key) and isinstance(value, int | float):
+            same_size = (
                 name
                 for size, name in sizes
-                if size == value or abs(size - value) < _SAME_SIZE * max(size, value)
+                if size == value or abs(size - value) < _SIZE_TOLERANCE * max(size, value)
             )
-            text = next(near, text)
+            text = next(same_size, text)
             sizes.append((value, text))
         holders.setdefault(text, []).append(node)
-    ranked = sorted(holders.items(), key=lambda one: -len(one[1]))
+    ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
     return tuple((value, tuple(nodes)) for value, nodes in ranked)
 
 
-def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _list_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The keys and values of a report; findings that are ok say what stands in its other parts as well."""
     rest = [(key, value) for key, value in report.items() if key not in ("findings", "schema")]
     while rest:  # without recursion: how deep it nests is somebody else's
         key, value = rest.pop()
-        if key.rpartition(".")[2] in _UNIQUE:
+        if key.rpartition(".")[2] in _UNIQUE_KEYS:
             continue
         if isinstance(value, dict) and set(value) == {"value", "reason"}:
             rest.append((key, "unknown" if value["value"] is None else value["value"]))
         elif isinstance(value, dict):
             rest += [(f"{key}.{name}", inner) for name, inner in value.items()]
         elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            rest += [(f"{key}.{at}", inner) for at, inner in enumerate(value)]
+            rest += [(f"{key}.{index}", inner) for index, inner in enumerate(value)]
         elif isinstance(value, list):
-            yield from ((f"{key}, {item if isinstance(item, str) else shown(item)}", "it") for item in value)
+            yield from (
+                (f"{key}, {item if isinstance(item, str) else format_value(item)}", "it") for item in value
+            )
         else:
             yield key, "none" if value is None else value
-    found: dict[str, set[str]] = {}
+    finding_lines: dict[str, set[str]] = {}
     for finding in report["findings"]:
         if finding["level"] != Level.OK:
-            lines = found.setdefault(f"finding {finding['subject']}", set())
+            lines = finding_lines.setdefault(f"finding {finding['subject']}", set())
             lines.add(f"{finding['level']}: {finding['cause']}")
-    yield from ((key, "; ".join(sorted(lines))) for key, lines in found.items())
+    yield from ((key, "; ".join(sorted(lines))) for key, lines in finding_lines.items())
 
 
-def _listed(nodes: Sequence[str]) -> str:
-    if len(nodes) > _NAMED:
-        return files.printable(f"{len(nodes)} nodes, {nodes[0]} to {nodes[-1]},")
-    return files.printable(", ".join(nodes))
+def _format_nodes(nodes: Sequence[str]) -> str:
+    if len(nodes) > _MOST_LISTED_NODES:
+        return files.to_printable(f"{len(nodes)} nodes, {nodes[0]} to {nodes[-1]},")
+    return files.to_printable(", ".join(nodes))

@@ -18,7 +18,14 @@ from packaging.version import InvalidVersion, Version
 
 from bundle import files
 from bundle.environment import search
-from bundle.environment.search import Entry, SearchPath, commit, distribution, distributions, literals
+from bundle.environment.search import (
+    PathEntry,
+    SearchPath,
+    find_distributions,
+    parse_literals,
+    read_commit,
+    read_distribution,
+)
 
 
 def parse_version(version: str) -> Version | None:
@@ -29,31 +36,31 @@ def parse_version(version: str) -> Version | None:
         return None
 
 
-def base_version(version: str) -> str | None:
+def parse_base_version(version: str) -> str | None:
     """The release number alone ("0.16.0" of "0.16.0rc0+g1234abc"); None when PEP 440 cannot read it."""
     parsed = parse_version(version)
     return parsed.base_version if parsed else None
 
 
-def minor_version(version: str) -> tuple[int, int] | None:
+def parse_minor_version(version: str) -> tuple[int, int] | None:
     """The first two numbers of the release ((0, 16) of "0.16.1rc0"); None when PEP 440 cannot read it."""
     parsed = parse_version(version)
     return (parsed.major, parsed.minor) if parsed else None
 
 
-def within(version: str, specifier: str) -> bool | None:
+def is_within(version: str, specifier: str) -> bool | None:
     """Whether the base version is inside a PEP 440 range ("" is every one); None when it cannot be read.
 
     Raises packaging.specifiers.InvalidSpecifier for a range that is none.
     """
-    number = base_version(version)
+    number = parse_base_version(version)
     return None if number is None else SpecifierSet(specifier).contains(number)
 
 
-_FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
+_VERSION_FIELDS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
-class Copy(NamedTuple):
+class MegatronCopy(NamedTuple):
     """One directory named megatron that holds megatron.core or megatron.training."""
 
     package: Path  # the directory `megatron` itself
@@ -67,12 +74,12 @@ class Copy(NamedTuple):
         return self.package.parent
 
 
-class Megatron(NamedTuple):
+class MegatronCopies(NamedTuple):
     """Every copy on the path, and the directories that `megatron.core` and `megatron.training` come from."""
 
-    copies: tuple[Copy, ...]
-    core: Copy | None
-    training: Copy | None
+    copies: tuple[MegatronCopy, ...]
+    core: MegatronCopy | None
+    training: MegatronCopy | None
     archive: str | None = None  # the zip that megatron.core would come from, which nobody here reads
 
     @property
@@ -80,7 +87,7 @@ class Megatron(NamedTuple):
         """Why the two halves do not fit, when they come from different trees."""
         if self.core is None or self.training is None or self.core.package == self.training.package:
             return None
-        return files.printable(
+        return files.to_printable(
             f"megatron.core comes from {self.core.package} ({self.core.version or 'no version'}, "
             f"{self.core.origin}) and megatron.training from {self.training.package} "
             f"({self.training.version or 'no version'}, {self.training.origin}): "
@@ -88,52 +95,54 @@ class Megatron(NamedTuple):
         )
 
 
-def find_megatron(path: SearchPath) -> Megatron:
+def find_megatron(path: SearchPath) -> MegatronCopies:
     """The copies of megatron on the search path and what importing it would get."""
-    whole = path.find("megatron")
-    halves = [path.find(f"megatron.{half}", whole) if whole else None for half in ("core", "training")]
+    location = path.find("megatron")
+    halves = [path.find(f"megatron.{half}", location) if location else None for half in ("core", "training")]
     winners = [
-        Entry(places[0].path.parent, places[0].origin) if places else None
-        for places in map(path.packages, halves)
+        PathEntry(places[0].path.parent, places[0].origin) if places else None
+        for places in map(path.list_entries, halves)
     ]
-    hidden = [Entry(entry.path / "megatron", entry.origin) for entry in path.entries]
-    copies: dict[Path, Copy] = {}
-    for entry in (*hidden, *path.packages(whole), *filter(None, winners)):
+    hidden = [PathEntry(entry.path / "megatron", entry.origin) for entry in path.entries]
+    copies: dict[Path, MegatronCopy] = {}
+    for entry in (*hidden, *path.list_entries(location), *filter(None, winners)):
         if entry.path not in copies and (copy := read_copy(entry)) is not None:
             copies[entry.path] = copy
     core, training = (copies.get(winner.path) if winner else None for winner in winners)
-    return Megatron(tuple(copies.values()), core, training, halves[0].archive if halves[0] else None)
+    return MegatronCopies(tuple(copies.values()), core, training, halves[0].archive if halves[0] else None)
 
 
-def megatron_at(path: Path) -> Copy | None:
+def find_copy(path: Path) -> MegatronCopy | None:
     """The copy in a tree that the user names: a checkout, a site-packages, `megatron` or `megatron/core`."""
     for package in (path / "megatron", path, path.parent):
         if package.name == "megatron" and files.is_directory(package / "core"):
-            return read_copy(Entry(package, "--mcore"))
+            return read_copy(PathEntry(package, "--mcore"))
     return None
 
 
-def read_copy(entry: Entry) -> Copy | None:
+def read_copy(entry: PathEntry) -> MegatronCopy | None:
     """The identity of the copy in the directory `entry.path`; None when neither half of megatron is there."""
     if not any(files.is_directory(entry.path / child) for child in ("core", "training")):
         return None
     root = entry.path.parent
-    record = distribution(distributions([root]).get("megatron-core"))
-    version = declared_version(files.read(entry.path / "core" / "package_info.py"))
+    record = read_distribution(find_distributions([root]).get("megatron-core"))
+    version = read_declared_version(files.read_text(entry.path / "core" / "package_info.py"))
     version = version or (record.version if record else None)
-    return Copy(entry.path, entry.origin, version, commit(root) or (record.commit if record else None))
+    return MegatronCopy(
+        entry.path, entry.origin, version, read_commit(root) or (record.commit if record else None)
+    )
 
 
-def declared_version(source: str | None) -> str | None:
+def read_declared_version(source: str | None) -> str | None:
     """The version that the constants of a package_info.py's text make; None when they are not literals.
 
     `__version__` itself is not read: from 0.19 on importing the file runs git and appends whatever commit the
     surrounding directory is at, which need not be megatron's.
     """
-    values = literals(source)
-    if not all(isinstance(values.get(name), int | str) for name in _FIELDS):
+    values = parse_literals(source)
+    if not all(isinstance(values.get(name), int | str) for name in _VERSION_FIELDS):
         return None
-    major, minor, patch, pre = (str(values[name]) for name in _FIELDS)
+    major, minor, patch, pre = (str(values[name]) for name in _VERSION_FIELDS)
     return f"{major}.{minor}.{patch}{pre}"
 
 
@@ -155,18 +164,18 @@ class MegatronCode:
 
     def has(self, predicate: SourcePredicate) -> bool:
         """Whether this megatron-core behaves as the predicate tells."""
-        found = self._text(predicate.file)
-        return self.release >= Version(predicate.since) if found is None else predicate.text in found
+        text = self._read_text(predicate.file)
+        return self.release >= Version(predicate.since) if text is None else predicate.text in text
 
-    def said_by(self, predicate: SourcePredicate) -> str:
+    def describe_evidence(self, predicate: SourcePredicate) -> str:
         """What `has` was decided by, for people."""
-        found = self._text(predicate.file)
-        return f"by the number {self.release} alone" if found is None else f"read in {predicate.file}"
+        text = self._read_text(predicate.file)
+        return f"by the number {self.release} alone" if text is None else f"read in {predicate.file}"
 
-    def _text(self, file: str) -> str | None:
+    def _read_text(self, file: str) -> str | None:
         """A file's text; None where there is no tree, or no such file in it."""
         if self.root is not None and file not in self._texts:
-            self._texts[file] = files.read(self.root / "megatron/core" / file)
+            self._texts[file] = files.read_text(self.root / "megatron/core" / file)
         return self._texts.get(file)
 
 
@@ -198,7 +207,7 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def imports_triton(root: Path | None, version: Version) -> tuple[bool, str]:
+def check_triton_import(root: Path | None, version: Version) -> tuple[bool, str]:
     """Whether a megatron-core imports triton on every machine, and what says so.
 
     Its source in `root`, which holds `megatron`; else its number.
@@ -207,12 +216,12 @@ def imports_triton(root: Path | None, version: Version) -> tuple[bool, str]:
     if experts is None or not files.is_directory(experts):
         return version >= Version("0.18"), f"by the number {version} alone"
     for file in ("paged_stash.py", "ops/paged_stash.py"):
-        if re.search(r"^import triton", files.read(experts / file) or "", re.MULTILINE):
+        if re.search(r"^import triton", files.read_text(experts / file) or "", re.MULTILINE):
             return True, f"read in transformer/moe/{file}"
     return False, ""
 
 
-def triton_of(backend: str) -> str:
+def get_triton_distribution(backend: str) -> str:
     """The distribution that brings the module triton."""
     return "triton-ascend" if backend == "ascend" else "triton"
 
@@ -228,83 +237,87 @@ class Package(NamedTuple):
     @property
     def base_version(self) -> str | None:
         """The release number alone."""
-        return base_version(self.version) if self.version else None
+        return parse_base_version(self.version) if self.version else None
 
 
 class Packages(Protocol):
     """What can tell about packages: a machine's own search path, or the record of an image."""
 
-    def package(self, name: str) -> Package | None: ...
+    def find_package(self, name: str) -> Package | None: ...
 
 
-class Stack:
+class InstalledPackages:
     """What is installed. Reads lazily: a question about torch does not look for megatron."""
 
     def __init__(self, path: SearchPath) -> None:
-        self.path = path
+        self.search_path = path
 
     @cached_property
-    def megatron(self) -> Megatron:
+    def megatron(self) -> MegatronCopies:
         """Every copy of megatron on the path and the one that wins."""
-        return find_megatron(self.path)
+        return find_megatron(self.search_path)
 
     @cached_property
     def _distributions(self) -> Mapping[str, Path]:
-        return search.distributions(self.path.directories())
+        return search.find_distributions(self.search_path.list_directories())
 
-    def package(self, name: str) -> Package | None:
+    def find_package(self, name: str) -> Package | None:
         """The package by our name for it (a key of PACKAGES); None when it is not installed."""
         if name == "megatron-core":
             core = self.megatron.core
             return Package(name, core.version, core.commit, core.package / "core") if core else None
-        return self._package(name, *PACKAGES[name])
+        return self._locate_package(name, *PACKAGES[name])
 
-    def frameworks(self) -> tuple[Package, ...]:
+    def find_frameworks(self) -> tuple[Package, ...]:
         """The import packages of those of FRAMEWORKS that are here, each by its framework's name."""
-        found = [
-            self._package(name, distribution, module)
+        candidates = [
+            self._locate_package(name, distribution, module)
             for name, (distribution, modules) in FRAMEWORKS.items()
             for module in modules
         ]
-        return tuple(package for package in found if package is not None and package.path is not None)
+        return tuple(package for package in candidates if package is not None and package.path is not None)
 
-    def _package(self, name: str, distribution: str, module: str) -> Package | None:
-        record = search.distribution(self._distributions.get(distribution))
+    def _locate_package(self, name: str, distribution: str, module: str) -> Package | None:
+        record = search.read_distribution(self._distributions.get(distribution))
         location = None
         for end in range(
             1, module.count(".") + 2
         ):  # the last part is looked for in the package of the others
-            location = self.path.find(".".join(module.split(".")[:end]), location)
+            location = self.search_path.find(".".join(module.split(".")[:end]), location)
             if location is None:
                 break
-        found = next(iter(self.path.packages(location)), None) if location and location.regular else None
-        path = found.path if found else None
+        entry = (
+            next(iter(self.search_path.list_entries(location)), None)
+            if location and location.is_regular
+            else None
+        )
+        path = entry.path if entry else None
         if record is None and path is None:
             return None
-        commit = (record.commit if record else None) or (search.enclosing_commit(path) if path else None)
-        version = record.version if record else _version(path)
+        commit = (record.commit if record else None) or (search.find_enclosing_commit(path) if path else None)
+        version = record.version if record else _read_version(path)
         return Package(name, version, commit, path)
 
-    def packages(self) -> tuple[Package, ...]:
+    def list_packages(self) -> tuple[Package, ...]:
         """Every package of PACKAGES that is installed."""
-        return tuple(package for name in PACKAGES if (package := self.package(name)) is not None)
+        return tuple(package for name in PACKAGES if (package := self.find_package(name)) is not None)
 
 
-def detect() -> Stack:
+def detect() -> InstalledPackages:
     """The stack that a worker started here would see."""
-    return Stack(search.current())
+    return InstalledPackages(search.build_worker_path())
 
 
-def importable() -> Stack:
+def detect_importable() -> InstalledPackages:
     """The stack that this very process imports from, as its search path stands now."""
-    return Stack(search.own())
+    return InstalledPackages(search.build_process_path())
 
 
-def _version(path: Path | None) -> str | None:
+def _read_version(path: Path | None) -> str | None:
     """The literal `__version__` of a package that is on the path without having been installed."""
     for name in ("version.py", "_version.py", "__init__.py"):
-        source = files.read(path / name) if path else None
-        found = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", source or "", re.MULTILINE)
-        if found:
-            return found[1]
+        source = files.read_text(path / name) if path else None
+        match = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", source or "", re.MULTILINE)
+        if match:
+            return match[1]
     return None

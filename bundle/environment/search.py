@@ -23,41 +23,46 @@ from packaging.utils import canonicalize_name
 from bundle import files
 
 # How setuptools names the modules of its editable installs, and the entries that these put on the path.
-EDITABLE = "__editable__"
+EDITABLE_PREFIX = "__editable__"
 _SHA = r"[0-9a-f]{40}([0-9a-f]{24})?"
 
 
-class Entry(NamedTuple):
+class PathEntry(NamedTuple):
     """One directory of the search path, or a package in it, and the reason why it is there."""
 
     path: Path
     origin: str
 
 
-class Editable(NamedTuple):
+class EditableInstall(NamedTuple):
     """What the finder of an editable install knows: packages and namespaces by name, and where they lie."""
 
     mapping: Mapping[str, str]
     namespaces: Mapping[str, tuple[str, ...]]
 
-    def place(self, name: str) -> str | None:
+    def find_path(self, name: str) -> str | None:
         """The directory or file of a package of this install, or of one inside it; None where it has none."""
-        for package, place in self.mapping.items():
+        for package, path in self.mapping.items():
             if name == package:
-                return place
+                return path
             if name.startswith(f"{package}."):
-                return str(Path(place, *name[len(package) + 1 :].split(".")))
+                return str(Path(path, *name[len(package) + 1 :].split(".")))
         return None
 
 
 class SearchPath(NamedTuple):
-    """The directories in order; `names` also has the hooks of editable installs, for Python's finders."""
+    """The directories in order.
 
-    entries: tuple[Entry, ...]
-    names: tuple[str, ...]
-    editable: tuple[Editable, ...] | None = None  # of another interpreter; None: ask the finders of this one
+    `raw_entries` also has the hooks of editable installs, for Python's finders.
+    """
 
-    def directories(self) -> tuple[Path, ...]:
+    entries: tuple[PathEntry, ...]
+    raw_entries: tuple[str, ...]
+    editable: tuple[EditableInstall, ...] | None = (
+        None  # of another interpreter; None: ask the finders of this one
+    )
+
+    def list_directories(self) -> tuple[Path, ...]:
         """The directories alone, in order."""
         return tuple(entry.path for entry in self.entries)
 
@@ -68,73 +73,73 @@ class SearchPath(NamedTuple):
         other may do more than look.
         """
         # By its last part: a namespace would look for its parent among the modules that were imported.
-        within = self.names if parent is None else parent.places
+        search_locations = self.raw_entries if parent is None else parent.paths
         last = name.rpartition(".")[2]
-        spec = PathFinder.find_spec(last, within)
+        spec = PathFinder.find_spec(last, search_locations)
         for finder in sys.meta_path if self.editable is None else ():
-            if spec is None and getattr(finder, "__module__", "").startswith(EDITABLE):
-                spec = finder.find_spec(name, within)
-        places = [place for install in self.editable or () if (place := install.place(name))]
-        for place in places if spec is None else ():
-            spec = spec or PathFinder.find_spec(last, [str(Path(place).parent)])
-        shared = [place for install in self.editable or () for place in install.namespaces.get(name, ())]
+            if spec is None and getattr(finder, "__module__", "").startswith(EDITABLE_PREFIX):
+                spec = finder.find_spec(name, search_locations)
+        paths = [path for install in self.editable or () if (path := install.find_path(name))]
+        for path in paths if spec is None else ():
+            spec = spec or PathFinder.find_spec(last, [str(Path(path).parent)])
+        shared = [path for install in self.editable or () for path in install.namespaces.get(name, ())]
         if spec is None:  # an install may name a namespace that is empty
-            named = any(name in install.namespaces for install in self.editable or ())
-            return Location(tuple(shared), False, None) if named else None
-        own = tuple(spec.submodule_search_locations or ())
+            is_namespace = any(name in install.namespaces for install in self.editable or ())
+            return Location(tuple(shared), False, None) if is_namespace else None
+        directories = tuple(spec.submodule_search_locations or ())
         regular, archive = spec.loader is not None, getattr(spec.loader, "archive", None)
-        return Location(own if regular else (*own, *shared), regular, archive)
+        return Location(directories if regular else (*directories, *shared), regular, archive)
 
-    def packages(self, location: "Location | None") -> list[Entry]:
+    def list_entries(self, location: "Location | None") -> list[PathEntry]:
         """The directories of a package, in the order that they are searched; none for what lies in a zip."""
         origins = {entry.path: entry.origin for entry in self.entries}
-        places = map(Path, location.places if location else ())
+        paths = map(Path, location.paths if location else ())
         return [
-            Entry(place, origins.get(place.parent, "an editable install"))
-            for place in places
-            if files.is_directory(place)
+            PathEntry(path, origins.get(path.parent, "an editable install"))
+            for path in paths
+            if files.is_directory(path)
         ]
 
 
-def literals(source: str | None) -> dict[str, Any]:
+def parse_literals(source: str | None) -> dict[str, Any]:
     """The literals that a module's text gives to names of its own; none where it cannot be read."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.parse(source or "").body:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 with suppress(ValueError, TypeError, RecursionError, MemoryError):
                     value = ast.literal_eval(node.value)
-                    found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
-    return found
+                    values |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return values
 
 
 class Location(NamedTuple):
     """The places of one package: one where it is regular (has an `__init__.py`), several of a namespace."""
 
-    places: tuple[str, ...]
-    regular: bool
+    paths: tuple[str, ...]
+    is_regular: bool
     archive: str | None  # the zip that it lies in
 
 
-def current() -> SearchPath:
+def build_worker_path() -> SearchPath:
     """The search path of a worker started from this directory with this interpreter and environment."""
     paths = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]]  # noqa: PTH109 - as sys.path has it
-    return search_path(paths, os.environ.get("PYTHONPATH", ""), Path.cwd())
+    return build_search_path(paths, os.environ.get("PYTHONPATH", ""), Path.cwd())
 
 
-def own() -> SearchPath:
+def build_process_path() -> SearchPath:
     """The search path of this very process, as it stands now: for whoever is no worker of ours."""
-    return search_path(sys.path, os.environ.get("PYTHONPATH", ""), Path.cwd())
+    return build_search_path(sys.path, os.environ.get("PYTHONPATH", ""), Path.cwd())
 
 
-def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
+def build_search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
     """The search path whose entries are `paths` ("" is `cwd`), each with its origin, as they are by now."""
     PathFinder.invalidate_caches()
-    names = dict.fromkeys(path if path.startswith(EDITABLE) else str(cwd / path) for path in paths)
-    directories = [Path(name) for name in names if not name.startswith(EDITABLE)]
+    names = dict.fromkeys(path if path.startswith(EDITABLE_PREFIX) else str(cwd / path) for path in paths)
+    directories = [Path(name) for name in names if not name.startswith(EDITABLE_PREFIX)]
     named = {cwd / path for path in python_path.split(os.pathsep) if path}
-    added = added_by_pth(directories)
+    added = read_pth_entries(directories)
     entries = []
     for path in directories:
         if path in named:
@@ -143,16 +148,16 @@ def search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath
             origin = "the current directory"
         else:
             origin = added.get(path, "sys.path")
-        entries.append(Entry(path, origin))
+        entries.append(PathEntry(path, origin))
     return SearchPath(tuple(entries), tuple(names))
 
 
-def added_by_pth(directories: Iterable[Path]) -> dict[Path, str]:
+def read_pth_entries(directories: Iterable[Path]) -> dict[Path, str]:
     """The directories that .pth files of these directories name, with the file's name."""
     added: dict[Path, str] = {}
     for directory in filter(files.is_directory, directories):
         for file in sorted(directory.glob("*.pth")):
-            for line in (files.read(file, 1 << 16) or "").splitlines():
+            for line in (files.read_text(file, 1 << 16) or "").splitlines():
                 if line and not line.startswith(("#", "import ", "import\t")):
                     added.setdefault(file.parent / line.strip(), file.name)
     return added
@@ -166,12 +171,12 @@ class Distribution(NamedTuple):
     commit: str | None = None  # direct_url.json, when it was installed from a repository
 
 
-def distributions(paths: Iterable[Path]) -> dict[str, Path]:
+def find_distributions(paths: Iterable[Path]) -> dict[str, Path]:
     """The dist-info directory of every distribution on `paths`, by normalised name: the first one wins.
 
     By their names alone: `importlib.metadata.distributions` opens what lies in them, where a pipe has no end.
     """
-    found: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     for path in paths:
         try:
             names = sorted(os.listdir(path))  # noqa: PTH208 - a Path of each of thousands of names is slow
@@ -179,11 +184,13 @@ def distributions(paths: Iterable[Path]) -> dict[str, Path]:
             continue
         for name in names:
             if name.endswith((".dist-info", ".egg-info")):
-                found.setdefault(canonicalize_name(name[: -len(".dist-info")].partition("-")[0]), path / name)
-    return found
+                directories.setdefault(
+                    canonicalize_name(name[: -len(".dist-info")].partition("-")[0]), path / name
+                )
+    return directories
 
 
-def distribution(directory: Path | None) -> Distribution | None:
+def read_distribution(directory: Path | None) -> Distribution | None:
     """What a dist-info directory says; None when it names no version.
 
     By the headers alone, which a long description follows; and not by `importlib.metadata.version`: MindSpeed
@@ -191,15 +198,15 @@ def distribution(directory: Path | None) -> Distribution | None:
     """
     if directory is None:
         return None
-    text = next(filter(None, (files.read(directory / name) for name in ("METADATA", "PKG-INFO"))), "")
+    text = next(filter(None, (files.read_text(directory / name) for name in ("METADATA", "PKG-INFO"))), "")
     headers = HeaderParser().parsestr(text)
     name, version = headers["Name"], headers["Version"]
     if not name or not version:
         return None
-    return Distribution(name, version, _recorded(files.read(directory / "direct_url.json")))
+    return Distribution(name, version, _parse_direct_url(files.read_text(directory / "direct_url.json")))
 
 
-def _recorded(record: str | None) -> str | None:
+def _parse_direct_url(record: str | None) -> str | None:
     """What a PEP 610 direct_url.json says; somebody's broken record is as good as none."""
     try:
         commit = json.loads(record or "{}")["vcs_info"]["commit_id"]
@@ -208,59 +215,63 @@ def _recorded(record: str | None) -> str | None:
     return commit if isinstance(commit, str) else None
 
 
-def commit(directory: Path) -> str | None:
+def read_commit(directory: Path) -> str | None:
     """The full hash that HEAD of the checkout rooted exactly at `directory` names, or None.
 
     Read from its git directory without running git: the tree may be anybody's.
     """
-    git = _git_directory(directory / ".git")
+    git = _find_git_directory(directory / ".git")
     if git is None:
         return None
-    head = _line(git / "HEAD")
+    head = _read_first_line(git / "HEAD")
     if head is None or not head.startswith("ref: "):
-        return _hash(head)
-    return _reference(git, head.removeprefix("ref: ").strip())
+        return _parse_hash(head)
+    return _resolve_reference(git, head.removeprefix("ref: ").strip())
 
 
-def enclosing_commit(package: Path) -> str | None:
+def find_enclosing_commit(package: Path) -> str | None:
     """The commit of the checkout that an import package stands in, at its root or one directory below."""
-    return commit(package.parent) or commit(package.parent.parent)
+    return read_commit(package.parent) or read_commit(package.parent.parent)
 
 
-def _git_directory(path: Path) -> Path | None:
+def _find_git_directory(path: Path) -> Path | None:
     """The directory itself, or the one that a worktree's or submodule's `.git` file points at."""
     if files.is_directory(path):
         return path
-    pointer = _line(path)
+    pointer = _read_first_line(path)
     if pointer is None or not pointer.startswith("gitdir: "):
         return None
     target = path.parent / pointer.removeprefix("gitdir: ").strip()
     return target if files.is_directory(target) else None
 
 
-def _reference(git: Path, name: str) -> str | None:
+def _resolve_reference(git: Path, name: str) -> str | None:
     if not name.startswith("refs/") or ".." in name.split("/"):
         return None
-    shared = _line(git / "commondir")  # a worktree keeps its branches in the main checkout's directory
+    shared = _read_first_line(
+        git / "commondir"
+    )  # a worktree keeps its branches in the main checkout's directory
     for base in (git, git / shared) if shared else (git,):
-        found = _hash(_line(base / name)) or _packed(base / "packed-refs", name)
-        if found:
-            return found
+        commit_hash = _parse_hash(_read_first_line(base / name)) or _read_packed_reference(
+            base / "packed-refs", name
+        )
+        if commit_hash:
+            return commit_hash
     return None
 
 
-def _packed(path: Path, name: str) -> str | None:
-    for line in (files.read(path) or "").splitlines():
+def _read_packed_reference(path: Path, name: str) -> str | None:
+    for line in (files.read_text(path) or "").splitlines():
         sha, _, ref = line.partition(" ")
         if ref == name:
-            return _hash(sha)
+            return _parse_hash(sha)
     return None
 
 
-def _hash(line: str | None) -> str | None:
+def _parse_hash(line: str | None) -> str | None:
     return line if line is not None and re.fullmatch(_SHA, line) else None
 
 
-def _line(path: Path) -> str | None:
-    lines = (files.read(path) or "").splitlines()
+def _read_first_line(path: Path) -> str | None:
+    lines = (files.read_text(path) or "").splitlines()
     return lines[0].strip() if lines else None

@@ -7,16 +7,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from bundle.errors import UsageError
 
-LOCK = ".lock"  # in the run directory; it is held for as long as ranks write there
+LOCK_FILE = ".lock"  # in the run directory; it is held for as long as ranks write there
 
 
-def _possible(path: Path) -> Path:
+def _refuse_null(path: Path) -> Path:
     if "\0" in str(path):
         raise ValueError("no name of a file: it holds a null character")
     return path
 
 
-FilePath = Annotated[Path, AfterValidator(_possible)]
+FilePath = Annotated[Path, AfterValidator(_refuse_null)]
 
 
 class Start(BaseModel):
@@ -33,7 +33,7 @@ class Start(BaseModel):
     weights_only: bool = False
 
     @model_validator(mode="after")
-    def _names_a_checkpoint(self) -> Self:
+    def _check_origin(self) -> Self:
         if self.weights_only and self.origin is None:
             raise UsageError("--weights-only takes the weights of a checkpoint: name that with --from")
         return self

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """What broke."""
 
     NOTHING = "nothing"
@@ -32,10 +32,10 @@ class Kind(StrEnum):
 
 
 # What a rank says also when nothing but another rank is at fault, the likelier the later.
-SECONDARY = (Kind.NETWORK, Kind.ECHO)
+SECONDARY = (FailureKind.NETWORK, FailureKind.ECHO)
 
 
-class Action(StrEnum):
+class RestartAction(StrEnum):
     """What to do about it."""
 
     NONE = "none"
@@ -44,17 +44,17 @@ class Action(StrEnum):
     STOP = "stop"
 
 
-class Rule(NamedTuple):
-    """What a text means: `says` is the cause in our words, with the named groups of `pattern` in braces."""
+class CauseRule(NamedTuple):
+    """What a text means: `cause` is the cause in our words, with the named groups of `pattern` in braces."""
 
-    kind: Kind
+    kind: FailureKind
     pattern: re.Pattern[str]
-    says: str
-    action: Action
+    cause: str
+    action: RestartAction
 
 
-def _rule(kind: Kind, pattern: str, says: str, action: Action) -> Rule:
-    return Rule(kind, re.compile(pattern, re.MULTILINE), says, action)
+def _build_rule(kind: FailureKind, pattern: str, cause: str, action: RestartAction) -> CauseRule:
+    return CauseRule(kind, re.compile(pattern, re.MULTILINE), cause, action)
 
 
 # The Xids that are the device's own fault; of the others, 13, 31 and 43 are the program's and 45 is an echo.
@@ -69,41 +69,44 @@ _XIDS = {
     140: "an uncorrectable error of its memory",
     143: "it cannot be initialized",
 }
-_XID = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
+_XID_PATTERN = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
 
 # Lines of the kernel's log; one that names a process is that process's.
-KERNEL = (
+KERNEL_RULES = (
     *(
-        _rule(
-            Kind.DEVICE, _XID.format(number), f"its GPU failed (Xid {number}): {what}", Action.RESTART_WITHOUT
+        _build_rule(
+            FailureKind.DEVICE,
+            _XID_PATTERN.format(number),
+            f"its GPU failed (Xid {number}): {meaning}",
+            RestartAction.RESTART_WITHOUT,
         )
-        for number, what in _XIDS.items()
+        for number, meaning in _XIDS.items()
     ),
-    _rule(
-        Kind.DEVICE,
-        _XID.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
+    _build_rule(
+        FailureKind.DEVICE,
+        _XID_PATTERN.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
         "its GPU failed, and its driver asks for more than a restart (Xid 154): {action}",
-        Action.RESTART_WITHOUT,
+        RestartAction.RESTART_WITHOUT,
     ),
-    _rule(
-        Kind.DEVICE,
-        _XID.format(94),
+    _build_rule(
+        FailureKind.DEVICE,
+        _XID_PATTERN.format(94),
         "its GPU had an uncorrectable error of its memory, which reached no other process (Xid 94)",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.DEVICE,
+    _build_rule(
+        FailureKind.DEVICE,
         r"Memory failure: .* (?:Killing|Sending SIGBUS to) .*?:(?P<pid>\d+) due to hardware memory"
         r" corruption",
         "the memory of its host is damaged",
-        Action.RESTART_WITHOUT,
+        RestartAction.RESTART_WITHOUT,
     ),
-    _rule(
-        Kind.HOST_MEMORY,
+    _build_rule(
+        FailureKind.HOST_MEMORY,
         r"(?:Memory cgroup out|Out) of memory: Killed process (?P<pid>\d+)",
         "killed by the kernel, which had no memory left: give the container more, or lower"
         " train.micro_batch_size or the ranks of a node",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
 )
 
@@ -113,118 +116,118 @@ PORT_TAKEN = (
 )
 
 # What torchrun says where it starts no rank.
-AGENT = (
-    _rule(
-        Kind.LAUNCH,
+AGENT_RULES = (
+    _build_rule(
+        FailureKind.LAUNCH,
         r"failed to listen on any local network address|EADDRINUSE|Address already in use",
         PORT_TAKEN,
-        Action.STOP,
+        RestartAction.STOP,
     ),
 )
 
 # What a rank says of its end, or its log before it.
-RANK = (
-    _rule(
-        Kind.DEVICE,
+RANK_RULES = (
+    _build_rule(
+        FailureKind.DEVICE,
         r"uncorrectable ECC error encountered",
         "its device reports an uncorrectable error of its memory",
-        Action.RESTART_WITHOUT,
+        RestartAction.RESTART_WITHOUT,
     ),
-    _rule(
-        Kind.DEVICE,
+    _build_rule(
+        FailureKind.DEVICE,
         r"CUDA error: (?P<what>no CUDA-capable device is detected|all CUDA-capable devices are busy or"
         r" unavailable|CUDA-capable device\(s\) is/are busy or unavailable|uncorrectable NVLink error"
         r" detected during the execution|Invalid access of peer GPU memory over nvlink or a hardware error"
         r"|system not yet initialized|unknown error)",
         "its device cannot be used: {what}",
-        Action.RESTART_WITHOUT,
+        RestartAction.RESTART_WITHOUT,
     ),
-    _rule(
-        Kind.DEVICE_MEMORY,
+    _build_rule(
+        FailureKind.DEVICE_MEMORY,
         r"(?:CUDA|NPU) out of memory",
         "its device has no memory left: lower train.micro_batch_size, recompute more or cut the model into"
         " more parts; `mcore-bundle plan` says what takes how much",
-        Action.STOP,
+        RestartAction.STOP,
     ),
-    _rule(
-        Kind.SHARED_MEMORY,
+    _build_rule(
+        FailureKind.SHARED_MEMORY,
         r"out of shared memory|creating shared memory segment /dev/shm|/dev/shm.*No space left",
         "/dev/shm is full: give the container more of it",
-        Action.STOP,
+        RestartAction.STOP,
     ),
-    _rule(
-        Kind.HOST_MEMORY,
+    _build_rule(
+        FailureKind.HOST_MEMORY,
         r"^MemoryError\b|Cannot allocate memory",
         "its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or lower"
         " train.micro_batch_size or the ranks of a node",
-        Action.STOP,
+        RestartAction.STOP,
     ),
-    _rule(
-        Kind.DISK,
+    _build_rule(
+        FailureKind.DISK,
         r"No space left on device|Disk quota exceeded|no room left to write",
         "its disk is full: free some, or raise the quota",
-        Action.STOP,
+        RestartAction.STOP,
     ),
-    _rule(
-        Kind.DISK,
+    _build_rule(
+        FailureKind.DISK,
         r"(?P<what>Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not"
         r" connected)",
         "its file system failed: {what}",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.CRASH,
+    _build_rule(
+        FailureKind.CRASH,
         r"CUDA error: device-side assert triggered",
         "an assertion failed on its device: an index out of range, most often; its log names the kernel",
-        Action.STOP,
+        RestartAction.STOP,
     ),
-    _rule(
-        Kind.CRASH,
+    _build_rule(
+        FailureKind.CRASH,
         r"CUDA error: (?P<what>an illegal memory access was encountered|misaligned address|an illegal"
         r" instruction was encountered|unspecified launch failure)",
         "a kernel failed on its device: {what}",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.NETWORK,
+    _build_rule(
+        FailureKind.NETWORK,
         r"(?P<what>NET/\w+ ?:? .*(?:Got completion from peer|completed with error).*"
         r"|Call to ibv_modify_qp failed with .*"
         r"|\w*[sS]ocketPollConnect: .*exceeded error retry count.*|.*No route to host.*)",
         "the network between ranks failed: {what}",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.NETWORK,
+    _build_rule(
+        FailureKind.NETWORK,
         r"(?P<what>EI0002|EI0006)\b",
         "the other ranks did not come to a collective of HCCL in time ({what})",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.ECHO,
+    _build_rule(
+        FailureKind.ECHO,
         r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited|Connection was likely closed"
         r"|Connection closed by remote peer|Timed out waiting \d+ms for (?:recv|send) operation",
         "lost its connection to another rank",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
-    _rule(
-        Kind.ECHO,
+    _build_rule(
+        FailureKind.ECHO,
         r"the checkpoint could not be written; rank 0 knows why",
         "its checkpoint could not be written, and rank 0 knows why",
-        Action.RESTART,
+        RestartAction.RESTART,
     ),
 )
 
 
-class Hit(NamedTuple):
+class RuleMatch(NamedTuple):
     """A rule, and where it fits a text."""
 
-    rule: Rule
+    rule: CauseRule
     match: re.Match[str]
 
     @property
-    def says(self) -> str:
+    def cause(self) -> str:
         """The cause, with what the text names."""
-        return self.rule.says.format(**self.match.groupdict())
+        return self.rule.cause.format(**self.match.groupdict())
 
     @property
     def line(self) -> str:
@@ -234,6 +237,6 @@ class Hit(NamedTuple):
         return text[text.rfind("\n", 0, self.match.start()) + 1 : end if end >= 0 else None].strip()
 
 
-def found(rules: tuple[Rule, ...], text: str) -> Hit | None:
+def find_cause(rules: tuple[CauseRule, ...], text: str) -> RuleMatch | None:
     """The first rule that fits a text; None where none does."""
-    return next((Hit(rule, match) for rule in rules if (match := rule.pattern.search(text))), None)
+    return next((RuleMatch(rule, match) for rule in rules if (match := rule.pattern.search(text))), None)

@@ -22,22 +22,22 @@ class Command(NamedTuple):
     """An argument vector, the variables set for it and the inherited variables kept from it."""
 
     argv: tuple[str, ...]
-    sets: tuple[tuple[str, str], ...] = ()
-    unsets: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    removed_variables: tuple[str, ...] = ()
 
-    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+    def build_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of the command."""
-        kept = {name: value for name, value in inherited.items() if name not in self.unsets}
-        return kept | dict(self.sets)
+        variables = {name: value for name, value in inherited.items() if name not in self.removed_variables}
+        return variables | dict(self.variables)
 
-    def shell(self) -> str:
+    def to_shell(self) -> str:
         """One line that a POSIX shell runs as this command; values of secrets are redacted."""
-        words = [f"--unset={name}" for name in self.unsets]
-        words += [f"{name}={redacted(name, value)}" for name, value in self.sets]
+        words = [f"--unset={name}" for name in self.removed_variables]
+        words += [f"{name}={redact(name, value)}" for name, value in self.variables]
         return shlex.join([*(["env", *words] if words else []), *self.argv])
 
 
-def redacted(name: str, value: str) -> str:
+def redact(name: str, value: str) -> str:
     """`value`, or stars where the variable's name says that nobody else may read it."""
     return "***" if _SECRET.search(name) else value
 
@@ -47,8 +47,9 @@ class Launch:
     """What is started on every node.
 
     `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
-    lie, by name, before the ranks start; `environment` is that of the plan, in which what `yields` names is
-    left as it is inherited. With `has_events`, the first rank writes the events of `train --json`.
+    lie, by name, before the ranks start; `environment` is that of the plan, in which what
+    `overridable_variables` names is left as it is inherited. With `has_events`, the first rank writes the
+    events of `train --json`.
     """
 
     arguments: tuple[str, ...]
@@ -56,7 +57,7 @@ class Launch:
     per_node: int
     logs: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    yields: frozenset[str] = frozenset()
+    overridable_variables: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
     wait: int = WAIT_SECONDS  # that this node waits for the others
     python: str = sys.executable
@@ -64,24 +65,24 @@ class Launch:
     has_events: bool = False
 
 
-def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
+def build_command(launch: Launch, inherited: Mapping[str, str]) -> Command:
     """The command for one node, which is started with the variables `inherited`."""
-    meeting = launch.rendezvous
-    options = [f"--nnodes={meeting.nodes}", f"--nproc-per-node={launch.per_node}"]
-    stay = launch.yields & inherited.keys()
-    sets = {"PET_SIGNALS_TO_HANDLE": _SIGNALS}
-    sets |= {name: value for name, value in launch.environment.items() if name not in stay}
-    if meeting.nodes == 1:
+    rendezvous = launch.rendezvous
+    options = [f"--nnodes={rendezvous.nodes}", f"--nproc-per-node={launch.per_node}"]
+    inherited_names = launch.overridable_variables & inherited.keys()
+    variables = {"PET_SIGNALS_TO_HANDLE": _SIGNALS}
+    variables |= {name: value for name, value in launch.environment.items() if name not in inherited_names}
+    if rendezvous.nodes == 1:
         # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
         # reached from outside. A store of the agent would listen on every interface.
         options += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"]
-        sets["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     else:
-        address = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
+        address = f"[{rendezvous.address}]" if ":" in rendezvous.address else rendezvous.address
         options += [
             "--rdzv-backend=static",
-            f"--rdzv-endpoint={address}:{meeting.port}",
-            f"--node-rank={meeting.node_rank}",
+            f"--rdzv-endpoint={address}:{rendezvous.port}",
+            f"--node-rank={rendezvous.node_rank}",
             # Longer than we let it: what torchrun says of a time-out names neither the nodes nor the wait.
             f"--rdzv-conf=timeout={2 * launch.wait}",
         ]
@@ -90,23 +91,25 @@ def command(launch: Launch, inherited: Mapping[str, str]) -> Command:
         "--max-restarts=0",
         "--monitor-interval=0.1",
         f"--log-dir={launch.logs}",
-        f"--redirects={_redirects(launch.per_node)}",
+        f"--redirects={_format_redirects(launch.per_node)}",
     ]
     # torchrun substitutes ${local_rank} in the arguments of the ranks; a doubled $ reaches them as one.
     arguments = [argument.replace("$", "$$") for argument in launch.arguments]
     argv = [launch.python, "-m", "torch.distributed.run", *options, "-m", launch.module, *arguments]
-    unsets = tuple(sorted(name for name in inherited if name.startswith("PET_") and name not in sets))
-    return Command(tuple(argv), tuple(sorted(sets.items())), unsets)
+    removed_variables = tuple(
+        sorted(name for name in inherited if name.startswith("PET_") and name not in variables)
+    )
+    return Command(tuple(argv), tuple(sorted(variables.items())), removed_variables)
 
 
-def dry_run(nodes: Sequence[Launch], inherited: Mapping[str, str]) -> str:
+def format_dry_run(launches: Sequence[Launch], inherited: Mapping[str, str]) -> str:
     """What would run, one command per node under a line that names the node."""
     lines = []
-    for node, launch in enumerate(nodes):
-        lines += [f"# node {node} of {len(nodes)}", command(launch, inherited).shell()]
+    for node, launch in enumerate(launches):
+        lines += [f"# node {node} of {len(launches)}", build_command(launch, inherited).to_shell()]
     return "\n".join(lines) + "\n"
 
 
-def _redirects(per_node: int) -> str:
+def _format_redirects(per_node: int) -> str:
     """Which streams go to the log folder: all but what the first rank of the node prints."""
     return ",".join(f"{rank}:{2 if rank == 0 else 3}" for rank in range(per_node))

@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 # Set for ranks whose launcher waits for events.
-VARIABLE = "BUNDLE_EVENTS"
-_BEGINNING = '{"event": '
+LISTENER_VARIABLE = "BUNDLE_EVENTS"
+_EVENT_PREFIX = '{"event": '
 
 
 def has_listener() -> bool:
     """Return whether the launcher of this rank waits for events."""
-    return VARIABLE in os.environ
+    return LISTENER_VARIABLE in os.environ
 
 
 def write_event(event: str, **values: Any) -> None:
@@ -25,9 +25,9 @@ def write_event(event: str, **values: Any) -> None:
     print(json.dumps(document, allow_nan=False), flush=True)
 
 
-def show_line(line: str, before: str) -> None:
-    """Write an event of a rank to standard output, and any other line to standard error, behind `before`."""
-    if line.startswith(_BEGINNING):
+def show_line(line: str, prefix: str) -> None:
+    """Write an event of a rank to standard output, and any other line to standard error, behind `prefix`."""
+    if line.startswith(_EVENT_PREFIX):
         print(line, flush=True)
     else:
-        print(before + line, file=sys.stderr, flush=True)
+        print(prefix + line, file=sys.stderr, flush=True)

@@ -9,32 +9,32 @@ from typing import NamedTuple
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch import hang, outcomes
-from bundle.launch.hang import Standing
+from bundle.launch.hang import RankSnapshot
 from bundle.launch.outcomes import Outcome
 from bundle.launch.rendezvous import Rendezvous
 
-_KERNEL = Path("/dev/kmsg")
-_RECORD = 8192  # bytes; the kernel's own limit of one
-_END = 1 << 16  # bytes of a log: its last words are in there
+_KERNEL_LOG = Path("/dev/kmsg")
+_RECORD_BYTES = 8192  # bytes; the kernel's own limit of one
+_TAIL_BYTES = 1 << 16  # bytes of a log: its last words are in there
 
 
-class Log(NamedTuple):
+class RankLog(NamedTuple):
     """The end of what a rank wrote on stderr, and where all of it lies."""
 
     path: Path
-    end: str
+    tail: str
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LaunchEvidence:
     """A launch on one node, after it: pure data.
 
-    `status` is torchrun's and `agent` what it wrote; `logs` are by local rank. `standings` are of the ranks
-    of all nodes, where they hung. `stopped_by` is the signal that we were sent, `gave_up` the wait for other
-    nodes that was too long. `kernel` is what the kernel's log got meanwhile, as far as we may read it;
-    `memory_kills`: it ended processes, of anybody, for memory. `overdue`: we killed what outlived a failure,
-    be it `elsewhere`, on another node.
-    `noticed` is what was unusual before: stragglers and losses that jumped.
+    `status` is torchrun's and `agent_log` what it wrote; `logs` are by local rank. `snapshots` are of the
+    ranks of all nodes, where they hung. `stop_signal` is the signal that we were sent, `wait_failure` the
+    wait for other nodes that was too long. `kernel_lines` is what the kernel's log got meanwhile, as far as
+    we may read it; `has_memory_kills`: it ended processes, of anybody, for memory. `has_killed_ranks`: we
+    killed what outlived a failure, be it `has_failed_elsewhere`, on another node.
+    `notices` is what was unusual before: stragglers and losses that jumped.
     """
 
     status: int
@@ -43,22 +43,22 @@ class Evidence:
     nodes: int = 1
     per_node: int = 1
     outcomes: tuple[Outcome, ...] = ()
-    agent: str = ""
-    logs: Mapping[int, Log] = field(default_factory=dict)
-    standings: tuple[Standing, ...] = ()
-    kernel: tuple[str, ...] = ()
-    memory_kills: bool = False
-    stopped_by: int | None = None
-    overdue: bool = False
-    elsewhere: bool = False
-    gave_up: str = ""
-    noticed: tuple[str, ...] = ()
+    agent_log: str = ""
+    logs: Mapping[int, RankLog] = field(default_factory=dict)
+    snapshots: tuple[RankSnapshot, ...] = ()
+    kernel_lines: tuple[str, ...] = ()
+    has_memory_kills: bool = False
+    stop_signal: int | None = None
+    has_killed_ranks: bool = False
+    has_failed_elsewhere: bool = False
+    wait_failure: str = ""
+    notices: tuple[str, ...] = ()
 
 
 class KernelLog:
     """What the kernel logs from now on; nothing where we may not read it, as in most containers."""
 
-    def __init__(self, path: Path = _KERNEL) -> None:
+    def __init__(self, path: Path = _KERNEL_LOG) -> None:
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -66,12 +66,12 @@ class KernelLog:
         except OSError:
             self.close()
 
-    def lines(self) -> tuple[str, ...]:
+    def read_lines(self) -> tuple[str, ...]:
         """The lines since this was made, or since they were read; without their time and level."""
-        found: list[str] = []
+        lines: list[str] = []
         while self._descriptor is not None:
             try:
-                record = os.read(self._descriptor, _RECORD)
+                record = os.read(self._descriptor, _RECORD_BYTES)
             except BrokenPipeError:
                 continue  # so much was logged that some of it is lost
             except OSError:
@@ -80,8 +80,8 @@ class KernelLog:
                 break
             # "level,number,microseconds,flags;text", and what it is about in lines of their own.
             text = record.decode("utf-8", errors="replace").splitlines()[0]
-            found.append(text.partition(";")[2])
-        return tuple(found)
+            lines.append(text.partition(";")[2])
+        return tuple(lines)
 
     def close(self) -> None:
         """Lets go of it."""
@@ -90,53 +90,59 @@ class KernelLog:
         self._descriptor = None
 
 
-def gathered(
+def gather_evidence(
     folder: Path,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     per_node: int,
     status: int,
     *,
-    stopped_by: int | None = None,
-    overdue: bool = False,
-    hung: bool = False,
-    elsewhere: bool = False,
-    gave_up: str = "",
-    kernel: tuple[str, ...] = (),
-    memory_kills: bool = False,
-) -> Evidence:
+    stop_signal: int | None = None,
+    has_killed_ranks: bool = False,
+    has_hung: bool = False,
+    has_failed_elsewhere: bool = False,
+    wait_failure: str = "",
+    kernel_lines: tuple[str, ...] = (),
+    has_memory_kills: bool = False,
+) -> LaunchEvidence:
     """What the log folder of a launch holds, beside what its starter has seen.
 
-    `hung`: it killed ranks that stood still in a hang, which have that for their end.
+    `has_hung`: it killed ranks that stood still in a hang, which have that for their end.
     """
-    found = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
-    return Evidence(
+    log_paths = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
+    return LaunchEvidence(
         status=status,
-        node=outcomes.node_name(),
-        node_rank=meeting.node_rank,
-        nodes=meeting.nodes,
+        node=outcomes.get_node_name(),
+        node_rank=rendezvous.node_rank,
+        nodes=rendezvous.nodes,
         per_node=per_node,
-        outcomes=tuple(_killed_in_hang(of) if hung else of for of in outcomes.read(folder)),
-        agent=_end(folder / "agent.log"),
-        logs={local: Log(path, _end(path)) for local, path in found.items()},
-        standings=tuple(hang.read(outcomes.world(folder) or folder)),
-        kernel=kernel,
-        memory_kills=memory_kills,
-        stopped_by=stopped_by,
-        overdue=overdue,
-        elsewhere=elsewhere,
-        gave_up=gave_up,
-        noticed=outcomes.noticed(folder),
+        outcomes=tuple(
+            _mark_killed_in_hang(outcome) if has_hung else outcome for outcome in outcomes.read(folder)
+        ),
+        agent_log=_read_tail(folder / "agent.log"),
+        logs={local_rank: RankLog(path, _read_tail(path)) for local_rank, path in log_paths.items()},
+        snapshots=tuple(hang.read(outcomes.find_world_folder(folder) or folder)),
+        kernel_lines=kernel_lines,
+        has_memory_kills=has_memory_kills,
+        stop_signal=stop_signal,
+        has_killed_ranks=has_killed_ranks,
+        has_failed_elsewhere=has_failed_elsewhere,
+        wait_failure=wait_failure,
+        notices=outcomes.read_notices(folder),
     )
 
 
-def _killed_in_hang(of: Outcome) -> Outcome:
-    return of if of.code is not None else replace(of, code=int(ExitCode.HANG), message="killed in a hang")
+def _mark_killed_in_hang(outcome: Outcome) -> Outcome:
+    return (
+        outcome
+        if outcome.code is not None
+        else replace(outcome, code=int(ExitCode.HANG), message="killed in a hang")
+    )
 
 
-def _end(path: Path) -> str:
+def _read_tail(path: Path) -> str:
     """The last words of a file; empty where there is none."""
     if not files.is_file(path):
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END))
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         return file.read().decode("utf-8", errors="replace")

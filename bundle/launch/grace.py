@@ -8,7 +8,7 @@ _LEAST_SECONDS = 300
 _BYTES_PER_SECOND = 250e6
 
 
-def seconds(job: Job) -> int:
+def estimate_save_seconds(job: Job) -> int:
     """Seconds that a job may need to save: with the time for a checkpoint of the size that its plan says."""
     size = job.plan.get("checkpoint", {}).get("bytes", 0)
     return _LEAST_SECONDS + int(size / (_BYTES_PER_SECOND * job.nodes))

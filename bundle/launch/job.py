@@ -23,28 +23,28 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from bundle import capabilities, files
-from bundle.environment import BACKENDS, MOST_PER_NODE, MOST_RANKS, image, packages
+from bundle.environment import BACKENDS, MOST_RANKS, MOST_RANKS_PER_NODE, image, packages
 from bundle.environment.image import BuildInfo
-from bundle.environment.packages import Megatron, base_version
-from bundle.errors import BundleError, EnvironmentUnfit, UsageError, by_key, shown
-from bundle.files import json_digest
+from bundle.environment.packages import MegatronCopies, parse_base_version
+from bundle.errors import BundleError, EnvironmentUnfit, UsageError, format_validation_errors, format_value
+from bundle.files import digest_json
 from bundle.launch import FilePath, Start, outcomes
 from bundle.launch.command import WAIT_SECONDS, Launch
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.starters import DEFAULT_PORT, host_and_port
-from bundle.patches import plan, subject
-from bundle.patches.plan import PatchPlan, survey
+from bundle.launch.starters import DEFAULT_PORT, parse_host_and_port
+from bundle.patches import megatron_core, plan
+from bundle.patches.plan import PatchPlan, survey_patches
 from bundle.planning import Plan, to_json
 from bundle.planning.plan import with_kernel
 from bundle.recipe import Recipe, from_mapping
 
-NAME = "job.json"
+FILE_NAME = "job.json"
 FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED: Final = "undecided"
-LARGEST = 1 << 24
-_AGAIN = "write it again: mcore-bundle plan RECIPE --job FILE"
+MOST_BYTES = 1 << 24
+_REWRITE_HINT = "write it again: mcore-bundle plan RECIPE --job FILE"
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
-_UNDERSTOOD = ConfigDict(extra="forbid", strict=True, defer_build=True)
+_STRICT_CONFIG = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 def _read_recipe(value: Any) -> Recipe:
@@ -54,21 +54,21 @@ def _read_recipe(value: Any) -> Recipe:
 def _read_patches(value: Any) -> PatchPlan | None:
     if value == UNDECIDED:
         return None
-    return plan.load(value) if isinstance(value, dict) else value
+    return plan.load_patch_plan(value) if isinstance(value, dict) else value
 
 
 def _write_patches(patches: PatchPlan | None) -> Any:
     return patches.dump() if patches else UNDECIDED
 
 
-@dataclass(frozen=True, kw_only=True, config=_UNDERSTOOD)
+@dataclass(frozen=True, kw_only=True, config=_STRICT_CONFIG)
 class Job:
     """One job, decided. Every value is checked as it comes, by the room that it belongs to."""
 
     recipe: Annotated[Recipe, BeforeValidator(_read_recipe), PlainSerializer(Recipe.dump)]
     backend: str = Field(pattern=f"^({'|'.join(BACKENDS)})$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
-    per_node: int = Field(ge=1, le=MOST_PER_NODE)
+    per_node: int = Field(ge=1, le=MOST_RANKS_PER_NODE)
     generation: Text = ""  # of the devices that it was planned for, as capabilities know them; "": not known
     environment: dict[Text, Text]  # that the ranks are started with
     attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
@@ -83,75 +83,77 @@ class Job:
     plan: dict[str, Any]  # for people and programs: nothing of it is executed
 
     @cached_property
-    def trained(self) -> Recipe:
+    def trained_recipe(self) -> Recipe:
         """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention
         return from_mapping(values, "the job's recipe")
 
     @cached_property
-    def fields(self) -> Mapping[str, str]:
+    def agreement_fields(self) -> Mapping[str, str]:
         """What every rank must have been told alike, by name: no paths, no facts about one machine."""
         return {
-            "recipe": json_digest(self.recipe.dump()),
+            "recipe": digest_json(self.recipe.dump()),
             "backend": self.backend,
             "layout": f"{self.nodes} x {self.per_node}",
-            "environment": json_digest({k: v for k, v in self.environment.items() if k not in self.yielding}),
+            "environment": digest_json(
+                {k: v for k, v in self.environment.items() if k not in self.overridable_variables}
+            ),
             "attention": self.attention,
-            "image": _image(self.image),
-            "start": json_digest(self.start.model_dump(mode="json")),
+            "image": _digest_image(self.image),
+            "start": digest_json(self.start.model_dump(mode="json")),
             "planned for megatron-core": self.megatron,
-            **(self.patches.fields() if self.patches else {"patches": UNDECIDED}),
+            **(self.patches.get_agreed_fields() if self.patches else {"patches": UNDECIDED}),
         }
 
     @cached_property
-    def yielding(self) -> frozenset[str]:
+    def overridable_variables(self) -> frozenset[str]:
         """Return the variables of `environment` that each node may have other values of."""
-        table = capabilities.of(self.backend).variables(self.recipe.features, self.nodes)
-        return frozenset(variable.name for variable in table if variable.yields) - set(
+        table = capabilities.find_capabilities(self.backend).list_variables(self.recipe.features, self.nodes)
+        return frozenset(variable.name for variable in table if variable.is_overridable) - set(
             self.recipe.environment
         )
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all of them."""
-        return json_digest(self.fields)
+        return digest_json(self.agreement_fields)
 
     def dump(self) -> dict[str, Any]:
         """The file's JSON values."""
         document = {"format": FORMAT, "version": VERSION}
-        document |= _FILE.dump_python(self, mode="json", by_alias=True)
-        return document | {"digest": json_digest(document)}
+        document |= _ADAPTER.dump_python(self, mode="json", by_alias=True)
+        return document | {"digest": digest_json(document)}
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """The file."""
         return json.dumps(self.dump(), indent=1) + "\n"
 
 
-_FILE = TypeAdapter(Job)
+_ADAPTER = TypeAdapter(Job)
 
 
-def _image(record: BuildInfo | Literal["undecided"] | None) -> str:
+def _digest_image(record: BuildInfo | Literal["undecided"] | None) -> str:
     if isinstance(record, BuildInfo):
-        return json_digest(record.model_dump())
+        return digest_json(record.model_dump())
     return record or "none"
 
 
-def met_at(job: Job, rendezvous: str) -> str:
+def format_rendezvous(job: Job, rendezvous: str) -> str:
     """Where the nodes of a job meet in commands that are printed: a name that is none, where nobody says."""
     return rendezvous or (f"HOST:{DEFAULT_PORT}" if job.nodes > 1 else "")
 
 
-def unmet(job: Job, rendezvous: str) -> list[str]:
+def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
     """What is wrong with where the nodes of a job shall meet, "HOST:PORT"; empty where one is alone."""
-    if rendezvous and host_and_port(rendezvous) is None:
-        return [f"--rendezvous {shown(rendezvous)}: HOST:PORT"]
+    if rendezvous and parse_host_and_port(rendezvous) is None:
+        return [f"--rendezvous {format_value(rendezvous)}: HOST:PORT"]
     if job.nodes > 1 and not rendezvous:
         return [f"{job.nodes} nodes: say where they meet, --rendezvous HOST:PORT, and --node-rank on each"]
     return []
 
 
-def words(
+def build_arguments(
     job: Job,
     file: Path,
     node_rank: int | str = 0,
@@ -166,97 +168,108 @@ def words(
     A `node_rank` that is text is what somebody puts the number in the place of.
     Without a `rendezvous`, whoever starts the nodes tells them which they are and where they meet.
     """
-    said = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
-    said += ["--preflight"] if preflight else []
-    said += [f"--spares={spares}"] if spares else []
+    arguments = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
+    arguments += ["--preflight"] if preflight else []
+    arguments += [f"--spares={spares}"] if spares else []
     if job.nodes > 1 and rendezvous:
-        said += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
-    return tuple(said)
+        arguments += [f"--nodes={job.nodes}", f"--node-rank={node_rank}", f"--rendezvous={rendezvous}"]
+    return tuple(arguments)
 
 
-def launch(job: Job, where: Rendezvous, wait: int = WAIT_SECONDS, python: str = sys.executable) -> Launch:
+def build_launch(
+    job: Job, rendezvous: Rendezvous, wait: int = WAIT_SECONDS, python: str = sys.executable
+) -> Launch:
     """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
 
     A copy of their own: the next launch, or that of another node, may be of another job.
     """
-    logs = outcomes.next_logs(job.directory, where.node_rank)
+    logs = outcomes.find_next_log_folder(job.directory, rendezvous.node_rank)
     return Launch(
-        arguments=("train", f"--job={logs / NAME}"),
-        rendezvous=where,
+        arguments=("train", f"--job={logs / FILE_NAME}"),
+        rendezvous=rendezvous,
         per_node=job.per_node,
         logs=logs,
         environment=job.environment,
-        yields=job.yielding,
-        files={NAME: job.text()},
+        overridable_variables=job.overridable_variables,
+        files={FILE_NAME: job.to_text()},
         wait=wait,
         python=python,
     )
 
 
-def of_plan(
-    of: Plan,
+def from_plan(
+    job_plan: Plan,
     directory: Path,
     *,
     start: Start | None = None,
     record: BuildInfo | Literal["undecided"] | None = None,
 ) -> Job:
     """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
-    described = to_json(of)
-    del described["recipe"]
+    plan_values = to_json(job_plan)
+    del plan_values["recipe"]
     return Job(
-        recipe=of.recipe,
-        backend=of.hardware.backend,
-        nodes=of.nodes,
-        per_node=of.per_node,
-        generation=of.hardware.generation.value or "",
-        environment=of.variables,
-        attention=of.attention.value,
-        megatron=of.target.version,
-        patches=of.patch_plan if of.patches.subject.root and record != UNDECIDED else None,
-        allow_drift=of.allow_drift,
+        recipe=job_plan.recipe,
+        backend=job_plan.hardware.backend,
+        nodes=job_plan.nodes,
+        per_node=job_plan.per_node,
+        generation=job_plan.hardware.generation.value or "",
+        environment=job_plan.variables,
+        attention=job_plan.attention.value,
+        megatron=job_plan.megatron.version,
+        patches=job_plan.patch_plan if job_plan.patches.core.root and record != UNDECIDED else None,
+        allow_drift=job_plan.allow_drift,
         image=record,
         directory=directory,
         start=start or Start(),
-        plan=described,
+        plan=plan_values,
     )
 
 
-def decided(job: Job) -> Job:
+def decide_patches(job: Job) -> Job:
     """The job with its patches decided, by the megatron-core that is installed here, and the image that is.
 
     Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
     """
     refuse_misfits(job)
-    here, reviewed = packages.detect(), subject.load()
-    of = subject.installed(here, reviewed)
+    installed_packages, reviewed = packages.detect(), megatron_core.load_review_table()
+    patch_subject = megatron_core.find_installed_core(installed_packages, reviewed)
     features = with_kernel(job.recipe.features, job.attention)
-    found = survey(of, reviewed, here, backend=job.backend, features=features, allowed=job.allow_drift)
-    return replace(job, patches=plan.make(found), image=image.own())
+    patch_survey = survey_patches(
+        patch_subject,
+        reviewed,
+        installed_packages,
+        backend=job.backend,
+        features=features,
+        allowed=job.allow_drift,
+    )
+    return replace(job, patches=plan.build_patch_plan(patch_survey), image=image.read_own_record())
 
 
 def refuse_misfits(job: Job) -> None:
     """Raises EnvironmentUnfit with every way in which this node is not what the job was decided for."""
-    if unfit := list(misfits(job, packages.detect().megatron, image.own())):
+    if unfit := list(find_misfits(job, packages.detect().megatron, image.read_own_record())):
         raise EnvironmentUnfit("this is not what the job was decided for", unfit)
 
 
-def misfits(job: Job, installed: Megatron, record: BuildInfo | None) -> Iterator[str]:
+def find_misfits(job: Job, installed: MegatronCopies, record: BuildInfo | None) -> Iterator[str]:
     """Every way in which this node is not what the job was decided for; `record` is that of its image."""
     if job.image != UNDECIDED and record != job.image:
-        yield from image.differences(job.image, record)
+        yield from image.compare_records(job.image, record)
     core = installed.core
     if core is None:
         yield f"megatron-core: {job.megatron} in the job, none here"
     elif job.patches is not None:
-        yield from job.patches.misfits(core)
-    elif (here := base_version(core.version or "") or subject.DEFAULT) != base_version(job.megatron):
-        yield f"megatron-core: {job.megatron} in the job, {here} here"
+        yield from job.patches.find_mismatches(core)
+    elif (
+        installed_version := parse_base_version(core.version or "") or megatron_core.DEFAULT_RELEASE
+    ) != parse_base_version(job.megatron):
+        yield f"megatron-core: {job.megatron} in the job, {installed_version} here"
 
 
 def load(file: Path) -> Job:
     """The job in a file. Raises UsageError naming the file and what is wrong with it."""
     try:
-        return parse(files.content(file, LARGEST))
+        return parse(files.read_content(file, MOST_BYTES))
     except OSError as error:
         raise UsageError(f"--job {file}: {error.strerror}") from error
     except BundleError as error:
@@ -264,41 +277,47 @@ def load(file: Path) -> Job:
 
 
 def parse(data: bytes | str) -> Job:
-    """The job that `Job.text` wrote. Raises UsageError for anything else."""
-    document, digest = _json(data)
+    """The job that `Job.to_text` wrote. Raises UsageError for anything else."""
+    document, digest = _read_document(data)
     if document.get("format") != FORMAT:
         raise UsageError("this is no job file of mcore-bundle")
     if document.get("version") != VERSION:
         raise UsageError(
-            f"a job file of version {shown(document.get('version'))}; this mcore-bundle executes version"
-            f" {VERSION}: {_AGAIN}"
+            f"a job file of version {format_value(document.get('version'))}; this mcore-bundle"
+            " executes version"
+            f" {VERSION}: {_REWRITE_HINT}"
         )
-    if (said := document.get("digest")) != digest:
-        raise UsageError(f"damaged or edited: its digest is {shown(said)}, not that of its content; {_AGAIN}")
-    said = {key: value for key, value in document.items() if key not in ("format", "version", "digest")}
+    if (declared := document.get("digest")) != digest:
+        raise UsageError(
+            f"damaged or edited: its digest is {format_value(declared)}, not that of its content;"
+            f" {_REWRITE_HINT}"
+        )
+    declared = {key: value for key, value in document.items() if key not in ("format", "version", "digest")}
     try:
-        job = _FILE.validate_json(json.dumps(said))
+        job = _ADAPTER.validate_json(json.dumps(declared))
     except ValidationError as error:
-        raise UsageError(f"this is no job: {_AGAIN}", by_key(error)[:10]) from error
-    planned = capabilities.of(job.backend).variables(job.recipe.features, job.nodes, job.recipe.environment)
+        raise UsageError(f"this is no job: {_REWRITE_HINT}", format_validation_errors(error)[:10]) from error
+    planned = capabilities.find_capabilities(job.backend).list_variables(
+        job.recipe.features, job.nodes, job.recipe.environment
+    )
     known = {variable.name for variable in planned}
     if foreign := sorted(set(job.environment) - known):
         raise UsageError(
-            f"environment: {', '.join(map(shown, foreign))}: no variable of backend {job.backend}"
+            f"environment: {', '.join(map(format_value, foreign))}: no variable of backend {job.backend}"
         )
     return job
 
 
-def _json(data: bytes | str) -> tuple[dict[str, Any], str]:
+def _read_document(data: bytes | str) -> tuple[dict[str, Any], str]:
     """The object that a text is, and the digest over all of it but its own."""
 
-    def refused(number: str) -> NoReturn:
+    def refuse_constant(number: str) -> NoReturn:
         raise ValueError(f"{number} is no number of JSON")
 
     try:
-        document = json.loads(data, parse_constant=refused)
+        document = json.loads(data, parse_constant=refuse_constant)
         if not isinstance(document, dict):
             raise UsageError("this is no job file of mcore-bundle")
-        return document, json_digest({key: value for key, value in document.items() if key != "digest"})
+        return document, digest_json({key: value for key, value in document.items() if key != "digest"})
     except (ValueError, RecursionError) as error:
         raise UsageError(f"no JSON: {error}") from error

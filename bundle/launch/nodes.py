@@ -21,152 +21,160 @@ from typing import Any
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch import outcomes
-from bundle.launch.causes import Action, Kind
-from bundle.launch.outcomes import NODES
+from bundle.launch.causes import FailureKind, RestartAction
+from bundle.launch.node_registry import get_poll_interval
+from bundle.launch.outcomes import NODES_FOLDER
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.roster import look_seconds
-from bundle.launch.verdict import Verdict, mends, parse, strength
+from bundle.launch.verdict import Verdict, get_echo_level, is_restartable, parse
 
 # That a node has to say how it ended, after one that has ended: its launcher may take its time to notice.
-WORD_SECONDS = 20.0
-_ALIVE_SECONDS = 0.5
+VERDICT_SECONDS = 20.0
+_HEARTBEAT_SECONDS = 0.5
 # From one look to the next while ranks run: days, in which nothing changes there.
-_OTHERS_SECONDS = 2.0
-_NAME = re.compile(r"(\d+)\.json")
-_WORD = re.compile(r"\d+\.\d+\.[a-z-]+\.[a-z-]+\.verdict\.json")
+_PEER_POLL_SECONDS = 2.0
+_NODE_FILE = re.compile(r"(\d+)\.json")
+_VERDICT_FILE = re.compile(r"\d+\.\d+\.[a-z-]+\.[a-z-]+\.verdict\.json")
 
 
-def agreed(
-    own: Verdict,
+def agree_on_verdict(
+    own_verdict: Verdict,
     world: Path | None,
-    seconds: float = WORD_SECONDS,
-    alive: Callable[[], None] = lambda: None,
+    seconds: float = VERDICT_SECONDS,
+    send_heartbeat: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """The verdict of all nodes, as far as they say it within `seconds`; leaves this node's word for them.
 
-    Calls `alive` every now and then. Raises JobFailed where nothing can be written.
+    Calls `send_heartbeat` every now and then. Raises JobFailed where nothing can be written.
     """
-    if world is None or own.nodes == 1:
-        return own
-    folder = world / NODES
-    files.write_json(folder / _word(own), own.dump())
+    if world is None or own_verdict.nodes == 1:
+        return own_verdict
+    folder = world / NODES_FOLDER
+    files.write_json(folder / _name_verdict_file(own_verdict), own_verdict.dump())
     began = time.monotonic()
-    looked = began - look_seconds(own.nodes)
-    while _waits(own):
-        alive()
+    last_poll = began - get_poll_interval(own_verdict.nodes)
+    while _needs_other_verdicts(own_verdict):
+        send_heartbeat()
         now = time.monotonic()
         # What was said while we looked may have been said in time: there is one more look afterwards.
-        over = now > began + seconds
-        if over or now - looked >= look_seconds(own.nodes):
-            looked = now
-            ranks, said = _seen(folder)
-            names = {rank: _name(folder, rank) if over and rank not in said else "" for rank in ranks}
-            joined = joint(own, said, names, over=over)
-            if joined is not None and joined.node_rank in said:
-                return replace(parse(_json(folder / _word(joined))), silent=joined.silent)
+        is_final = now > began + seconds
+        if is_final or now - last_poll >= get_poll_interval(own_verdict.nodes):
+            last_poll = now
+            ranks, verdicts = _read_verdicts(folder)
+            node_names = {
+                rank: _read_node_name(folder, rank) if is_final and rank not in verdicts else ""
+                for rank in ranks
+            }
+            joined = join_verdicts(own_verdict, verdicts, node_names, is_final=is_final)
+            if joined is not None and joined.node_rank in verdicts:
+                return replace(parse(_read_json(folder / _name_verdict_file(joined))), silent=joined.silent)
             if joined is not None:
                 return joined
-        time.sleep(_ALIVE_SECONDS)
-    return own
+        time.sleep(_HEARTBEAT_SECONDS)
+    return own_verdict
 
 
-def joint(
-    own: Verdict, said: Mapping[int, Verdict], names: Mapping[int, str], *, over: bool
+def join_verdicts(
+    own_verdict: Verdict, verdicts: Mapping[int, Verdict], node_names: Mapping[int, str], *, is_final: bool
 ) -> Verdict | None:
     """The verdict that all nodes have together; None where it is still to be waited for.
 
-    `said` are the verdicts of nodes and `names` all nodes, by their rank; `over`: none will say more.
+    `verdicts` are the verdicts of nodes and `node_names` all nodes, by their rank; `is_final`: none will say
+    more.
     """
-    broken = [verdict for verdict in said.values() if verdict.code != ExitCode.OK]
-    first = min(broken, key=lambda verdict: strength(verdict.kind), default=own)
-    silent = sorted(set(names) - set(said))
-    if not silent or not _waits(first):
+    broken = [verdict for verdict in verdicts.values() if verdict.code != ExitCode.OK]
+    first = min(broken, key=lambda verdict: get_echo_level(verdict.kind), default=own_verdict)
+    silent = sorted(set(node_names) - set(verdicts))
+    if not silent or not _needs_other_verdicts(first):
         return first
-    if not over:
+    if not is_final:
         return None
-    if not _undecided(first):
-        return replace(first, silent=tuple(names[rank] for rank in silent))
+    if not _may_blame_another_node(first):
+        return replace(first, silent=tuple(node_names[rank] for rank in silent))
     them = "it" if len(silent) == 1 else "them"
-    word = f"no word from {them} within {WORD_SECONDS:.0f} s after the others ended"
+    reason = f"no word from {them} within {VERDICT_SECONDS:.0f} s after the others ended"
     return replace(
-        lost([names[rank] for rank in silent], word),
+        build_lost_verdict([node_names[rank] for rank in silent], reason),
         node_rank=silent[0],
-        nodes=own.nodes,
-        evidence=(f"{own.node}: {own.sentence}",),
+        nodes=own_verdict.nodes,
+        evidence=(f"{own_verdict.node}: {own_verdict.sentence}",),
     )
 
 
-def lost(names: Sequence[str], word: str) -> Verdict:
-    """The verdict on nodes that are lost; `word` is by what that is known."""
+def build_lost_verdict(node_names: Sequence[str], reason: str) -> Verdict:
+    """The verdict on nodes that are lost; `reason` is by what that is known."""
     return Verdict(
         ExitCode.JOB_FAILED,
-        Kind.LOST_NODE,
-        f"lost, and all that ran there: {word}",
-        Action.RESTART_WITHOUT,
-        node=", ".join(names),
+        FailureKind.LOST_NODE,
+        f"lost, and all that ran there: {reason}",
+        RestartAction.RESTART_WITHOUT,
+        node=", ".join(node_names),
         nodes=2,  # at least: who says so is another
     )
 
 
-class Others:
+class PeerNodes:
     """The other nodes of a launch, as this one sees them while its own ranks run.
 
-    `ended`: one of them has, with a failure, so that its ranks will not meet ours any more. How a hang ends
-    is told apart (`hang.Hung`).
+    `has_failed_peer`: one of them has, with a failure, so that its ranks will not meet ours any more. How a
+    hang ends is told apart (`hang.HangMonitor`).
     """
 
-    def __init__(self, folder: Path, where: Rendezvous) -> None:
-        self._folder, self._where = folder, where
-        self._looked = time.monotonic()
-        self.ended = False
+    def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
+        self._folder, self._rendezvous = folder, rendezvous
+        self._last_poll = time.monotonic()
+        self.has_failed_peer = False
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Called every now and then: whether another node has ended with a failure."""
-        now, nodes = time.monotonic(), self._where.nodes
-        if nodes > 1 and now - self._looked >= max(_OTHERS_SECONDS, look_seconds(nodes)):
-            self._looked = now
-            if world := outcomes.world(self._folder):
+        now, nodes = time.monotonic(), self._rendezvous.nodes
+        if nodes > 1 and now - self._last_poll >= max(_PEER_POLL_SECONDS, get_poll_interval(nodes)):
+            self._last_poll = now
+            if world := outcomes.find_world_folder(self._folder):
                 with suppress(OSError):  # who has ended will be told by its silence
-                    self.ended = any(map(self._broke, _seen(world / NODES)[1].values()))
-        return self.ended
+                    self.has_failed_peer = any(
+                        map(self._has_failed, _read_verdicts(world / NODES_FOLDER)[1].values())
+                    )
+        return self.has_failed_peer
 
-    def _broke(self, word: Verdict) -> bool:
-        other = word.node_rank != self._where.node_rank
-        return other and word.code not in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.HANG)
+    def _has_failed(self, verdict: Verdict) -> bool:
+        is_peer = verdict.node_rank != self._rendezvous.node_rank
+        return is_peer and verdict.code not in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.HANG)
 
 
-def _waits(verdict: Verdict) -> bool:
+def _needs_other_verdicts(verdict: Verdict) -> bool:
     """Whether a node with this verdict waits for the words of all others."""
-    return _undecided(verdict) or mends(verdict)
+    return _may_blame_another_node(verdict) or is_restartable(verdict)
 
 
-def _undecided(verdict: Verdict) -> bool:
+def _may_blame_another_node(verdict: Verdict) -> bool:
     """Whether a verdict may be about another node."""
-    return bool(strength(verdict.kind)) or verdict.kind is Kind.HANG
+    return bool(get_echo_level(verdict.kind)) or verdict.kind is FailureKind.HANG
 
 
-def _word(of: Verdict) -> str:
+def _name_verdict_file(verdict: Verdict) -> str:
     """The name of the file of a node's word."""
-    kind, action = (each.replace(" ", "-") for each in (of.kind, of.action))
-    return f"{of.node_rank}.{int(of.code)}.{kind}.{action}.verdict.json"
+    kind, action = (value.replace(" ", "-") for value in (verdict.kind, verdict.action))
+    return f"{verdict.node_rank}.{int(verdict.code)}.{kind}.{action}.verdict.json"
 
 
-def _seen(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
+def _read_verdicts(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
     """All nodes, and their verdicts as far as the names of these say them, in the order of their ranks."""
-    there = sorted(path.name for path in folder.iterdir())
-    said = [found[0].replace("-", " ").split(".") for found in map(_WORD.fullmatch, there) if found]
+    file_names = sorted(path.name for path in folder.iterdir())
+    parts = [
+        match[0].replace("-", " ").split(".") for match in map(_VERDICT_FILE.fullmatch, file_names) if match
+    ]
     verdicts = [
-        Verdict(ExitCode(int(code)), Kind(kind), action=Action(action), node_rank=int(rank))
-        for rank, code, kind, action, *_ in said
+        Verdict(ExitCode(int(code)), FailureKind(kind), action=RestartAction(action), node_rank=int(rank))
+        for rank, code, kind, action, *_ in parts
     ]
     verdicts.sort(key=lambda verdict: verdict.node_rank)
-    ranks = sorted(int(found[1]) for found in map(_NAME.fullmatch, there) if found)
+    ranks = sorted(int(match[1]) for match in map(_NODE_FILE.fullmatch, file_names) if match)
     return ranks, {verdict.node_rank: verdict for verdict in verdicts}
 
 
-def _name(folder: Path, rank: int) -> str:
-    return str(_json(folder / f"{rank}.json")["node"])
+def _read_node_name(folder: Path, rank: int) -> str:
+    return str(_read_json(folder / f"{rank}.json")["node"])
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))

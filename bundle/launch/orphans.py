@@ -18,19 +18,22 @@ from bundle.launch import outcomes
 _PR_SET_PDEATHSIG = 1
 
 
-def death_signal(number: int) -> Callable[[], object]:
-    """What a process calls to get this signal when its parent ends; loaded here, as `binding` is."""
+def prepare_death_signal(number: int) -> Callable[[], object]:
+    """What a process calls to get this signal when its parent ends.
+
+    Loaded here, as `prepare_parent_binding` is.
+    """
     if sys.platform != "linux":
         return lambda: None
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def binding() -> Callable[[int], None]:
+def prepare_parent_binding() -> Callable[[int], None]:
     """What a process calls with the number of its parent, to be killed with it: at once where it has ended.
 
     Loaded here, so that it can be called between fork and exec.
     """
-    die_with_it = death_signal(signal.SIGKILL)
+    die_with_it = prepare_death_signal(signal.SIGKILL)
 
     def bind(parent: int) -> None:
         die_with_it()
@@ -46,25 +49,25 @@ def die_with_parent() -> None:
     Does nothing for a rank that torchrun did not start: its parent may be a shell that is meant to go away.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        folder = outcomes.directory()
-        agent = (folder / outcomes.AGENT).read_text(encoding="utf-8") if folder else os.getppid()
-        binding()(int(agent))
+        folder = outcomes.get_launch_folder()
+        agent = (folder / outcomes.AGENT_PID_FILE).read_text(encoding="utf-8") if folder else os.getppid()
+        prepare_parent_binding()(int(agent))
 
 
-def take_forks_along() -> None:
+def kill_forks_on_exit() -> None:
     """Has what this process forks killed when it ends, and what that forks in turn: writers of checkpoints.
 
     What another thread than the main one forks is left alone: it would be killed at the end of that thread.
     """
     if sys.platform != "linux":
         return
-    bind, forking = binding(), threading.local()
+    bind, forking = prepare_parent_binding(), threading.local()
 
-    def before() -> None:
+    def remember_parent() -> None:
         forking.parent = os.getpid() if threading.get_native_id() == os.getpid() else None
 
-    def in_child() -> None:
+    def bind_child() -> None:
         if forking.parent is not None:
             bind(forking.parent)
 
-    os.register_at_fork(before=before, after_in_child=in_child)
+    os.register_at_fork(before=remember_parent, after_in_child=bind_child)

@@ -19,16 +19,16 @@ from bundle.errors import BundleError, ExitCode, JobFailed
 _log = logging.getLogger(__name__)
 
 # The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
-DIRECTORY = "BUNDLE_OUTCOMES"
+DIRECTORY_VARIABLE = "BUNDLE_OUTCOMES"
 # The variable in which a pod is told the name of its node: its own host name is the pod's.
-KUBERNETES_NODE = "K8S_NODE_NAME"
-AGENT = "agent.pid"
-STOP, HANG = "stop", "hang"
-NOTICED, _LAST_NOTICED = "noticed.log", 4
+KUBERNETES_NODE_VARIABLE = "K8S_NODE_NAME"
+AGENT_PID_FILE = "agent.pid"
+STOP_FILE, HANG_FILE = "stop", "hang"
+NOTICES_FILE, _MOST_NOTICES = "noticed.log", 4
 # In the folder of a launch on one node: the folder of what concerns all of its nodes.
-WORLD = "world"
+WORLD_FILE = "world"
 # In that, what each node says of itself and of its end, apart from what its ranks leave there in a hang.
-NODES = "nodes"
+NODES_FOLDER = "nodes"
 
 
 @dataclass(frozen=True)
@@ -47,33 +47,35 @@ class Outcome:
     explained: bool = False
 
 
-def next_logs(run: Path, node_rank: int) -> Path:
+def find_next_log_folder(run: Path, node_rank: int) -> Path:
     """The log folder of the next launch of this node in a run directory; makes nothing."""
-    here = run / "logs" / f"node-{node_rank}"
-    taken = [int(path.name) for path in here.glob("*") if path.name.isdecimal()]
-    return here / str(max(taken, default=0) + 1)
+    node_folder = run / "logs" / f"node-{node_rank}"
+    numbers = [int(path.name) for path in node_folder.glob("*") if path.name.isdecimal()]
+    return node_folder / str(max(numbers, default=0) + 1)
 
 
-def launches_before() -> int:
+def count_earlier_launches() -> int:
     """How many launches of this run this node has had before this one, as far as they are ours."""
-    folder = directory()
+    folder = get_launch_folder()
     return int(folder.name) - 1 if folder and folder.name.isdecimal() else 0
 
 
-def node_name() -> str:
+def get_node_name() -> str:
     """What this node is called where somebody would leave it out: by Slurm, Kubernetes, or itself."""
-    return os.environ.get("SLURMD_NODENAME") or os.environ.get(KUBERNETES_NODE) or socket.gethostname()
+    return (
+        os.environ.get("SLURMD_NODENAME") or os.environ.get(KUBERNETES_NODE_VARIABLE) or socket.gethostname()
+    )
 
 
-def directory() -> Path | None:
+def get_launch_folder() -> Path | None:
     """The folder of this launch, or None for a rank that somebody else started."""
-    named = os.environ.get(DIRECTORY)
-    return Path(named) if named else None
+    value = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(value) if value else None
 
 
 def write(outcome: Outcome) -> None:
     """Puts down how a rank stands, in one rename, where the launcher reads it."""
-    folder = directory()
+    folder = get_launch_folder()
     if folder is None:
         return
     files.write_json(folder / f"rank-{outcome.rank}.json", asdict(outcome))
@@ -81,61 +83,66 @@ def write(outcome: Outcome) -> None:
 
 def read(folder: Path) -> list[Outcome]:
     """What the ranks of a launch put down, in the order of their ranks."""
-    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")]
-    return sorted(found, key=lambda outcome: outcome.rank)
+    outcomes = [
+        Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")
+    ]
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def meet(world: Path, node_rank: int, local_rank: int) -> None:
+def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
     """Makes the folder of what concerns all ranks of this launch, and tells the launcher of it.
 
     Nodes that share the run directory share it; the first rank of each notes there that it is one, by name.
     """
-    (world / NODES).mkdir(parents=True, exist_ok=True)
-    folder = directory()
+    (world / NODES_FOLDER).mkdir(parents=True, exist_ok=True)
+    folder = get_launch_folder()
     if local_rank == 0 and folder is not None:
-        files.write_json(world / NODES / f"{node_rank}.json", {"node": node_name()})
-        files.write_text(folder / WORLD, str(world.absolute()))
+        files.write_json(world / NODES_FOLDER / f"{node_rank}.json", {"node": get_node_name()})
+        files.write_text(folder / WORLD_FILE, str(world.absolute()))
 
 
-def world(folder: Path) -> Path | None:
-    """The folder that `meet` made, of the launch whose log folder this is; None where ranks never met."""
-    named = files.read(folder / WORLD)
-    return Path(named) if named else None
+def find_world_folder(folder: Path) -> Path | None:
+    """The folder that `create_world_folder` made, of the launch whose log folder this is.
+
+    None where ranks never met.
+    """
+    path = files.read_text(folder / WORLD_FILE)
+    return Path(path) if path else None
 
 
 def notice_hang() -> None:
     """Has all ranks of this node write down where they stand."""
-    if folder := directory():
+    if folder := get_launch_folder():
         with suppress(OSError):  # a hang on a full disk is still a hang
-            (folder / HANG).touch()
+            (folder / HANG_FILE).touch()
 
 
-def hang_noticed() -> bool:
+def is_hang_noticed() -> bool:
     """Whether a rank of this node has noticed a hang."""
-    folder = directory()
-    return folder is not None and (folder / HANG).exists()
+    folder = get_launch_folder()
+    return folder is not None and (folder / HANG_FILE).exists()
 
 
-def notice(what: str) -> None:
+def record_notice(message: str) -> None:
     """Tells what a rank has seen that is unusual, and keeps it for the verdict of this launch."""
-    _log.warning(what)
-    if folder := directory():
-        with suppress(OSError), (folder / NOTICED).open("a", encoding="utf-8") as file:
-            print(what, file=file)
+    _log.warning(message)
+    if folder := get_launch_folder():
+        with suppress(OSError), (folder / NOTICES_FILE).open("a", encoding="utf-8") as file:
+            print(message, file=file)
 
 
-def noticed(folder: Path) -> tuple[str, ...]:
+def read_notices(folder: Path) -> tuple[str, ...]:
     """What ranks of this node noticed last."""
-    return tuple((files.read(folder / NOTICED) or "").splitlines()[-_LAST_NOTICED:])
+    return tuple((files.read_text(folder / NOTICES_FILE) or "").splitlines()[-_MOST_NOTICES:])
 
 
-def asked_to_stop() -> bool:
+def is_stop_requested() -> bool:
     """Whether the launcher was told to stop, perhaps before this rank could take a signal."""
-    folder = directory()
-    return folder is not None and (folder / STOP).exists()
+    folder = get_launch_folder()
+    return folder is not None and (folder / STOP_FILE).exists()
 
 
-def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
+def run_and_report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
     """Return the exit code of a rank whose work is `body`; its launcher and its log learn how it ended.
 
     To the torchrun of our own launcher, a rank that has saved and stopped as told has ended well.
@@ -153,12 +160,12 @@ def report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
     except BaseException as error:  # noqa: BLE001  whatever ends a rank; torch has some that are no Exception
         code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
         traceback.print_exc()
-    conclude(rank, local_rank, code, message, explained=explained)
+    report_end(rank, local_rank, code, message, explained=explained)
     # torchrun takes any code but 0 for a failure: it logs a traceback and kills the ranks that still save.
-    return ExitCode.OK if code is ExitCode.PREEMPTED and directory() else code
+    return ExitCode.OK if code is ExitCode.PREEMPTED and get_launch_folder() else code
 
 
-def conclude(
+def report_end(
     rank: int, local_rank: int, code: ExitCode, message: str = "", *, explained: bool = True
 ) -> None:
     """Puts down the end of a rank; says it on stderr too, which is the rank's log."""
@@ -170,7 +177,7 @@ def conclude(
         print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-def spelled(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """The ranks as a person would list them: "rank 3", "ranks 0-3, 8"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -178,5 +185,5 @@ def spelled(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    joined = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined}"

@@ -6,10 +6,10 @@ from threading import Thread
 from typing import IO
 
 # How long the last words of a rank may take to arrive when it has ended.
-_LAST_SECONDS = 5.0
+_DRAIN_SECONDS = 5.0
 
 
-def label(node_rank: int, rank: int) -> str:
+def format_label(node_rank: int, rank: int) -> str:
     """What stands before a line of a rank."""
     return f"[{node_rank}/{rank}]"
 
@@ -25,7 +25,7 @@ def forward_lines(stream: IO[bytes] | None, show: Callable[[str], None]) -> Iter
     try:
         yield
     finally:
-        thread.join(_LAST_SECONDS)
+        thread.join(_DRAIN_SECONDS)
 
 
 def _read_lines(stream: IO[bytes], show: Callable[[str], None]) -> None:

@@ -12,32 +12,32 @@ from pathlib import Path
 from bundle import files
 
 PORT = 28028
-_OTHERS_SECONDS = 1  # that it waits for the answers of other processes
-_SECONDS = 5.0
-_MOST = 1 << 22  # bytes of an answer
+_PEER_TIMEOUT_SECONDS = 1  # that it waits for the answers of other processes
+_TIMEOUT_SECONDS = 5.0
+_MOST_BYTES = 1 << 22  # bytes of an answer
 
 
-def status(address: str = "") -> str:
+def query_status(address: str = "") -> str:
     """All that it says of the communicators here and of who does not answer; "" where nobody listens.
 
     `address` is HOST:PORT, without one what NCCL_RAS_ADDR says, or NCCL's own.
     """
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or f"localhost:{PORT}").rpartition(":")
-    said = b""
+    answer = b""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS) as asked:
-            asked.sendall(f"TIMEOUT {_OTHERS_SECONDS}\n".encode())
-            if asked.recv(16).strip().upper() != b"OK":
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_SECONDS) as connection:
+            connection.sendall(f"TIMEOUT {_PEER_TIMEOUT_SECONDS}\n".encode())
+            if connection.recv(16).strip().upper() != b"OK":
                 return ""
-            asked.sendall(b"VERBOSE STATUS\n")
-            while len(said) < _MOST and (more := asked.recv(1 << 16)):
-                said += more
+            connection.sendall(b"VERBOSE STATUS\n")
+            while len(answer) < _MOST_BYTES and (received := connection.recv(1 << 16)):
+                answer += received
     except (OSError, ValueError):  # what has come so far is worth reading
         pass
-    return said.decode("utf-8", errors="replace")
+    return answer.decode("utf-8", errors="replace")
 
 
 def write(path: Path) -> None:
     """Puts down what it says now, where it says something."""
-    if said := status():
-        files.write_text(path, said)
+    if answer := query_status():
+        files.write_text(path, answer)

@@ -9,11 +9,18 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from bundle.errors import UsageError
-from bundle.launch.starters import STARTERS, Claim, Fact, Variables, claim, host_and_port
+from bundle.launch.starters import (
+    STARTERS,
+    Claim,
+    SourcedValue,
+    VariableReader,
+    build_claim,
+    parse_host_and_port,
+)
 
 LOOPBACK = "127.0.0.1"
-_DISCARD = 9  # a port; nothing is sent there
-ALONE = "nobody set a rank or a node in the environment: one node, this machine"
+_DISCARD_PORT = 9  # a port; nothing is sent there
+ALONE_REASON = "nobody set a rank or a node in the environment: one node, this machine"
 
 
 class Rendezvous(NamedTuple):
@@ -46,103 +53,107 @@ def discover(
     nodes: int | None = None,
     node_rank: int | None = None,
     endpoint: str | None = None,
-    planned: int = 1,
+    planned_nodes: int = 1,
 ) -> Rendezvous:
     """Where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags,
-    `planned` the nodes of a job about which neither they nor a starter say anything (devices.nodes).
+    `planned_nodes` the nodes of a job about which neither they nor a starter say anything (devices.nodes).
 
     Raises UsageError with every contradiction and every value that is not what its variable means.
     """
-    env = Variables(environment)
-    flags = _flags(env, nodes, node_rank, endpoint)
+    env = VariableReader(environment)
+    flags = _read_flags(env, nodes, node_rank, endpoint)
     claims: list[Claim] = []
     for starter in STARTERS:
-        if found := starter(env):
-            claims.append(found)
-        if claims and "rank" in claims[0].said:
+        if starter_claim := starter(env):
+            claims.append(starter_claim)
+        if claims and "rank" in claims[0].settings:
             break  # one rank of torchrun: whatever started torchrun is no longer about this process
-    speaker = claims[0] if claims else Claim("none", ALONE, {})
-    violations = [*env.violations, *speaker.contradictions(), *flags.contradictions()]
-    violations += flags.against(speaker)
-    for other in claims[1:]:
-        violations += speaker.against(other)
-    if not claims and env.has("RANK", "WORLD_SIZE") and "nodes" not in flags.said:
+    first_claim = claims[0] if claims else Claim("none", ALONE_REASON, {})
+    violations = [*env.violations, *first_claim.find_contradictions(), *flags.find_contradictions()]
+    violations += flags.find_conflicts(first_claim)
+    for other_claim in claims[1:]:
+        violations += first_claim.find_conflicts(other_claim)
+    if not claims and env.has("RANK", "WORLD_SIZE") and "nodes" not in flags.settings:
         violations.append(
             "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes:"
             " say --nodes, --node-rank and --rendezvous"
         )
-    answer = _merge(speaker, flags, claims[1:], planned)
-    violations = violations or _gaps(answer, environment)
+    merged = _merge(first_claim, flags, claims[1:], planned_nodes)
+    violations = violations or _find_gaps(merged, environment)
     if violations:
         raise UsageError(
             "which node or rank this is cannot be told: flags or variables are wrong, missing or contradict"
             " each other. Correct or unset what is listed",
             violations,
         )
-    said = {name: fact.value for name, fact in answer.said.items()}
+    values = {name: fact.value for name, fact in merged.settings.items()}
     # One node needs nobody from outside: its ranks meet where only this machine can reach them.
-    inside = {"address": LOOPBACK, "port": None}
-    where = said | inside if said["nodes"] == 1 and "rank" not in said else inside | said
-    return Rendezvous(source=answer.source, reason=answer.reason, **where)
+    loopback = {"address": LOOPBACK, "port": None}
+    address_values = values | loopback if values["nodes"] == 1 and "rank" not in values else loopback | values
+    return Rendezvous(source=merged.source, reason=merged.reason, **address_values)
 
 
-def _flags(env: Variables, nodes: int | None, node_rank: int | None, endpoint: str | None) -> Claim:
+def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, endpoint: str | None) -> Claim:
     if nodes is not None and nodes < 1:
         env.violations.append(f"--nodes {nodes} is not at least 1")
     if node_rank is not None and node_rank < 0:
         env.violations.append(f"--node-rank {node_rank} is below 0")
-    where = host_and_port(endpoint) if endpoint is not None else None
-    if endpoint is not None and where is None:
+    endpoint_value = parse_host_and_port(endpoint) if endpoint is not None else None
+    if endpoint is not None and endpoint_value is None:
         env.violations.append(f"--rendezvous {endpoint[:80]!r} is not HOST:PORT")
-    return claim(
+    return build_claim(
         "flags",
         "said on the command line",
-        nodes=Fact(nodes, "--nodes") if nodes is not None else None,
-        node_rank=Fact(node_rank, "--node-rank") if node_rank is not None else None,
-        address=Fact(where[0], "--rendezvous") if where else None,
-        port=Fact(where[1], "--rendezvous") if where else None,
+        nodes=SourcedValue(nodes, "--nodes") if nodes is not None else None,
+        node_rank=SourcedValue(node_rank, "--node-rank") if node_rank is not None else None,
+        address=SourcedValue(endpoint_value[0], "--rendezvous") if endpoint_value else None,
+        port=SourcedValue(endpoint_value[1], "--rendezvous") if endpoint_value else None,
     )
 
 
-def _merge(speaker: Claim, flags: Claim, others: list[Claim], planned: int) -> Claim:
+def _merge(first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_nodes: int) -> Claim:
     """The speaker's claim with its gaps filled, first by the flags, then by the other starters."""
-    source, reason, said = speaker.source, speaker.reason, dict(speaker.said)
-    if source == "none" and "nodes" in flags.said:
-        names = dict.fromkeys(fact.said_by for fact in flags.said.values())
-        source, reason = "flags", f"{', '.join(names)}: {flags.reason}"
-    if "address" in flags.said and "rank" not in said:
-        said = {
-            name: fact for name, fact in said.items() if name not in ("address", "port")
+    source, reason, settings = first_claim.source, first_claim.reason, dict(first_claim.settings)
+    if source == "none" and "nodes" in flags.settings:
+        source_names = dict.fromkeys(fact.source for fact in flags.settings.values())
+        source, reason = "flags", f"{', '.join(source_names)}: {flags.reason}"
+    if "address" in flags.settings and "rank" not in settings:
+        settings = {
+            name: fact for name, fact in settings.items() if name not in ("address", "port")
         }  # a person's wins
-    for each in (flags, *others):
-        fills = ("nodes", "node_rank", "address", "port")
-        said = {name: fact for name, fact in each.said.items() if name in fills} | said
-    if "nodes" not in said and source == "none":
-        said["nodes"] = Fact(planned, "devices.nodes")
-    if "nodes" in said and said["nodes"].value == 1:
-        said.setdefault("node_rank", Fact(0, said["nodes"].said_by))
-    return Claim(source, reason, said)
+    for later_claim in (flags, *other_claims):
+        fillable = ("nodes", "node_rank", "address", "port")
+        settings = {name: fact for name, fact in later_claim.settings.items() if name in fillable} | settings
+    if "nodes" not in settings and source == "none":
+        settings["nodes"] = SourcedValue(planned_nodes, "devices.nodes")
+    if "nodes" in settings and settings["nodes"].value == 1:
+        settings.setdefault("node_rank", SourcedValue(0, settings["nodes"].source))
+    return Claim(source, reason, settings)
 
 
-def _gaps(answer: Claim, environment: Mapping[str, str]) -> list[str]:
-    found, said = answer.contradictions(), answer.said
-    if "nodes" not in said:
-        return [*found, f"how many nodes there are is not said ({answer.reason}): say --nodes"]
-    if said["nodes"].value == 1 and "rank" not in said:
-        return found
-    if "node_rank" not in said:
-        found.append(f"{said['nodes']}, but which of them this is is not said: say --node-rank")
-    if "address" not in said or "port" not in said:
+def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
+    gaps, settings = merged.find_contradictions(), merged.settings
+    if "nodes" not in settings:
+        return [*gaps, f"how many nodes there are is not said ({merged.reason}): say --nodes"]
+    if settings["nodes"].value == 1 and "rank" not in settings:
+        return gaps
+    if "node_rank" not in settings:
+        gaps.append(f"{settings['nodes']}, but which of them this is is not said: say --node-rank")
+    if "address" not in settings or "port" not in settings:
         named = f"MASTER_ADDR={environment['MASTER_ADDR']!r} " if environment.get("MASTER_ADDR") else ""
-        found.append(f"{said['nodes']}, but where they meet is not said {named}: say --rendezvous HOST:PORT")
-    return found
+        gaps.append(
+            f"{settings['nodes']}, but where they meet is not said {named}: say --rendezvous HOST:PORT"
+        )
+    return gaps
 
 
-def own_address(other: str) -> str:
+def find_own_address(other: str) -> str:
     """The address of this machine by which it would speak to another; its name where that is not known."""
     with suppress(OSError):
-        for family, kind, _, _, where in socket.getaddrinfo(other, _DISCARD, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, socket_address in socket.getaddrinfo(
+            other, _DISCARD_PORT, type=socket.SOCK_DGRAM
+        ):
             with suppress(OSError), socket.socket(family, kind) as out:
-                out.connect(where)  # sends nothing
+                out.connect(socket_address)  # sends nothing
                 return str(out.getsockname()[0])
     return socket.gethostname()

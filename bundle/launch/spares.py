@@ -13,11 +13,18 @@ from typing import Any
 
 from bundle.errors import ExitCode, JobFailed
 from bundle.launch import nodes, outcomes
-from bundle.launch.causes import Action, Kind
-from bundle.launch.process import Ended, hearing
-from bundle.launch.rendezvous import Rendezvous, own_address
-from bundle.launch.roster import LOST_SECONDS, Roster, Round, Sign, resolved, upcoming
-from bundle.launch.verdict import Verdict, mends
+from bundle.launch.causes import FailureKind, RestartAction
+from bundle.launch.node_registry import (
+    LOST_SECONDS,
+    Heartbeat,
+    NodeRegistry,
+    Round,
+    is_round_over,
+    plan_next_round,
+)
+from bundle.launch.process import LaunchFailed, handle_stop_signals
+from bundle.launch.rendezvous import Rendezvous, find_own_address
+from bundle.launch.verdict import Verdict, is_restartable
 
 _log = logging.getLogger(__name__)
 
@@ -25,151 +32,182 @@ FOLDER = "roster"
 _SLEEP_SECONDS = 0.1
 
 
-class Spares:
+class SpareNodeRunner:
     """This node among those that were started for a job, more of them by `spares` than it needs.
 
     `where`: where it stands among all of them; they meet in the run directory's logs. `wait`: seconds that
-    the first round may take to come about; `most`: restarts in place without anything gained between.
+    the first round may take to come about; `most_restarts`: those in place without anything gained between.
     """
 
-    def __init__(self, where: Rendezvous, spares: int, logs: Path, *, wait: float, most: int) -> None:
-        self._where, self._nodes = where, where.nodes - spares
-        self._wait, self._most = wait, most
-        address = where.address if where.node_rank == 0 else own_address(where.address)
-        self._roster = Roster(logs / FOLDER, where.node_rank, outcomes.node_name(), address)
-        self._stopped: int | None = None
+    def __init__(
+        self, rendezvous: Rendezvous, spares: int, logs: Path, *, wait: float, most_restarts: int
+    ) -> None:
+        self._rendezvous, self._nodes = rendezvous, rendezvous.nodes - spares
+        self._wait, self._most_restarts = wait, most_restarts
+        address = rendezvous.address if rendezvous.node_rank == 0 else find_own_address(rendezvous.address)
+        self._registry = NodeRegistry(logs / FOLDER, rendezvous.node_rank, outcomes.get_node_name(), address)
+        self._stop_signal: int | None = None
 
     def run(
         self,
         start: Callable[[Rendezvous, bool, Callable[[], None]], None],
-        kept: Callable[[], object],
+        get_progress: Callable[[], object],
         unfit: str = "",
     ) -> None:
         """Returns when the job has ended well, be it without this node; raises Ended as it did otherwise.
 
         `start` runs the ranks of one round on this node: where it stands in that, whether it goes on with a
-        round before it, and what is to be called every now and then. `kept` is what a restart goes on from,
-        `unfit` why this node takes part in none.
+        round before it, and what is to be called every now and then. `get_progress` is what a restart goes on
+        from, `unfit` why this node takes part in none.
         """
-        left, before = self._most, kept()
-        own: Verdict | None = None  # how this node's last round ended
-        self._roster.say(out=unfit)
+        remaining, last_progress = self._most_restarts, get_progress()
+        last_verdict: Verdict | None = None  # how this node's last round ended
+        self._registry.update_entry(out=unfit)
         try:
-            while (seat := self._seat(own)) is not None:
-                where, continues = seat
-                self._roster.say(waits_for=None)
+            while (placement := self._wait_for_round(last_verdict)) is not None:
+                rendezvous, continues = placement
+                self._registry.update_entry(waits_for=None)
                 try:
-                    start(where, continues, self._roster.beat)
-                    own = None
+                    start(rendezvous, continues, self._registry.send_heartbeat)
+                    last_verdict = None
                     break
-                except Ended as ended:
-                    own = ended.verdict
-                left, before = (self._most if kept() != before else left), kept()
-                if own.action is Action.RESTART_WITHOUT:
-                    bad = own.kind is not Kind.LOST_NODE and own.node_rank == where.node_rank
-                    self._roster.say(out=own.sentence if bad else "")
-                elif mends(own) and left:
-                    left -= 1
+                except LaunchFailed as failure:
+                    last_verdict = failure.verdict
+                remaining, last_progress = (
+                    (self._most_restarts if get_progress() != last_progress else remaining),
+                    get_progress(),
+                )
+                if last_verdict.action is RestartAction.RESTART_WITHOUT:
+                    is_bad = (
+                        last_verdict.kind is not FailureKind.LOST_NODE
+                        and last_verdict.node_rank == rendezvous.node_rank
+                    )
+                    self._registry.update_entry(out=last_verdict.sentence if is_bad else "")
+                elif is_restartable(last_verdict) and remaining:
+                    remaining -= 1
                 else:
-                    raise Ended(own)
-                _log.warning("%s", Ended(own))
-            self._roster.say(ended=Verdict(ExitCode.OK).dump())
-        except Ended as ended:
-            self._roster.say(ended=ended.verdict.dump())
+                    raise LaunchFailed(last_verdict)
+                _log.warning("%s", LaunchFailed(last_verdict))
+            self._registry.update_entry(ended=Verdict(ExitCode.OK).dump())
+        except LaunchFailed as failure:
+            self._registry.update_entry(ended=failure.verdict.dump())
             raise
 
-    def _seat(self, own: Verdict | None) -> tuple[Rendezvous, bool] | None:
+    def _wait_for_round(self, last_verdict: Verdict | None) -> tuple[Rendezvous, bool] | None:
         """This node's place in the next round that it takes part in; None once the job has ended well.
 
-        `own` is how its last round ended. Raises Ended as the job did, and where there is no next round.
+        `last_verdict` is how its last round ended. Raises Ended as the job did, and where there is no next
+        round.
         """
-        began, roster = time.monotonic(), self._roster
-        with hearing(self._hear):
+        began, registry = time.monotonic(), self._registry
+        with handle_stop_signals(self._record_signal):
             while True:
-                looked = roster.look()
-                last = roster.round()
-                if roster.own.waits_for is None or (last and last.number >= roster.own.waits_for):
-                    if last and roster.own.waits_for is not None and roster.own.token in last.members:
-                        return self._place(last), last.continues
-                    roster.say(waits_for=(last.number if last else 0) + 1)
-                roster.beat()
-                if self._stopped is not None:
-                    raise Ended(self._told(self._stopped, last))
-                if looked and self._over(last, own, time.monotonic() - began):
+                has_polled = registry.poll()
+                last = registry.read_newest_round()
+                if registry.own_entry.waits_for is None or (
+                    last and last.number >= registry.own_entry.waits_for
+                ):
+                    if (
+                        last
+                        and registry.own_entry.waits_for is not None
+                        and registry.own_entry.token in last.members
+                    ):
+                        return self._build_rendezvous(last), last.continues
+                    registry.update_entry(waits_for=(last.number if last else 0) + 1)
+                registry.send_heartbeat()
+                if self._stop_signal is not None:
+                    raise LaunchFailed(self._build_stop_verdict(self._stop_signal, last))
+                if has_polled and self._advance_round(last, last_verdict, time.monotonic() - began):
                     return None
                 time.sleep(_SLEEP_SECONDS)
 
-    def _place(self, last: Round) -> Rendezvous:
+    def _build_rendezvous(self, last: Round) -> Rendezvous:
         """This node's place in a round, whose members meet at the first. Raises JobFailed."""
-        first = self._roster.entry(last.members[0])
+        first = self._registry.read_entry(last.members[0])
         if first is None:
-            raise JobFailed(f"{self._roster.folder}: what node {last.members[0]} said is no longer there")
-        rank = last.members.index(self._roster.own.token)
-        return self._where._replace(nodes=self._nodes, node_rank=rank, address=first.address)
+            raise JobFailed(f"{self._registry.folder}: what node {last.members[0]} said is no longer there")
+        rank = last.members.index(self._registry.own_entry.token)
+        return self._rendezvous._replace(nodes=self._nodes, node_rank=rank, address=first.address)
 
-    def _over(self, last: Round | None, own: Verdict | None, waited: float) -> bool:
+    def _advance_round(self, last: Round | None, last_verdict: Verdict | None, waited: float) -> bool:
         """Makes the next round where it can be; whether the job has ended well. Raises Ended."""
-        roster, members = self._roster, last.members if last else ()
-        ours, ends = roster.saw(members), roster.ends(members)
-        lost = roster.lost(members)
-        gone = lost | roster.ended(members)
-        for token, code in ends.items():
-            if code != ExitCode.OK and (verdict := roster.verdict(token)):
-                raise Ended(verdict)
-        alive = roster.alive()
-        if ends and gone == set(members) - {roster.own.token}:
-            if own is not None and not roster.own.out:
-                raise Ended(own)
+        registry, members = self._registry, last.members if last else ()
+        is_own_start, exit_codes = registry.has_seen(members), registry.read_exit_codes(members)
+        lost = registry.find_lost_nodes(members)
+        gone = lost | registry.find_ended_nodes(members)
+        for token, code in exit_codes.items():
+            if code != ExitCode.OK and (verdict := registry.read_verdict(token)):
+                raise LaunchFailed(verdict)
+        live_nodes = registry.find_live_nodes()
+        if exit_codes and gone == set(members) - {registry.own_entry.token}:
+            if last_verdict is not None and not registry.own_entry.out:
+                raise LaunchFailed(last_verdict)
             return True
         # Far from being lost: one that went together with who is lost by now is not chosen.
-        here = roster.alive(within=LOST_SECONDS / 3)
-        if (coming := upcoming(last, here, gone, self._nodes, continues=ours)) is not None:
-            roster.propose(coming)
+        recently_alive = registry.find_live_nodes(within=LOST_SECONDS / 3)
+        if (
+            next_round := plan_next_round(last, recently_alive, gone, self._nodes, continues=is_own_start)
+        ) is not None:
+            registry.propose(next_round)
             return False
-        fit = [sign for sign in alive if not sign.out]
-        if ours and resolved(last, alive, gone) and len(fit) < self._nodes:
-            word = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
-            named = roster.names(token for token in members if token in lost)
-            raise Ended(own or nodes.lost([named], word))
-        if not ours and len(alive) >= self._where.nodes and len(fit) < self._nodes:
-            raise Ended(self._refused(alive))
-        if not ours and waited > self._wait:
-            raise Ended(self._alone(alive, waited))
+        fit = [heartbeat for heartbeat in live_nodes if not heartbeat.is_excluded]
+        if is_own_start and is_round_over(last, live_nodes, gone) and len(fit) < self._nodes:
+            reason = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
+            lost_names = registry.format_names(token for token in members if token in lost)
+            raise LaunchFailed(last_verdict or nodes.build_lost_verdict([lost_names], reason))
+        if not is_own_start and len(live_nodes) >= self._rendezvous.nodes and len(fit) < self._nodes:
+            raise LaunchFailed(self._build_refusal(live_nodes))
+        if not is_own_start and waited > self._wait:
+            raise LaunchFailed(self._build_timeout_verdict(live_nodes, waited))
         return False
 
-    def _refused(self, alive: Sequence[Sign]) -> Verdict:
+    def _build_refusal(self, live_nodes: Sequence[Heartbeat]) -> Verdict:
         """That too few of all nodes may take part."""
-        every = sorted((sign.number, sign.token) for sign in alive if sign.out)
-        entries = (self._roster.entry(token) for _, token in every)
-        out = [f"{entry.name}: {entry.out}" for entry in entries if entry]
-        cause = f"of {len(alive)} nodes {len(alive) - len(out)} may take part, and {self._nodes} are needed"
-        return self._verdict(
-            ExitCode.ENVIRONMENT_UNFIT, Kind.REFUSED, f"{cause}: {'; '.join(out)}", Action.STOP
+        excluded = sorted(
+            (heartbeat.number, heartbeat.token) for heartbeat in live_nodes if heartbeat.is_excluded
+        )
+        entries = (self._registry.read_entry(token) for _, token in excluded)
+        reasons = [f"{entry.name}: {entry.out}" for entry in entries if entry]
+        cause = (
+            f"of {len(live_nodes)} nodes {len(live_nodes) - len(reasons)} may take part, and"
+            f" {self._nodes} are needed"
+        )
+        return self._build_verdict(
+            ExitCode.ENVIRONMENT_UNFIT,
+            FailureKind.REFUSED,
+            f"{cause}: {'; '.join(reasons)}",
+            RestartAction.STOP,
         )
 
-    def _alone(self, alive: Sequence[Sign], waited: float) -> Verdict:
+    def _build_timeout_verdict(self, live_nodes: Sequence[Heartbeat], waited: float) -> Verdict:
         """That the other nodes did not come."""
         cause = (
-            f"gave up: {len(alive)} of at least {self._nodes} nodes came to {self._roster.folder} within"
-            f" {waited:.0f} s: start this command on each, with --node-rank 0 to {self._where.nodes - 1}, and"
+            f"gave up: {len(live_nodes)} of at least {self._nodes} nodes came to"
+            f" {self._registry.folder} within"
+            f" {waited:.0f} s: start this command on each, with --node-rank 0 to"
+            f" {self._rendezvous.nodes - 1}, and"
             " see that all of them see that folder"
         )
-        return self._verdict(ExitCode.LAUNCH_UNAVAILABLE, Kind.LAUNCH, cause, Action.RESTART)
-
-    def _told(self, number: int, last: Round | None) -> Verdict:
-        """That this node was told to end while no rank of it ran."""
-        if last is not None and self._roster.saw(last.members):
-            cause = "this node has no part in the job at present, and ends as told"
-            return self._verdict(ExitCode.PREEMPTED, Kind.PREEMPTED, cause, Action.RESTART)
-        code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-        cause = f"ended by {signal.Signals(number).name} before all nodes were there"
-        return self._verdict(code, Kind.STOPPED, cause, Action.RESTART)
-
-    def _verdict(self, code: ExitCode, kind: Kind, cause: str, action: Action) -> Verdict:
-        own = self._roster.own
-        return Verdict(
-            code, kind, cause, action, node=own.name, node_rank=own.number, nodes=self._where.nodes
+        return self._build_verdict(
+            ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.RESTART
         )
 
-    def _hear(self, number: int, _: Any) -> None:
-        self._stopped = number
+    def _build_stop_verdict(self, number: int, last: Round | None) -> Verdict:
+        """That this node was told to end while no rank of it ran."""
+        if last is not None and self._registry.has_seen(last.members):
+            cause = "this node has no part in the job at present, and ends as told"
+            return self._build_verdict(
+                ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART
+            )
+        code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+        cause = f"ended by {signal.Signals(number).name} before all nodes were there"
+        return self._build_verdict(code, FailureKind.STOPPED, cause, RestartAction.RESTART)
+
+    def _build_verdict(self, code: ExitCode, kind: FailureKind, cause: str, action: RestartAction) -> Verdict:
+        entry = self._registry.own_entry
+        return Verdict(
+            code, kind, cause, action, node=entry.name, node_rank=entry.number, nodes=self._rendezvous.nodes
+        )
+
+    def _record_signal(self, number: int, _: Any) -> None:
+        self._stop_signal = number

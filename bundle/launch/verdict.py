@@ -13,18 +13,18 @@ from typing import Any
 from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch import causes, hang, outcomes, output
-from bundle.launch.causes import SECONDARY, Action, Kind
-from bundle.launch.evidence import Evidence
+from bundle.launch.causes import SECONDARY, FailureKind, RestartAction
+from bundle.launch.evidence import LaunchEvidence
 from bundle.launch.outcomes import Outcome
 
-NAME = "verdict.json"
+FILE_NAME = "verdict.json"
 FORMAT = "mcore-bundle verdict"
 # What a rank says only when it knows the cause, and that no restart mends; by the strength of the word.
-_REFUSALS = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
-_NO_FAILURE = (None, ExitCode.OK, ExitCode.PREEMPTED)
+_REFUSAL_CODES = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
+_HARMLESS_CODES = (None, ExitCode.OK, ExitCode.PREEMPTED)
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
 _TAIL_LINES = 15
-_LONGEST = 600
+_MOST_CHARACTERS = 600
 # A line of the warnings module, and the source line that it shows.
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
 _KILLED = "killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so)"
@@ -32,11 +32,11 @@ _SHORT_OF_MEMORY = (
     "killed by SIGKILL while the kernel ended processes for want of memory: give the container more, or lower"
     " train.micro_batch_size or the ranks of a node"
 )
-_AFTER = {
-    Action.NONE: "",
-    Action.RESTART: "; the same command goes on after the last checkpoint",
-    Action.RESTART_WITHOUT: "; restart without {node}",
-    Action.STOP: "; a restart does not mend this",
+_ADVICE = {
+    RestartAction.NONE: "",
+    RestartAction.RESTART: "; the same command goes on after the last checkpoint",
+    RestartAction.RESTART_WITHOUT: "; restart without {node}",
+    RestartAction.STOP: "; a restart does not mend this",
 }
 
 
@@ -49,9 +49,9 @@ class Verdict:
     """
 
     code: ExitCode
-    kind: Kind = Kind.NOTHING
+    kind: FailureKind = FailureKind.NOTHING
     cause: str = ""
-    action: Action = Action.NONE
+    action: RestartAction = RestartAction.NONE
     rank: int | None = None
     node: str = ""
     node_rank: int = 0
@@ -64,140 +64,181 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """What broke, on which rank and node, and whether to start again."""
-        if self.kind in (Kind.NOTHING, Kind.PREEMPTED, Kind.STOPPED):
+        if self.kind in (FailureKind.NOTHING, FailureKind.PREEMPTED, FailureKind.STOPPED):
             return self.cause
-        if self.kind is Kind.HANG:  # which is about several ranks, and names them
-            return f"{self.cause}{_AFTER[self.action]}"
-        where = [] if self.rank is None else [f"rank {self.rank}"]
-        where += [self.node] if self.nodes > 1 and self.node else []
+        if self.kind is FailureKind.HANG:  # which is about several ranks, and names them
+            return f"{self.cause}{_ADVICE[self.action]}"
+        place_parts = [] if self.rank is None else [f"rank {self.rank}"]
+        place_parts += [self.node] if self.nodes > 1 and self.node else []
         device = f", {self.device}" if self.device else ""
-        who = f"{' on '.join(where)}{device}: " if where else ""
-        if (self.kind, self.action) == (Kind.LAUNCH, Action.RESTART):
-            return f"{who}{self.cause}; the same command tries again"
-        return f"{who}{self.cause}{_AFTER[self.action].format(node=self.node)}"
+        subject = f"{' on '.join(place_parts)}{device}: " if place_parts else ""
+        if (self.kind, self.action) == (FailureKind.LAUNCH, RestartAction.RESTART):
+            return f"{subject}{self.cause}; the same command tries again"
+        return f"{subject}{self.cause}{_ADVICE[self.action].format(node=self.node)}"
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """What a person is told: the details, and the sentence at the end."""
         return "\n".join([*self.details, self.sentence])
 
     def dump(self) -> dict[str, Any]:
         """The values of its JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"format": FORMAT, **values, "code": int(self.code), "sentence": self.sentence}
 
 
-def write(folder: Path, of: Verdict) -> None:
+def write(folder: Path, verdict: Verdict) -> None:
     """Puts a verdict into the log folder of its launch. Raises JobFailed where nothing can be written."""
-    files.write_json(folder / NAME, of.dump())
+    files.write_json(folder / FILE_NAME, verdict.dump())
 
 
 def parse(values: Mapping[str, Any]) -> Verdict:
     """The verdict that `Verdict.dump` made these JSON values of."""
-    kept = {each.name: values[each.name] for each in fields(Verdict)}
-    kept |= {"code": ExitCode(kept["code"]), "kind": Kind(kept["kind"]), "action": Action(kept["action"])}
-    return Verdict(**kept | {name: tuple(kept[name]) for name in ("evidence", "details", "silent")})
+    field_values = {field.name: values[field.name] for field in fields(Verdict)}
+    field_values |= {
+        "code": ExitCode(field_values["code"]),
+        "kind": FailureKind(field_values["kind"]),
+        "action": RestartAction(field_values["action"]),
+    }
+    return Verdict(
+        **field_values | {name: tuple(field_values[name]) for name in ("evidence", "details", "silent")}
+    )
 
 
-def judge(of: Evidence) -> Verdict:
+def judge(launch: LaunchEvidence) -> Verdict:
     """The verdict of a launch on one node: of who knows what is wrong, and only then of who merely broke."""
-    found = _judged(of)
-    return replace(found, evidence=(*found.evidence, *(f"before: {what}" for what in of.noticed)))
+    verdict = _find_verdict(launch)
+    return replace(verdict, evidence=(*verdict.evidence, *(f"before: {notice}" for notice in launch.notices)))
 
 
-def _judged(of: Evidence) -> Verdict:
-    ended = sorted((o for o in of.outcomes if o.code), key=lambda o: (not o.explained, o.time))
-    if of.status == 0:  # which is also how ranks end that have saved and stopped
-        return _preempted(of, ended) or _said(of, ExitCode.OK)
-    if of.gave_up:
-        return _said(of, ExitCode.LAUNCH_UNAVAILABLE, Kind.LAUNCH, of.gave_up, Action.RESTART)
-    for known in (_refused, _preempted, _by_kernel, _hung, _unreachable, _stopped):
-        if (verdict := known(of, ended)) is not None:
+def _find_verdict(launch: LaunchEvidence) -> Verdict:
+    ended = sorted(
+        (outcome for outcome in launch.outcomes if outcome.code),
+        key=lambda outcome: (not outcome.explained, outcome.time),
+    )
+    if launch.status == 0:  # which is also how ranks end that have saved and stopped
+        return _detect_preemption(launch, ended) or _build_verdict(launch, ExitCode.OK)
+    if launch.wait_failure:
+        return _build_verdict(
+            launch,
+            ExitCode.LAUNCH_UNAVAILABLE,
+            FailureKind.LAUNCH,
+            launch.wait_failure,
+            RestartAction.RESTART,
+        )
+    for detect in (
+        _detect_refusal,
+        _detect_preemption,
+        _detect_kernel_failure,
+        _detect_hang,
+        _detect_unreachable_nodes,
+        _detect_stop,
+    ):
+        if (verdict := detect(launch, ended)) is not None:
             return verdict
-    broken = sorted(_broken(of, ended), key=lambda verdict: strength(verdict.kind))
-    return broken[0] if broken else _not_started(of)
+    broken = sorted(_judge_broken_ranks(launch, ended), key=lambda verdict: get_echo_level(verdict.kind))
+    return broken[0] if broken else _judge_failed_start(launch)
 
 
-def saw_death(agent: str) -> bool:
+def has_seen_death(agent_log: str) -> bool:
     """Whether torchrun, by what it wrote, has seen a rank end."""
-    return _FIRST_DEATH.search(agent) is not None
+    return _FIRST_DEATH.search(agent_log) is not None
 
 
-def strength(kind: Kind) -> int:
+def get_echo_level(kind: FailureKind) -> int:
     """0 for what can only be a cause; more for what may be the echo of one."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
 
 
-def mends(of: Verdict) -> bool:
+def is_restartable(verdict: Verdict) -> bool:
     """Whether the same ranks may get further on the same nodes: nobody had them stopped, no node is bad."""
-    return of.action is Action.RESTART and of.kind not in (Kind.PREEMPTED, Kind.STOPPED, Kind.LAUNCH)
+    return verdict.action is RestartAction.RESTART and verdict.kind not in (
+        FailureKind.PREEMPTED,
+        FailureKind.STOPPED,
+        FailureKind.LAUNCH,
+    )
 
 
-def _said(
-    of: Evidence,
+def _build_verdict(
+    launch: LaunchEvidence,
     code: ExitCode,
-    kind: Kind = Kind.NOTHING,
+    kind: FailureKind = FailureKind.NOTHING,
     cause: str = "",
-    action: Action = Action.NONE,
-    **more: Any,
+    action: RestartAction = RestartAction.NONE,
+    **verdict_fields: Any,
 ) -> Verdict:
-    return Verdict(code, kind, cause, action, node=of.node, node_rank=of.node_rank, nodes=of.nodes, **more)
+    return Verdict(
+        code,
+        kind,
+        cause,
+        action,
+        node=launch.node,
+        node_rank=launch.node_rank,
+        nodes=launch.nodes,
+        **verdict_fields,
+    )
 
 
-def _of_rank(
-    of: Evidence,
+def _build_rank_verdict(
+    launch: LaunchEvidence,
     outcome: Outcome,
-    kind: Kind,
-    action: Action,
+    kind: FailureKind,
+    action: RestartAction,
     cause: str = "",
     *,
     evidence: tuple[str, ...] = (),
     details: tuple[str, ...] = (),
 ) -> Verdict:
     """The verdict about one rank; without a `cause`, in the rank's own words."""
-    words, message = _folded(outcome.message), outcome.message.rstrip().splitlines()
-    said = (f"{_name(outcome)}: {words}",) if words else ()
+    summary, message = _shorten_message(outcome.message), outcome.message.rstrip().splitlines()
+    quotes = (f"{_name_rank(outcome)}: {summary}",) if summary else ()
     # What does not fit into one line is shown above it.
-    whole = (f"{_name(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
-    return _said(
-        of,
-        ExitCode(outcome.code) if outcome.code not in _NO_FAILURE else ExitCode.JOB_FAILED,
+    full_message = (f"{_name_rank(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
+    return _build_verdict(
+        launch,
+        ExitCode(outcome.code) if outcome.code not in _HARMLESS_CODES else ExitCode.JOB_FAILED,
         kind,
-        cause or words,
+        cause or summary,
         action,
         rank=outcome.rank,
-        evidence=(*evidence, *said),
-        details=(*whole, *details),
+        evidence=(*evidence, *quotes),
+        details=(*full_message, *details),
     )
 
 
-def _refused(of: Evidence, ended: list[Outcome]) -> Verdict | None:
-    said = [outcome for outcome in ended if outcome.code in _REFUSALS]
-    return _of_rank(of, said[0], Kind.REFUSED, Action.STOP) if said else None
+def _detect_refusal(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+    refusals = [outcome for outcome in ended if outcome.code in _REFUSAL_CODES]
+    return (
+        _build_rank_verdict(launch, refusals[0], FailureKind.REFUSED, RestartAction.STOP)
+        if refusals
+        else None
+    )
 
 
-def _preempted(of: Evidence, ended: list[Outcome]) -> Verdict | None:
+def _detect_preemption(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
     saved = [outcome for outcome in ended if outcome.code == ExitCode.PREEMPTED]
-    if not saved or any(o.code not in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in of.outcomes):
+    if not saved or any(o.code not in (ExitCode.OK, ExitCode.PREEMPTED, None) for o in launch.outcomes):
         return None
-    return _said(of, ExitCode.PREEMPTED, Kind.PREEMPTED, saved[0].message, Action.RESTART)
+    return _build_verdict(
+        launch, ExitCode.PREEMPTED, FailureKind.PREEMPTED, saved[0].message, RestartAction.RESTART
+    )
 
 
-def _by_kernel(of: Evidence, _: list[Outcome]) -> Verdict | None:
+def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
     """What the kernel says of a device or of memory, where nobody had us stopped."""
-    pids = {outcome.pid: outcome.rank for outcome in of.outcomes}
-    for line in of.kernel if of.stopped_by is None else ():
-        if (hit := causes.found(causes.KERNEL, line)) is None:
+    pids = {outcome.pid: outcome.rank for outcome in launch.outcomes}
+    for line in launch.kernel_lines if launch.stop_signal is None else ():
+        if (hit := causes.find_cause(causes.KERNEL_RULES, line)) is None:
             continue
-        named = hit.match.groupdict()
-        rank = pids.get(int(named.get("pid") or 0))
-        if rank is None and hit.rule.kind is Kind.HOST_MEMORY:
+        groups = hit.match.groupdict()
+        rank = pids.get(int(groups.get("pid") or 0))
+        if rank is None and hit.rule.kind is FailureKind.HOST_MEMORY:
             continue  # a process of somebody else
-        device = named.get("device")
-        return _said(
-            of,
+        device = groups.get("device")
+        return _build_verdict(
+            launch,
             ExitCode.JOB_FAILED,
             hit.rule.kind,
-            hit.says,
+            hit.cause,
             hit.rule.action,
             rank=rank,
             device=f"PCI {device}" if device else None,
@@ -206,134 +247,179 @@ def _by_kernel(of: Evidence, _: list[Outcome]) -> Verdict | None:
     return None
 
 
-def _hung(of: Evidence, ended: list[Outcome]) -> Verdict | None:
-    said = [outcome for outcome in ended if outcome.code == ExitCode.HANG]
-    if not said:
+def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+    hang_reports = [outcome for outcome in ended if outcome.code == ExitCode.HANG]
+    if not hang_reports:
         return None
-    if not of.standings:
-        silent = [outcome.rank for outcome in of.outcomes if outcome.code is None]
-        stuck = f"; no word from {outcomes.spelled(silent)}" if silent else ""
-        return _of_rank(of, said[0], Kind.HANG, Action.RESTART, f"{_name(said[0])}: {said[0].message}{stuck}")
-    text, rank = hang.statement(of.standings)
-    longest = max(of.standings, key=lambda standing: standing.seconds)
+    if not launch.snapshots:
+        silent = [outcome.rank for outcome in launch.outcomes if outcome.code is None]
+        stuck = f"; no word from {outcomes.format_ranks(silent)}" if silent else ""
+        return _build_rank_verdict(
+            launch,
+            hang_reports[0],
+            FailureKind.HANG,
+            RestartAction.RESTART,
+            f"{_name_rank(hang_reports[0])}: {hang_reports[0].message}{stuck}",
+        )
+    text, rank = hang.summarize_hang(launch.snapshots)
+    longest = max(launch.snapshots, key=lambda snapshot: snapshot.seconds)
     since = f" for {longest.seconds:.0f} s" if longest.seconds else ""  # ranks know, and none may have said
     cause = f"no progress{since}: {text}"
-    found = _of_rank(of, said[0], Kind.HANG, Action.RESTART, cause)
-    of_it = [standing for standing in of.standings if standing.rank == rank]
+    verdict = _build_rank_verdict(launch, hang_reports[0], FailureKind.HANG, RestartAction.RESTART, cause)
+    rank_snapshots = [snapshot for snapshot in launch.snapshots if snapshot.rank == rank]
     return replace(
-        found,
+        verdict,
         rank=rank,
-        node=of_it[0].node if of_it else found.node,
-        evidence=tuple(f"rank {standing.rank} on {standing.node}: {standing}" for standing in of.standings),
+        node=rank_snapshots[0].node if rank_snapshots else verdict.node,
+        evidence=tuple(
+            f"rank {snapshot.rank} on {snapshot.node}: {snapshot}" for snapshot in launch.snapshots
+        ),
     )
 
 
-def _unreachable(of: Evidence, ended: list[Outcome]) -> Verdict | None:
-    said = [outcome for outcome in ended if outcome.code == ExitCode.LAUNCH_UNAVAILABLE]
-    return _of_rank(of, said[0], Kind.LAUNCH, Action.RESTART) if said else None
+def _detect_unreachable_nodes(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None:
+    reports = [outcome for outcome in ended if outcome.code == ExitCode.LAUNCH_UNAVAILABLE]
+    return (
+        _build_rank_verdict(launch, reports[0], FailureKind.LAUNCH, RestartAction.RESTART)
+        if reports
+        else None
+    )
 
 
-def _stopped(of: Evidence, _: list[Outcome]) -> Verdict | None:
-    if of.stopped_by is None:
+def _detect_stop(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
+    if launch.stop_signal is None:
         return None
-    code = ExitCode.INTERRUPTED if of.stopped_by == signal.SIGINT else ExitCode.TERMINATED
-    cause = f"ended by {_signal_name(of.stopped_by)} before a checkpoint was complete"
-    return _said(of, code, Kind.STOPPED, cause, Action.RESTART)
+    code = ExitCode.INTERRUPTED if launch.stop_signal == signal.SIGINT else ExitCode.TERMINATED
+    cause = f"ended by {_get_signal_name(launch.stop_signal)} before a checkpoint was complete"
+    return _build_verdict(launch, code, FailureKind.STOPPED, cause, RestartAction.RESTART)
 
 
-def _broken(of: Evidence, ended: list[Outcome]) -> Iterator[Verdict]:
+def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterator[Verdict]:
     """What each rank that broke is a case of, the likeliest to be the first before the others."""
-    if of.overdue and of.elsewhere and not ended:
+    if launch.has_killed_ranks and launch.has_failed_elsewhere and not ended:
         cause = "its launcher ended its ranks, since another node had ended without them"
-        yield _said(of, ExitCode.JOB_FAILED, Kind.ECHO, cause, Action.RESTART)
+        yield _build_verdict(launch, ExitCode.JOB_FAILED, FailureKind.ECHO, cause, RestartAction.RESTART)
         return
-    ranks = {outcome.local_rank: outcome for outcome in of.outcomes}
+    ranks = {outcome.local_rank: outcome for outcome in launch.outcomes}
     order = [outcome.local_rank for outcome in ended if outcome.code != ExitCode.PREEMPTED]
-    first, code = _FIRST_DEATH.search(of.agent), 0
+    first, code = _FIRST_DEATH.search(launch.agent_log), 0
     if first:
-        code, local = int(first[1]), int(first[2])
+        code, first_local_rank = int(first[1]), int(first[2])
         # torchrun names the rank whose death it saw first, which is the cause when that death was a signal.
-        ours = of.overdue and code == -signal.SIGKILL and order
-        order = [local, *order] if code < 0 and not ours else [*order, local]
-        ranks.setdefault(local, Outcome(of.node_rank * of.per_node + local, local, 0, 0.0))
+        is_own_kill = launch.has_killed_ranks and code == -signal.SIGKILL and order
+        order = [first_local_rank, *order] if code < 0 and not is_own_kill else [*order, first_local_rank]
+        ranks.setdefault(
+            first_local_rank,
+            Outcome(launch.node_rank * launch.per_node + first_local_rank, first_local_rank, 0, 0.0),
+        )
     elif not order:
-        order = [outcome.local_rank for outcome in of.outcomes if outcome.code is None][:1]
-    for each in dict.fromkeys(order):
-        if ranks[each].code:
-            yield _spoken(of, ranks[each])
+        order = [outcome.local_rank for outcome in launch.outcomes if outcome.code is None][:1]
+    for local_rank in dict.fromkeys(order):
+        if ranks[local_rank].code:
+            yield _judge_reported_failure(launch, ranks[local_rank])
         else:
-            yield _silent(of, ranks[each], first)
+            yield _judge_silent_failure(launch, ranks[local_rank], first)
 
 
-def _spoken(of: Evidence, outcome: Outcome) -> Verdict:
+def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict:
     """What a rank that wrote down its end is a case of: an error that we explain keeps its own words."""
-    where = _where(of, outcome)
-    if (hit := causes.found(causes.RANK, outcome.message)) is None:
-        return _of_rank(of, outcome, Kind.EXCEPTION, Action.STOP, details=where)
-    cause = "" if outcome.explained else hit.says
-    return _of_rank(of, outcome, hit.rule.kind, hit.rule.action, cause, details=where)
+    log_lines = _describe_log(launch, outcome)
+    if (hit := causes.find_cause(causes.RANK_RULES, outcome.message)) is None:
+        return _build_rank_verdict(
+            launch, outcome, FailureKind.EXCEPTION, RestartAction.STOP, details=log_lines
+        )
+    cause = "" if outcome.explained else hit.cause
+    return _build_rank_verdict(launch, outcome, hit.rule.kind, hit.rule.action, cause, details=log_lines)
 
 
-def _silent(of: Evidence, outcome: Outcome, first: re.Match[str] | None) -> Verdict:
+def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Match[str] | None) -> Verdict:
     """What a rank that ended without a word is a case of: by the signal that ended it, or by its log."""
     code = int(first[1]) if first and int(first[2]) == outcome.local_rank else 0
-    seen = (f"torchrun: {first[0].strip()}",) if first and code else ()
-    where = _where(of, outcome)
+    death_lines = (f"torchrun: {first[0].strip()}",) if first and code else ()
+    log_lines = _describe_log(launch, outcome)
     if code == -signal.SIGKILL:
-        cause, kind = (_SHORT_OF_MEMORY, Kind.HOST_MEMORY) if of.memory_kills else (_KILLED, Kind.KILLED)
-        return _of_rank(of, outcome, kind, Action.RESTART, cause, evidence=seen, details=where)
-    said = _quiet(of.logs[outcome.local_rank].end) if outcome.local_rank in of.logs else ""
-    shown = (*where, *_tail(said, output.label(of.node_rank, outcome.rank)))
-    if hit := causes.found(causes.RANK, said):
-        seen = (*seen, f"{_name(outcome)}'s log: {hit.line}")
-        return _of_rank(of, outcome, hit.rule.kind, hit.rule.action, hit.says, evidence=seen, details=shown)
-    if code < 0:
-        cause = f"killed by {_signal_name(-code)}"
-        return _of_rank(of, outcome, Kind.CRASH, Action.RESTART, cause, evidence=seen, details=shown)
-    cause = f"ended with code {code} and no word" if code else "ended without a word"
-    return _of_rank(of, outcome, Kind.EXCEPTION, Action.STOP, cause, evidence=seen, details=shown)
-
-
-def _not_started(of: Evidence) -> Verdict:
-    """What torchrun says where it started no rank."""
-    shown = _tail(_quiet(of.agent), "[torchrun]")
-    if hit := causes.found(causes.AGENT, of.agent):
-        said, rule = (f"torchrun: {hit.line}",), hit.rule
-        return _said(
-            of, ExitCode.LAUNCH_UNAVAILABLE, rule.kind, hit.says, rule.action, evidence=said, details=shown
+        cause, kind = (
+            (_SHORT_OF_MEMORY, FailureKind.HOST_MEMORY)
+            if launch.has_memory_kills
+            else (_KILLED, FailureKind.KILLED)
         )
-    cause = "torchrun failed after its ranks" if of.outcomes else "torchrun could not start the ranks"
-    return _said(of, ExitCode.LAUNCH_UNAVAILABLE, Kind.LAUNCH, cause, Action.STOP, details=shown)
+        return _build_rank_verdict(
+            launch, outcome, kind, RestartAction.RESTART, cause, evidence=death_lines, details=log_lines
+        )
+    log_tail = (
+        _remove_warnings(launch.logs[outcome.local_rank].tail) if outcome.local_rank in launch.logs else ""
+    )
+    shown = (*log_lines, *_take_tail(log_tail, output.format_label(launch.node_rank, outcome.rank)))
+    if hit := causes.find_cause(causes.RANK_RULES, log_tail):
+        death_lines = (*death_lines, f"{_name_rank(outcome)}'s log: {hit.line}")
+        return _build_rank_verdict(
+            launch, outcome, hit.rule.kind, hit.rule.action, hit.cause, evidence=death_lines, details=shown
+        )
+    if code < 0:
+        cause = f"killed by {_get_signal_name(-code)}"
+        return _build_rank_verdict(
+            launch,
+            outcome,
+            FailureKind.CRASH,
+            RestartAction.RESTART,
+            cause,
+            evidence=death_lines,
+            details=shown,
+        )
+    cause = f"ended with code {code} and no word" if code else "ended without a word"
+    return _build_rank_verdict(
+        launch, outcome, FailureKind.EXCEPTION, RestartAction.STOP, cause, evidence=death_lines, details=shown
+    )
 
 
-def _folded(message: str) -> str:
+def _judge_failed_start(launch: LaunchEvidence) -> Verdict:
+    """What torchrun says where it started no rank."""
+    shown = _take_tail(_remove_warnings(launch.agent_log), "[torchrun]")
+    if hit := causes.find_cause(causes.AGENT_RULES, launch.agent_log):
+        quotes, rule = (f"torchrun: {hit.line}",), hit.rule
+        return _build_verdict(
+            launch,
+            ExitCode.LAUNCH_UNAVAILABLE,
+            rule.kind,
+            hit.cause,
+            rule.action,
+            evidence=quotes,
+            details=shown,
+        )
+    cause = "torchrun failed after its ranks" if launch.outcomes else "torchrun could not start the ranks"
+    return _build_verdict(
+        launch, ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.STOP, details=shown
+    )
+
+
+def _shorten_message(message: str) -> str:
     """A message as one line: what it says, and the first of the violations that it lists."""
     first, *rest = message.strip().splitlines() or [""]
     listed = [line.strip().removeprefix("- ") for line in rest if line.strip().startswith("- ")]
     more = f", and {len(listed) - 1} more" if len(listed) > 1 else ""
-    return (f"{first}: {listed[0]}{more}" if listed else first)[:_LONGEST]
+    return (f"{first}: {listed[0]}{more}" if listed else first)[:_MOST_CHARACTERS]
 
 
-def _name(outcome: Outcome) -> str:
+def _name_rank(outcome: Outcome) -> str:
     return f"rank {outcome.rank}"
 
 
-def _where(of: Evidence, outcome: Outcome) -> tuple[str, ...]:
-    log = of.logs.get(outcome.local_rank)
-    return (f"{_name(outcome)}'s log: {log.path}",) if log else ()
+def _describe_log(launch: LaunchEvidence, outcome: Outcome) -> tuple[str, ...]:
+    log = launch.logs.get(outcome.local_rank)
+    return (f"{_name_rank(outcome)}'s log: {log.path}",) if log else ()
 
 
-def _signal_name(number: int) -> str:
+def _get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def _quiet(text: str) -> str:
+def _remove_warnings(text: str) -> str:
     return _WARNING.sub("", text)
 
 
-def _tail(text: str, before: str) -> tuple[str, ...]:
+def _take_tail(text: str, prefix: str) -> tuple[str, ...]:
     lines = text.rstrip().splitlines()[-_TAIL_LINES:]
-    return tuple(f"{before} {line}" for line in lines)
+    return tuple(f"{prefix} {line}" for line in lines)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @lru_cache(maxsize=256)
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+def _read_parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     """The names of the parameters; None when the function takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -21,11 +21,11 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether `function` has a parameter of this name (or takes any keyword)."""
-    names = _parameters(function)
+    names = _read_parameters(function)
     return names is None or name in names
 
 
-def known(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+def filter_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """The keywords that `function` accepts here.
 
     Only for keywords that mean nothing to a release that lacks them (`vp_stage` before 0.13). What changes

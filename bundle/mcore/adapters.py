@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from bundle.mcore.groups import fork_random
 
 
-class LowRank(NamedTuple):
+class LowRankPair(NamedTuple):
     """A [rank, in] and B [out, rank] of one weight, as much of them as this rank has."""
 
     a: torch.nn.Parameter
@@ -43,7 +43,7 @@ class Adapter(torch.nn.Module):
 
     def __init__(
         self,
-        experts: Sequence[Sequence[LowRank | None]],
+        pairs_by_expert: Sequence[Sequence[LowRankPair | None]],
         widths: Sequence[int],
         repeats: int,
         *,
@@ -51,118 +51,122 @@ class Adapter(torch.nn.Module):
         dropout: float,
         dim: int | None,
         group: ProcessGroup,
-        expert: bool,
+        is_expert: bool,
         sequence_parallel: bool,
     ) -> None:
-        """`experts`: for each weight of the layer its pairs, None where a published weight has none; all have
+        """`pairs_by_expert`: for each weight of the layer its pairs, None where a published weight has none.
+
+        All have
         one rank. `dim` of the weights is cut between `group`'s ranks."""
         super().__init__()
-        self._pairs: list[list[LowRank | None]] = [list(pairs) for pairs in experts]
-        for of_expert, pairs in enumerate(self._pairs):
+        self._pairs: list[list[LowRankPair | None]] = [list(pairs) for pairs in pairs_by_expert]
+        for expert_index, pairs in enumerate(self._pairs):
             for number, pair in enumerate(pairs):
                 if pair is not None:
-                    self.register_parameter(f"lora_A{number}_{of_expert}", pair.a)
-                    self.register_parameter(f"lora_B{number}_{of_expert}", pair.b)
-        self._numbers = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
+                    self.register_parameter(f"lora_A{number}_{expert_index}", pair.a)
+                    self.register_parameter(f"lora_B{number}_{expert_index}", pair.b)
+        self._adapted_indices = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
         self._widths, self._repeats, self._scale = tuple(widths), repeats, scale
         self._dropout = dropout
-        self.left_out = False  # whether it adds nothing for now
-        self._dim, self._group, self._expert = dim, group, expert
-        self._sequence_parallel = sequence_parallel and not expert
+        self.is_disabled = False  # whether it adds nothing for now
+        self._dim, self._group, self._is_expert = dim, group, is_expert
+        self._sequence_parallel = sequence_parallel and not is_expert
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """[..., out], as much of it as the layer gives for the same `x` [..., in].
 
         `counts`: how many rows each expert has, where there are several; they lie one behind the other.
         """
-        product = _product(x, counts)
-        a = torch.cat([self._stacked("a", number) for number in self._numbers], 1)
-        if self._expert and self._dim == 0:
-            a = summed_gradient(a, self._group)
-        low = self._between(self._narrow(x, a, product) * self._scale)
-        parts = dict(zip(self._numbers, low.chunk(len(self._numbers), -1), strict=True))
+        multiply = _make_multiply(x, counts)
+        a = torch.cat([self._stack_matrices("a", number) for number in self._adapted_indices], 1)
+        if self._is_expert and self._dim == 0:
+            a = sum_gradient(a, self._group)
+        low = self._exchange(self._project_down(x, a, multiply) * self._scale)
+        parts = dict(zip(self._adapted_indices, low.chunk(len(self._adapted_indices), -1), strict=True))
         pieces = []
         for number, width in enumerate(self._widths):
             if number in parts:
-                b = self._stacked("b", number)
-                if self._expert and self._dim == 1:
-                    b = summed_gradient(b, self._group)
-                pieces.append(product(parts[number], b).unflatten(-1, (self._repeats, width)))
+                b = self._stack_matrices("b", number)
+                if self._is_expert and self._dim == 1:
+                    b = sum_gradient(b, self._group)
+                pieces.append(multiply(parts[number], b).unflatten(-1, (self._repeats, width)))
             else:
                 pieces.append(low.new_zeros(()).expand(*low.shape[:-1], self._repeats, width))
         return torch.cat(pieces, -1).flatten(-2)
 
-    def difference(self, expert: int) -> Tensor:
+    def compute_delta_weight(self, expert: int) -> Tensor:
         """What is added to the weight of that number: [out, in] in fp32, as much as this rank has."""
-        some = next(pair for pair in self._pairs[expert] if pair is not None)
+        template = next(pair for pair in self._pairs[expert] if pair is not None)
         parts = []
         for width, pair in zip(self._widths, self._pairs[expert], strict=True):
             if pair is None:
-                parts.append(some.a.new_zeros(self._repeats, width, some.a.shape[1], dtype=torch.float))
+                parts.append(
+                    template.a.new_zeros(self._repeats, width, template.a.shape[1], dtype=torch.float)
+                )
             else:
-                of_weight = pair.b.float() @ pair.a.float() * self._scale
-                parts.append(of_weight.unflatten(0, (self._repeats, width)))
+                delta = pair.b.float() @ pair.a.float() * self._scale
+                parts.append(delta.unflatten(0, (self._repeats, width)))
         return torch.cat(parts, 1).flatten(0, 1)
 
-    def _narrow(self, x: Tensor, a: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _project_down(self, x: Tensor, a: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the products of `x` and every A side by side; in training each has its own dropout."""
         if not (self.training and self._dropout):
-            return product(x, a)
-        parts = a.chunk(len(self._numbers), 1)
+            return multiply(x, a)
+        parts = a.chunk(len(self._adapted_indices), 1)
         with self._fork_random():
             inputs = [F.dropout(x, self._dropout) for _ in parts]
-        return torch.cat([product(rows, part) for rows, part in zip(inputs, parts, strict=True)], -1)
+        return torch.cat([multiply(rows, part) for rows, part in zip(inputs, parts, strict=True)], -1)
 
     def _fork_random(self) -> AbstractContextManager[None]:
         """Return the random state of dropout, in which ranks that see the same input are alike."""
         is_same_input = self._dim != 1 and not self._sequence_parallel
-        return fork_random(expert=self._expert, is_same=is_same_input)
+        return fork_random(is_expert=self._is_expert, is_same=is_same_input)
 
-    def _stacked(self, matrix: str, number: int) -> Tensor:
+    def _stack_matrices(self, matrix: str, number: int) -> Tensor:
         """A or B of one published weight: [experts, ...]; zeros for an expert that has none."""
-        found = [pair and getattr(pair, matrix) for pair in (pairs[number] for pairs in self._pairs)]
-        some = next(each for each in found if each is not None)
-        if len(found) == 1:
-            return some[None]
-        return torch.stack([torch.zeros_like(some) if each is None else each for each in found])
+        matrices = [pair and getattr(pair, matrix) for pair in (pairs[number] for pairs in self._pairs)]
+        template = next(item for item in matrices if item is not None)
+        if len(matrices) == 1:
+            return template[None]
+        return torch.stack([torch.zeros_like(template) if item is None else item for item in matrices])
 
-    def _between(self, low: Tensor) -> Tensor:
+    def _exchange(self, low: Tensor) -> Tensor:
         """What the other ranks have of the narrow product, as the layer itself has its input or output."""
-        if self._expert or self._dim is None or self._group.size() == 1:
+        if self._is_expert or self._dim is None or self._group.size() == 1:
             return low
         mappings: Any = tensor_parallel
         if self._dim == 0:
-            whole = (
+            collective = (
                 mappings.gather_from_sequence_parallel_region
                 if self._sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region
             )
         else:
-            whole = (
+            collective = (
                 mappings.reduce_scatter_to_sequence_parallel_region
                 if self._sequence_parallel
                 else mappings.reduce_from_tensor_model_parallel_region
             )
-        exchanged: Tensor = whole(low)
+        exchanged: Tensor = collective(low)
         return exchanged
 
 
-def _product(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tensor], Tensor]:
+def _make_multiply(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tensor], Tensor]:
     """How rows like those of `x` are multiplied by weights [experts, out, in], each by its expert's."""
     if counts is None:
         return lambda rows, weights: F.linear(rows, weights[0])
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda)
     ends = ends.to(x.device, non_blocking=True)
 
-    def product(rows: Tensor, weights: Tensor) -> Tensor:
+    def multiply(rows: Tensor, weights: Tensor) -> Tensor:
         # One kernel, where torch (2.10) has it: in bf16, with rows of a multiple of 16 bytes.
-        aligned = not any(size % 8 for size in weights.shape[1:])
-        if hasattr(F, "grouped_mm") and rows.dtype == torch.bfloat16 and aligned and len(rows):
+        is_aligned = not any(size % 8 for size in weights.shape[1:])
+        if hasattr(F, "grouped_mm") and rows.dtype == torch.bfloat16 and is_aligned and len(rows):
             return F.grouped_mm(rows, weights.mT, offs=ends)
-        of_experts = zip(rows.split(list(counts)), weights, strict=True)
-        return torch.cat([F.linear(own, weight) for own, weight in of_experts])
+        rows_and_weights = zip(rows.split(list(counts)), weights, strict=True)
+        return torch.cat([F.linear(expert_rows, weight) for expert_rows, weight in rows_and_weights])
 
-    return product
+    return multiply
 
 
 def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
@@ -171,38 +175,38 @@ def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
     A layer that is all experts of a rank is told how many rows each has. Where Transformer Engine has folded
     the norm into the layer, that is asked for the normalized input.
     """
-    folded = hasattr(layer, "return_layernorm_output")
-    if folded:
-        asked: Any = layer
-        asked.return_layernorm_output = True
+    has_folded_norm = hasattr(layer, "return_layernorm_output")
+    if has_folded_norm:
+        untyped_layer: Any = layer
+        untyped_layer.return_layernorm_output = True
 
     def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):
-            return output if adapter.left_out else output + adapter(*arguments)
+            return output if adapter.is_disabled else output + adapter(*arguments)
         result, *rest = output
         x, *counts = arguments
-        if folded and isinstance(result, tuple):
+        if has_folded_norm and isinstance(result, tuple):
             result, x = result
-        elif folded:
+        elif has_folded_norm:
             x = rest.pop()  # behind the bias that the caller adds
-        return (result if adapter.left_out else result + adapter(x, *counts), *rest)
+        return (result if adapter.is_disabled else result + adapter(x, *counts), *rest)
 
     layer.register_forward_hook(add)
 
 
-def differentiate(embedding: torch.nn.Module) -> None:
+def require_output_grad(embedding: torch.nn.Module) -> None:
     """Has the output of a frozen embedding ask for its gradient.
 
     Recomputation gives no gradient to the weights inside of it where no input asks for one.
     """
 
-    def ask(_: torch.nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    def require_grad(_: torch.nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
         return output.requires_grad_() if torch.is_grad_enabled() else output
 
-    embedding.register_forward_hook(ask)
+    embedding.register_forward_hook(require_grad)
 
 
-def without_gradient(embedding: torch.Tensor) -> None:
+def set_zero_gradient(embedding: torch.Tensor) -> None:
     """Has the first and the last stage add up a zero in the place of a frozen embedding's gradient.
 
     0.12 adds up that of an embedding that both hold without asking whether it has one.
@@ -211,26 +215,27 @@ def without_gradient(embedding: torch.Tensor) -> None:
     frozen.main_grad = embedding.new_zeros(1)
 
 
-def mark(
+def set_parallel_attributes(
     parameter: torch.nn.Parameter,
     *,
-    cut: bool,
+    is_cut: bool,
     group: ProcessGroup,
-    expert: bool,
+    is_expert: bool,
     sequence_parallel: bool,
-    reduced: bool,
+    allreduce: bool,
 ) -> None:
     """Tells megatron what it asks of a parameter: who has which part, and who sums its gradient.
 
-    `cut`: each rank of `group` has a part of its own. `reduced`: whether its gradient is summed over dp x cp
-    rather than between the ranks that have the same experts. The norm of the gradient counts what is whole on
-    all ranks of tp at their first one. That says nothing of an expert's, which are counted by `shared`.
+    `is_cut`: each rank of `group` has a part of its own. `allreduce`: whether its gradient is summed over dp
+    x cp rather than between the ranks that have the same experts. The norm of the gradient counts what is
+    whole on all ranks of tp at their first one. That says nothing of an expert's, which are counted by
+    `shared`.
     """
     marked: Any = parameter
-    marked.allreduce = reduced
-    marked.sequence_parallel = sequence_parallel and not expert and not cut
-    marked.tensor_model_parallel = cut or expert
-    if expert and not cut and group.rank() > 0:
+    marked.allreduce = allreduce
+    marked.sequence_parallel = sequence_parallel and not is_expert and not is_cut
+    marked.tensor_model_parallel = is_cut or is_expert
+    if is_expert and not is_cut and group.rank() > 0:
         marked.shared = True
 
 
@@ -242,12 +247,12 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        whole = gradient.contiguous().clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
-def summed_gradient(parameter: Tensor, group: ProcessGroup) -> Tensor:
+def sum_gradient(parameter: Tensor, group: ProcessGroup) -> Tensor:
     """The parameter itself; its gradient is the sum of the gradients of all ranks of the group."""
     if group.size() == 1:
         return parameter

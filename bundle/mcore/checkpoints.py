@@ -25,20 +25,20 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from bundle.mcore import known, unpickling
+from bundle.mcore import filter_keywords, unpickling
 from bundle.mcore.gpt import enter_chunk
-from bundle.mcore.groups import data_parallel_with_context
+from bundle.mcore.groups import get_dp_cp_group
 
 # Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
 _SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")
 
 
-def version() -> str:
+def read_megatron_version() -> str:
     """Returns what megatron-core calls itself; a checkpoint says which one wrote it."""
     return str(megatron.core.__version__)
 
 
-def sharding() -> str:
+def choose_sharding_type() -> str:
     """Returns the form in which this release writes optimizer state, loadable at any layout."""
     newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
     return _SHARDINGS[0] if _SHARDINGS[0] in newer else _SHARDINGS[1]
@@ -49,89 +49,99 @@ def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: Megatron
 
     Raises what megatron raises; when a rank cannot write, all ranks raise (0.12: rank 0 alone).
     """
-    with results_in(directory):
-        dist_checkpointing.save(_state(models, optimizer, sharding()), str(directory), **_native_writer())
+    with use_result_file(directory):
+        dist_checkpointing.save(
+            _collect_state(models, optimizer, choose_sharding_type()),
+            str(directory),
+            **_select_native_writer(),
+        )
 
 
-class Writing:
+class AsyncSave:
     """A checkpoint that a process of this rank is writing while training goes on."""
 
     def __init__(
         self, directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
     ) -> None:
         """Starts to write the state as it is now. All ranks call it."""
-        with results_in(directory):
+        with use_result_file(directory):
             request = dist_checkpointing.save(
-                _state(models, optimizer, sharding()),
+                _collect_state(models, optimizer, choose_sharding_type()),
                 str(directory),
                 async_sharded_save=True,
-                **_native_writer(),
+                **_select_native_writer(),
             )
-        self._queue = AsyncCallsQueue(**known(AsyncCallsQueue.__init__, persistent=False))
+        self._queue = AsyncCallsQueue(**filter_keywords(AsyncCallsQueue.__init__, persistent=False))
         self._queue.schedule_async_request(request)
 
-    def finished(self, *, wait: bool = False) -> bool:
+    def is_finished(self, *, wait: bool = False) -> bool:
         """Returns whether all ranks have written all of it; a collective. Raises what writing raised."""
         return bool(self._queue.maybe_finalize_async_calls(blocking=wait))
 
 
 def load(
-    directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, written_as: str
+    directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, sharding_type: str
 ) -> None:
-    """Reads models and optimizer from `directory`; `written_as` is the `sharding()` of whoever wrote it.
+    """Reads models and optimizer from `directory`, which was written with `sharding_type`.
 
     Raises what megatron and torch raise, UnpicklingError for a file that holds more than data.
     """
-    loaded = _load(directory, models, _state(models, optimizer, written_as, loading=True))
-    with _steps_apart(optimizer):
-        for index, part in enumerate(_parts(optimizer)):
+    loaded = _load(directory, models, _collect_state(models, optimizer, sharding_type, is_loading=True))
+    with _detach_steps(optimizer):
+        for index, part in enumerate(_list_optimizers(optimizer)):
             tensors = loaded["optimizer"][index]["param_state"]
             if not isinstance(part, DistributedOptimizer):
-                _fill(part, tensors, loaded["optimizer_step"])
+                _fill_optimizer_state(part, tensors, loaded["optimizer_step"])
                 continue
-            own = part.state_dict()
-            for group in own["optimizer"]["param_groups"]:
+            part_state = part.state_dict()
+            for group in part_state["optimizer"]["param_groups"]:
                 group["step"] = loaded["optimizer_step"]
-            part.load_state_dict(own | {"param_state": tensors, "param_state_sharding_type": written_as})
+            part.load_state_dict(
+                part_state | {"param_state": tensors, "param_state_sharding_type": sharding_type}
+            )
 
 
 def load_weights(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Reads the models alone; a new optimizer takes up their weights. Raises what `load` does."""
-    _load(directory, models, _weights(models, _content(sharding())))
+    _load(directory, models, _collect_weights(models, _build_content_metadata(choose_sharding_type())))
     optimizer.reload_model_params()
 
 
 def _load(directory: Path, models: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
     """Fills the models with what the directory has of `state`; returns all of that."""
-    with unpickling.data_only():
+    with unpickling.restrict_to_data():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
-        for name, model in _named(models):
+        for name, model in _name_models(models):
             model.load_state_dict(loaded[name])
     return loaded
 
 
-def _content(form: str) -> dict[str, Any]:
+def _build_content_metadata(sharding_type: str) -> dict[str, Any]:
     """What megatron's modules and optimizers are told of the form that is asked for."""
     return {
-        "distrib_optim_sharding_type": form,
+        "distrib_optim_sharding_type": sharding_type,
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
-        "dp_cp_group": data_parallel_with_context(),
+        "dp_cp_group": get_dp_cp_group(),
     }
 
 
-def _weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
+def _collect_weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
     """Returns the models' tensors, each with its place in the whole."""
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
-    found = {}
-    for number, (name, model) in enumerate(_named(models)):
+    weights = {}
+    for number, (name, model) in enumerate(_name_models(models)):
         enter_chunk(number if len(models) > 1 else None)  # 0.12 counts layers from those of the one it is in
-        found[name] = model.sharded_state_dict(metadata=dict(content))
-    return found
+        weights[name] = model.sharded_state_dict(metadata=dict(content))
+    return weights
 
 
-def _state(
-    models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, form: str, *, loading: bool = False
+def _collect_state(
+    models: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    sharding_type: str,
+    *,
+    is_loading: bool = False,
 ) -> dict[str, Any]:
     """Returns the tensors of models and optimizer, each with its place in the whole.
 
@@ -139,30 +149,30 @@ def _state(
     from the recipe, and how many groups and optimizers there are differs by layout (experts have their own
     optimizer only with ep or etp above 1), which megatron cannot read across.
     """
-    _allocate(optimizer)
-    content = _content(form)
-    state = _weights(models, content)
-    of_optimizer = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
-    options = {"metadata": content} if "metadata" in of_optimizer else {"sharding_type": form}
+    _allocate_state(optimizer)
+    content = _build_content_metadata(sharding_type)
+    state = _collect_weights(models, content)
+    parameters = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    options = {"metadata": content} if "metadata" in parameters else {"sharding_type": sharding_type}
     parts, step = {}, 0
-    for index, part in enumerate(_parts(optimizer)):
+    for index, part in enumerate(_list_optimizers(optimizer)):
         if isinstance(part, DistributedOptimizer):
-            whole = part.sharded_state_dict(state, is_loading=loading, **options)
+            sharded_state = part.sharded_state_dict(state, is_loading=is_loading, **options)
             # Before 0.15 each tensor comes with torch's step, which belongs to no place.
             tensors = {
-                name: {kind: tensor for kind, tensor in of.items() if kind != "step"}
-                for name, of in whole["param_state"].items()
+                name: {kind: tensor for kind, tensor in by_kind.items() if kind != "step"}
+                for name, by_kind in sharded_state["param_state"].items()
             }
-            groups = whole["optimizer"]["param_groups"]
+            groups = sharded_state["optimizer"]["param_groups"]
         else:
-            tensors = _undivided(part, state)
+            tensors = _shard_undivided_state(part, state)
             groups = [*part.optimizer.param_groups, *part.optimizer.state.values()]
         parts[index] = {"param_state": tensors}
         step = max([step, *(int(group.get("step") or 0) for group in groups)])
     return {**state, "optimizer": parts, "optimizer_step": step}
 
 
-def placed(
+def build_sharded_tensor(
     name: str, parameter: torch.Tensor, cut: tuple[int, int, int] | None, replica: tuple[int, int, int]
 ) -> Any:
     """A parameter with its place in the whole, for a state that is written or read.
@@ -174,68 +184,81 @@ def placed(
     return dist_checkpointing.ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
 
 
-def _undivided(optimizer: MegatronOptimizer, models: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _shard_undivided_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
     """What an optimizer keeps that every data-parallel rank has whole, cut as its weights are."""
-    weights, _ = extract_sharded_tensors_and_factories(models)
-    places = {id(place.data): place for place in nested_values(weights)}
+    weights, _ = extract_sharded_tensors_and_factories(model_state)
+    sharded_weights = {id(sharded.data): sharded for sharded in nested_values(weights)}
     return {
         number: {
-            kind: make_sharded_optimizer_tensor(places[id(weight)], tensor, f"optimizer.state.{kind}")
+            kind: make_sharded_optimizer_tensor(
+                sharded_weights[id(weight)], tensor, f"optimizer.state.{kind}"
+            )
             for kind, tensor in tensors.items()
         }
-        for number, (weight, tensors) in enumerate(_kept(optimizer))
+        for number, (weight, tensors) in enumerate(_iterate_weight_states(optimizer))
     }
 
 
-def _kept(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+def _iterate_weight_states(
+    optimizer: MegatronOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
     """Each weight of an undivided optimizer and what it keeps for it: an fp32 copy of bf16, its state."""
     pairs = zip(
         getattr(optimizer, "float16_groups", ()),
         getattr(optimizer, "fp32_from_float16_groups", ()),
         strict=True,
     )
-    weights = {id(copy): of for group, copies in pairs for of, copy in zip(group, copies, strict=True)}
+    weights = {
+        id(copy): tensor for group, copies in pairs for tensor, copy in zip(group, copies, strict=True)
+    }
     for group in optimizer.optimizer.param_groups:
-        for own in group["params"]:
-            copy = {"fp32_param": own} if id(own) in weights else {}
-            states = optimizer.optimizer.state[own].items()
-            yield weights.get(id(own), own), copy | {kind: of for kind, of in states if kind != "step"}
+        for parameter in group["params"]:
+            copy = {"fp32_param": parameter} if id(parameter) in weights else {}
+            states = optimizer.optimizer.state[parameter].items()
+            yield (
+                weights.get(id(parameter), parameter),
+                copy | {kind: tensor for kind, tensor in states if kind != "step"},
+            )
 
 
-def _fill(optimizer: MegatronOptimizer, tensors: dict[int, dict[str, torch.Tensor]], step: int) -> None:
-    """Puts back what `_undivided` named, and the step where the algorithm counts it."""
-    for number, (_, kept) in enumerate(_kept(optimizer)):
-        for kind, tensor in kept.items():
+def _fill_optimizer_state(
+    optimizer: MegatronOptimizer, tensors: dict[int, dict[str, torch.Tensor]], step: int
+) -> None:
+    """Puts back what `_shard_undivided_state` named, and the step where the algorithm counts it."""
+    for number, (_, states) in enumerate(_iterate_weight_states(optimizer)):
+        for kind, tensor in states.items():
             tensor.data.copy_(tensors[number][kind])
-    counted = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
-    for of_one in counted:
-        of_one.fill_(step)
-    for group in () if counted else optimizer.optimizer.param_groups:
+    step_tensors = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
+    for step_tensor in step_tensors:
+        step_tensor.fill_(step)
+    for group in () if step_tensors else optimizer.optimizer.param_groups:
         group["step"] = step
 
 
-def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+def _name_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     return [("model" if len(models) == 1 else f"model{i}", model) for i, model in enumerate(models)]
 
 
-def _native_writer() -> dict[str, Any]:
+def _select_native_writer() -> dict[str, Any]:
     """Returns what makes 0.17 and later write by themselves rather than by nvidia-resiliency-ext."""
-    return known(dist_checkpointing.save, async_strategy="mcore")
+    return filter_keywords(dist_checkpointing.save, async_strategy="mcore")
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def _list_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that are chained; one without parameters on this rank has no state."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def _allocate(optimizer: MegatronOptimizer) -> None:
+def _allocate_state(optimizer: MegatronOptimizer) -> None:
     """Gives torch's Adam, and what is not divided, the state that they would make in their first step.
 
     Megatron asks a new optimizer for its step before it saves or loads anything, and fails where torch's Adam
     (used without Transformer Engine and apex) has none yet: it is new, or every update was skipped so far.
     """
-    for part in _parts(optimizer):
+    for part in _list_optimizers(optimizer):
         inner, config = part.optimizer, part.config
         torchs_adam = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
         if inner.state or (isinstance(part, DistributedOptimizer) and not torchs_adam):
@@ -249,7 +272,7 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
 
 
 @contextmanager
-def _steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
+def _detach_steps(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Takes `step` out of torch's Adam while megatron fills in its tensors, and puts it back.
 
     Megatron copies every tensor of the state from the checkpoint, where there is no step (KeyError); and it
@@ -262,7 +285,7 @@ def _steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
             if isinstance(state.get("step"), torch.Tensor):
                 taken.append((state, state.pop("step")))
 
-    hooks = [part.optimizer.register_load_state_dict_post_hook(take) for part in _parts(optimizer)]
+    hooks = [part.optimizer.register_load_state_dict_post_hook(take) for part in _list_optimizers(optimizer)]
     try:
         yield
     finally:
@@ -272,7 +295,7 @@ def _steps_apart(optimizer: MegatronOptimizer) -> Iterator[None]:
         state["step"] = step.clone()
 
 
-class _Results:
+class _ResultFile:
     """A queue of one result, in a file, between this process and the ones that megatron writes with."""
 
     def __init__(self, path: Path) -> None:
@@ -293,13 +316,13 @@ class _Results:
 
 
 @contextmanager
-def results_in(directory: Path) -> Iterator[None]:
+def use_result_file(directory: Path) -> Iterator[None]:
     """Has megatron's writers report by a file.
 
     Its own queue is a server process per rank: each starts Python and torch again (seconds), needs a main
     module that can be imported twice, and stays behind when its rank is killed.
     """
-    filesystem_async._results_queue = _Results(directory.with_name(f".results-{dist.get_rank()}"))
+    filesystem_async._results_queue = _ResultFile(directory.with_name(f".results-{dist.get_rank()}"))
     try:
         yield
     finally:
@@ -317,20 +340,20 @@ def write_shared(state: dict[str, Any], directory: Path) -> None:
     dist_checkpointing.save(state, str(directory), strategy)
 
 
-def flat(key: str, whole: torch.Tensor, rank: int) -> Any:
+def build_flat_tensor(key: str, tensor: torch.Tensor, rank: int) -> Any:
     """A tensor that all ranks hold, as one flat range of itself: optimizer state has this form to 0.15."""
-    part = slice(0, whole.numel())
+    part = slice(0, tensor.numel())
     return dist_checkpointing.ShardedTensor.from_rank_offsets_flat(
-        key, whole.flatten(), tuple(whole.shape), flattened_range=part, replica_id=rank
+        key, tensor.flatten(), tuple(tensor.shape), flattened_range=part, replica_id=rank
     )
 
 
-def optimizer_state(
-    model: torch.nn.Module, optimizer: Any, form: str | None, *, loading: bool = False
+def build_optimizer_state(
+    model: torch.nn.Module, optimizer: Any, sharding_type: str | None, *, is_loading: bool = False
 ) -> Any:
     """The optimizer's sharded state in one of megatron's forms; None: in the one that is its default."""
-    asked = {} if form is None else {"metadata": {"distrib_optim_sharding_type": form}}
-    return optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=loading, **asked)
+    options = {} if sharding_type is None else {"metadata": {"distrib_optim_sharding_type": sharding_type}}
+    return optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=is_loading, **options)
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:

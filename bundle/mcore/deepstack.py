@@ -19,48 +19,52 @@ class Deepstack:
     """
 
     def __init__(self) -> None:
-        self._added: Sequence[Tensor] = ()
-        self._backward = False
-        self._again: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._features: Sequence[Tensor] = ()
+        self._has_backward = False
+        self._recompute_queues: dict[int, deque[Tensor]] = defaultdict(deque)
         self._run: object | None = None
 
     def attach(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Adds behind each of these from now on; `begin` says what."""
+        """Adds behind each of these from now on; `begin_forward` says what."""
         for number, layer in enumerate(layers):
-            layer.register_forward_hook(self._behind(number))
+            layer.register_forward_hook(self._make_hook(number))
 
-    def begin(self, decoder_input: Tensor, added: Sequence[Tensor]) -> Tensor:
-        """The decoder's input of the next forward pass, which adds one of `added` behind each layer."""
-        if (run := context.run.get()) is not self._run:  # whatever an interrupted one has left goes with it
+    def begin_forward(self, decoder_input: Tensor, features: Sequence[Tensor]) -> Tensor:
+        """The decoder's input of the next forward pass, which adds one of `features` behind each layer."""
+        if (
+            run := context.schedule_run.get()
+        ) is not self._run:  # whatever an interrupted one has left goes with it
             self._run = run
-            self._again.clear()
-        self._backward = torch.is_grad_enabled()
-        if not self._backward:
-            self._added = added
+            self._recompute_queues.clear()
+        self._has_backward = torch.is_grad_enabled()
+        if not self._has_backward:
+            self._features = features
             return decoder_input
-        self._added = leaves = [each.detach().requires_grad_(each.requires_grad) for each in added]
-        carried: Tensor = _Carried.apply(decoder_input, leaves, *added)
+        self._features = leaves = [
+            feature.detach().requires_grad_(feature.requires_grad) for feature in features
+        ]
+        carried: Tensor = _GradientCarrier.apply(decoder_input, leaves, *features)
         return carried
 
-    def _behind(self, number: int) -> Any:
+    def _make_hook(self, number: int) -> Any:
         def add(_: torch.nn.Module, __: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Any, ...]:
             hidden, *rest = output
-            return hidden + self._next(number), *rest
+            return hidden + self._take_feature(number), *rest
 
         return add
 
-    def _next(self, number: int) -> Tensor:
+    def _take_feature(self, number: int) -> Tensor:
         if (
-            context.in_backward()
+            context.is_in_backward()
         ):  # the pipeline recomputes micro-batches in the order of their forward passes
-            return self._again[number].popleft()
-        added = self._added[number]
-        if self._backward and not torch.is_grad_enabled():  # the first pass of a checkpoint
-            self._again[number].append(added)
-        return added
+            return self._recompute_queues[number].popleft()
+        feature = self._features[number]
+        if self._has_backward and not torch.is_grad_enabled():  # the first pass of a checkpoint
+            self._recompute_queues[number].append(feature)
+        return feature
 
 
-class _Carried(torch.autograd.Function):
+class _GradientCarrier(torch.autograd.Function):
     """The decoder's input as it is; on the way back what the leaves have got goes to what they stand for."""
 
     @staticmethod

@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from bundle.architectures import DeltaNet
-from bundle.mcore import known
+from bundle.mcore import filter_keywords
 
 _EPSILON = 1e-6  # of flash-linear-attention's l2norm
 
 
-def options(net: DeltaNet) -> dict[str, Any]:
+def build_config_fields(net: DeltaNet) -> dict[str, Any]:
     """The fields of a TransformerConfig that say it."""
     return {
         "experimental_attention_variant": "gated_delta_net",
@@ -37,7 +37,7 @@ def options(net: DeltaNet) -> dict[str, Any]:
     }
 
 
-def delta_net(chunk: Any) -> DeltaNet | None:
+def read_delta_net(chunk: Any) -> DeltaNet | None:
     """The nets of a model chunk, as its config says them; None where it has none."""
     config = getattr(chunk, "config", None)
     if config is None or getattr(config, "experimental_attention_variant", None) is None:
@@ -52,7 +52,7 @@ def delta_net(chunk: Any) -> DeltaNet | None:
     )
 
 
-def without(config: TransformerConfig) -> TransformerConfig:
+def with_attention_only(config: TransformerConfig) -> TransformerConfig:
     """The same config of attention alone, of which releases from 0.19 on make specs, and of no other."""
     if getattr(config, "experimental_attention_variant", None) is not None:
         config = copy.copy(config)
@@ -60,9 +60,11 @@ def without(config: TransformerConfig) -> TransformerConfig:
     return config
 
 
-def placed(block: Any, net: DeltaNet, config: TransformerConfig, chunk: int | None) -> Any:
+def replace_attention(block: Any, net: DeltaNet, config: TransformerConfig, chunk: int | None) -> Any:
     """The block spec of model chunk `chunk` (None without interleaving) with its nets for attention."""
-    first = get_transformer_layer_offset(config, **known(get_transformer_layer_offset, vp_stage=chunk))
+    first = get_transformer_layer_offset(
+        config, **filter_keywords(get_transformer_layer_offset, vp_stage=chunk)
+    )
     layers = [
         _with_net(layer) if net.layers[number] else layer
         for number, layer in enumerate(block.layer_specs, start=first)
@@ -76,33 +78,33 @@ def _with_net(layer: ModuleSpec) -> ModuleSpec:
     submodules = layer.submodules
     attention = submodules.self_attention.submodules
     parts = GatedDeltaNetSubmodules(
-        attention.linear_qkv, _plain(attention.q_layernorm), attention.linear_proj
+        attention.linear_qkv, _make_plain_norm(attention.q_layernorm), attention.linear_proj
     )
     # In checkpoints the norm before the net is its projection's, as Transformer Engine has it.
     keys = {
         name: key.replace("linear_qkv", "in_proj")
         for name, key in submodules.sharded_state_dict_keys_map.items()
     }
-    net = ModuleSpec(module=_kind(), submodules=parts)
+    net = ModuleSpec(module=_choose_class(), submodules=parts)
     return replace(
         layer, submodules=replace(submodules, self_attention=net, sharded_state_dict_keys_map=keys)
     )
 
 
-def _plain(norm: type) -> type:
+def _make_plain_norm(norm: type) -> type:
     """The same norm, which multiplies by its weights whatever those of the model do."""
 
-    def made(_: type, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
+    def build_norm(_: type, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
         config = copy.copy(config)
         config.layernorm_zero_centered_gamma = False
         built: torch.nn.Module = norm(config=config, hidden_size=hidden_size, eps=eps)
         return built
 
-    return type(f"Plain{norm.__name__}", (), {"__new__": made})
+    return type(f"Plain{norm.__name__}", (), {"__new__": build_norm})
 
 
 @cache
-def _kind() -> Any:
+def _choose_class() -> Any:
     """Megatron's class; on the cpu and without flash-linear-attention by torch alone.
 
     That is what megatron computes where it is asked to be deterministic. It refuses to be built without those
@@ -110,46 +112,48 @@ def _kind() -> Any:
     """
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-    names = {kind.__module__ for kind in GatedDeltaNet.__mro__}
-    (named,) = (found for name in names if "HAVE_FLA" in (found := vars(sys.modules[name])))
-    there = named["HAVE_FLA"]
-    if there and torch.empty(0, device=torch.cuda.current_device()).is_cuda:
+    module_names = {kind.__module__ for kind in GatedDeltaNet.__mro__}
+    (namespace,) = (
+        candidate for name in module_names if "HAVE_FLA" in (candidate := vars(sys.modules[name]))
+    )
+    has_fla = namespace["HAVE_FLA"]
+    if has_fla and torch.empty(0, device=torch.cuda.current_device()).is_cuda:
         return GatedDeltaNet
 
-    class ByTorch(GatedDeltaNet):  # type: ignore[misc]
+    class TorchGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
         """The same, deterministic."""
 
         def __init__(self, config: TransformerConfig, *parts: Any, **more: Any) -> None:
             config = copy.copy(config)
             config.deterministic_mode = True
-            named.update(HAVE_FLA=True, l2norm=_l2norm)
+            namespace.update(HAVE_FLA=True, l2norm=_normalize_l2)
             try:
                 super().__init__(config, *parts, **more)
             finally:
-                named["HAVE_FLA"] = there
+                namespace["HAVE_FLA"] = has_fla
 
-    return ByTorch
+    return TorchGatedDeltaNet
 
 
-def _l2norm(x: Tensor) -> Tensor:
+def _normalize_l2(x: Tensor) -> Tensor:
     """`x` over the root of the sum of its squares along the last dimension, which are added up in fp32."""
-    of = x.float()
-    return (of * (of.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
+    values = x.float()
+    return (values * (values.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
 
 
-def alone(config: TransformerConfig) -> torch.nn.Module:
+def build_delta_net(config: TransformerConfig) -> torch.nn.Module:
     """A net of four heads by itself, of which this rank has its part: [s, b, h] -> [s, b, h]."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 
     config = copy.copy(config)
     config.sequence_parallel = config.persist_layer_norm = False
-    for name, value in options(DeltaNet(4, 4, 16, 16, 4, ())).items():
+    for name, value in build_config_fields(DeltaNet(4, 4, 16, 16, 4, ())).items():
         setattr(config, name, value)
-    made: torch.nn.Module = _kind()(
+    net: torch.nn.Module = _choose_class()(
         config,
         GatedDeltaNetSubmodules(ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear),
         layer_number=1,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
-    return made
+    return net

@@ -23,17 +23,17 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.architectures import MLA, Architecture, MoE, padded_vocabulary
+from bundle.architectures import MLA, Architecture, MoE, pad_vocab_size
 from bundle.architectures.tensors import SINKS
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore import gated_delta, known, rotary, routers
+from bundle.mcore import filter_keywords, gated_delta, rotary, routers
 from bundle.mcore.groups import Groups
 from bundle.recipe import Parallel, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> TransformerConfig:
+def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> TransformerConfig:
     """The configuration of the whole model; `backend_options` are the backend's (fusions, grouped GEMM, FP8).
 
     Raises whatever megatron-core raises for a combination that it refuses.
@@ -74,7 +74,7 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
         "overlap_p2p_comm": parallel.vpp is not None,
     }
     if parallel.pp > 1:
-        options |= _stages(parallel)
+        options |= _build_stage_options(parallel)
     if parallel.cp > 1:
         options["cp_comm_type"] = "p2p"
     if architecture.mtp_layers:
@@ -83,9 +83,9 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
             "mtp_loss_scaling_factor": model.mtp.loss_scale,
         }
     if model.recompute is not None:
-        options |= _recompute(model.recompute)
+        options |= _build_recompute_options(model.recompute)
     if architecture.gate_limit is not None:
-        options |= _clamped_gate(architecture.gate_limit)
+        options |= _build_gate_options(architecture.gate_limit)
     if architecture.sinks:
         options["softmax_type"] = "learnable"
     if architecture.zero_centered_norms:
@@ -93,26 +93,26 @@ def transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> Tr
     if architecture.output_gate:
         options["attention_output_gate"] = True  # since 0.16
     if architecture.delta_net is not None:
-        options |= gated_delta.options(architecture.delta_net)
+        options |= gated_delta.build_config_fields(architecture.delta_net)
     if architecture.window is not None:
         # Keys before the query's own; each layer says whether it has a window.
         options["window_size"] = (architecture.window - 1, 0)
         options["window_attn_skip_freq"] = list(architecture.windows)
     if architecture.moe is not None:
-        options |= _experts(architecture.moe) | {
+        options |= _build_expert_options(architecture.moe) | {
             "moe_router_bias_update_rate": model.moe.bias_update_rate,
         }
         # 0.16 and later choose experts behind this; earlier ones behind the router itself.
-        options |= known(TransformerConfig, moe_enable_routing_replay=model.router_replay)
+        options |= filter_keywords(TransformerConfig, moe_enable_routing_replay=model.router_replay)
     kind = TransformerConfig
     if architecture.mla is not None:
         kind = MLATransformerConfig
         fused = bool(backend_options.get("apply_rope_fusion"))
-        options |= _latent_attention(architecture, architecture.mla, fused=fused)
+        options |= _build_mla_options(architecture, architecture.mla, is_fused=fused)
     return kind(**{**options, **backend_options})
 
 
-def _clamped_gate(limit: float) -> dict[str, Any]:
+def _build_gate_options(limit: float) -> dict[str, Any]:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu  # since 0.15
 
     return {
@@ -122,7 +122,7 @@ def _clamped_gate(limit: float) -> dict[str, Any]:
     }
 
 
-def _stages(parallel: Parallel) -> dict[str, Any]:
+def _build_stage_options(parallel: Parallel) -> dict[str, Any]:
     """The layout of the stages, or the lengths of the end stages.
 
     Of two stages one length says it all, and where both do megatron divides what is left by the stages
@@ -136,7 +136,7 @@ def _stages(parallel: Parallel) -> dict[str, Any]:
     return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
 
 
-def _recompute(recompute: Any) -> dict[str, Any]:
+def _build_recompute_options(recompute: Any) -> dict[str, Any]:
     if recompute.granularity == "full":
         return {
             "recompute_granularity": "full",
@@ -146,7 +146,7 @@ def _recompute(recompute: Any) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
 
 
-def _experts(moe: MoE) -> dict[str, Any]:
+def _build_expert_options(moe: MoE) -> dict[str, Any]:
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.topk,
@@ -167,7 +167,7 @@ def _experts(moe: MoE) -> dict[str, Any]:
     }
 
 
-def _latent_attention(architecture: Architecture, mla: MLA, *, fused: bool) -> dict[str, Any]:
+def _build_mla_options(architecture: Architecture, mla: MLA, *, is_fused: bool) -> dict[str, Any]:
     """Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale.
 
     Frequencies are not among them (`mcore.rotary`): megatron is asked for plain positions, or for the class
@@ -183,7 +183,7 @@ def _latent_attention(architecture: Architecture, mla: MLA, *, fused: bool) -> d
         "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
         "v_head_dim": mla.v_head_dim,
         "rotary_base": architecture.rotary_base,
-        "rope_type": "yarn" if fused else "rope",
+        "rope_type": "yarn" if is_fused else "rope",
         "rotary_scaling_factor": scaling.factor if scaling else 1.0,
         # The softmax is scaled by the first to 0.13, by the second from 0.14; with both alike, by no more.
         "mscale": softmax_mscale,
@@ -203,27 +203,34 @@ class Specs:
     mtp: Any | None
 
 
-def specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
+def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
     """Megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""
-    config = gated_delta.without(config)
-    block = gpt_layer_specs.get_gpt_decoder_block_spec
-    decoder = block(
+    config = gated_delta.with_attention_only(config)
+    build_block = gpt_layer_specs.get_gpt_decoder_block_spec
+    decoder = build_block(
         config,
         use_transformer_engine=transformer_engine,
-        **known(block, normalization=config.normalization, vp_stage=chunk),
+        **filter_keywords(build_block, normalization=config.normalization, vp_stage=chunk),
     )
     if not config.mtp_num_layers:
         return Specs(decoder, None)
-    layers = gpt_layer_specs.get_gpt_mtp_block_spec
-    like = decoder
-    every = getattr(
+    build_mtp_block = gpt_layer_specs.get_gpt_mtp_block_spec
+    template = decoder
+    build_layers = getattr(
         gpt_layer_specs, "get_gpt_decoder_layer_specs", None
     )  # since 0.16, as are MTP layers here
-    if not decoder.layer_specs and every is not None:
+    if not decoder.layer_specs and build_layers is not None:
         # One more like the last of the decoder, wherever that is.
-        last = every(config, transformer_engine, **known(every, normalization=config.normalization))[-1]
-        like = dataclasses.replace(decoder, layer_specs=[last])
-    mtp = layers(config, like, use_transformer_engine=transformer_engine, **known(layers, vp_stage=chunk))
+        last = build_layers(
+            config, transformer_engine, **filter_keywords(build_layers, normalization=config.normalization)
+        )[-1]
+        template = dataclasses.replace(decoder, layer_specs=[last])
+    mtp = build_mtp_block(
+        config,
+        template,
+        use_transformer_engine=transformer_engine,
+        **filter_keywords(build_mtp_block, vp_stage=chunk),
+    )
     return Specs(decoder, mtp)
 
 
@@ -233,9 +240,9 @@ def enter_chunk(chunk: int | None) -> None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
 
 
-def model(
+def build_model(
     config: TransformerConfig,
-    of: Specs,
+    specs: Specs,
     architecture: Architecture,
     groups: Groups,
     chunk: int,
@@ -244,13 +251,13 @@ def model(
 ) -> torch.nn.Module:
     """The GPTModel of model chunk `chunk`, on the current device, with megatron's own random weights."""
     stage = chunk if groups.vpp > 1 else None
-    decoder = of.decoder
+    decoder = specs.decoder
     if architecture.delta_net is not None:
-        decoder = gated_delta.placed(decoder, architecture.delta_net, config, stage)
+        decoder = gated_delta.replace_attention(decoder, architecture.delta_net, config, stage)
     built: torch.nn.Module = GPTModel(
         config,
         decoder,
-        vocab_size=padded_vocabulary(architecture.vocab_size, groups.tp.size),
+        vocab_size=pad_vocab_size(architecture.vocab_size, groups.tp.size),
         max_sequence_length=max_sequence_length,
         pre_process=groups.is_first_stage(chunk),
         post_process=groups.is_last_stage(chunk),
@@ -258,10 +265,10 @@ def model(
         position_embedding_type="rope",
         rotary_base=architecture.rotary_base,
         rotary_percent=architecture.rotary_fraction,
-        mtp_block_spec=of.mtp,
+        mtp_block_spec=specs.mtp,
         # Images are put among the embeddings of whole sequences.
         scatter_embedding_sequence_parallel=architecture.vision is None,
-        **known(GPTModel, vp_stage=stage),
+        **filter_keywords(GPTModel, vp_stage=stage),
     )
     built.model_type = ModelType.encoder_or_decoder
     drop_unread_head(built)
@@ -269,12 +276,12 @@ def model(
         built.embedding.register_forward_hook(_give_usual_strides)
     _mark_sinks(built)
     if architecture.linear_bias:
-        _own_results(built)
-        _keep_apart(built)
-    rotary.turn_by_three(built, architecture)
-    rotary.stretch(built, architecture)
+        _clone_expert_outputs(built)
+        _mark_expert_biases(built)
+    rotary.use_mrope(built, architecture)
+    rotary.apply_rope_scaling(built, architecture)
     if architecture.moe is not None and architecture.moe.groups is not None:
-        routers.rank_groups(built, architecture.moe.group_score_topk)
+        routers.set_group_score_topk(built, architecture.moe.group_score_topk)
     if architecture.mla is not None:
         _set_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
@@ -299,17 +306,17 @@ def _mark_sinks(built: torch.nn.Module) -> None:
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
-def _own_results(built: torch.nn.Module) -> None:
+def _clone_expert_outputs(built: torch.nn.Module) -> None:
     """Gives each of megatron's local experts a result of its own, to which it adds its bias in place.
 
     A layer that has nothing to reduce returns what autograd calls a view, and refuses to have changed.
     """
     for name, module in built.named_modules():
         if re.search(r"\.local_experts\.\d+\.linear_fc2$", name):
-            module.register_forward_hook(lambda _module, _inputs, of: (of[0].clone(), of[1]))
+            module.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), output[1]))
 
 
-def _keep_apart(built: torch.nn.Module) -> None:
+def _mark_expert_biases(built: torch.nn.Module) -> None:
     """Has the biases of experts reduced and counted in the norm of gradients as their weights are.
 
     Megatron takes the bias of every row-parallel layer for a copy that tensor-parallel ranks share: under
@@ -322,25 +329,25 @@ def _keep_apart(built: torch.nn.Module) -> None:
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
-def with_images(
-    model: Any, ids: torch.Tensor, images: torch.Tensor, added: Sequence[torch.Tensor], index: torch.Tensor
+def merge_images(
+    model: Any, ids: torch.Tensor, images: torch.Tensor, features: Sequence[torch.Tensor], index: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The decoder's input [s, b, h] for tokens `ids` [b, s], and what each of `added` is to be added to it.
+    """The decoder's input [s, b, h] for tokens `ids` [b, s], and what `features` add to it.
 
     Where `index` [b, s] is not negative, that row of `images` [n, h] stands in the token's place, and that of
-    `added` is what is added there. Under sequence parallelism those of this rank. Nothing is read back from
-    the device, and no shape depends on the numbers.
+    `features` is what is added there. Under sequence parallelism those of this rank. Nothing is read back
+    from the device, and no shape depends on the numbers.
     """
     index = index.t()
-    there, rows = (index >= 0).unsqueeze(-1), index.clamp(min=0)
+    is_image, rows = (index >= 0).unsqueeze(-1), index.clamp(min=0)
     embedded = model.embedding(input_ids=ids, position_ids=None)
-    beside = [embedded, *[embedded.new_zeros(())] * len(added)]
+    backgrounds = [embedded, *[embedded.new_zeros(())] * len(features)]
     placed = [
-        torch.where(there, of[rows].to(embedded.dtype), other).contiguous()  # as stages want it
-        for of, other in zip((images, *added), beside, strict=True)
+        torch.where(is_image, source[rows].to(embedded.dtype), other).contiguous()  # as stages want it
+        for source, other in zip((images, *features), backgrounds, strict=True)
     ]
     if model.config.sequence_parallel:
-        placed = [tensor_parallel.scatter_to_sequence_parallel_region(each) for each in placed]
+        placed = [tensor_parallel.scatter_to_sequence_parallel_region(tensor) for tensor in placed]
     return placed[0], placed[1:]
 
 
@@ -349,7 +356,7 @@ def drop_unread_head(built: Any) -> None:
 
     Megatron allocates another one beside it, which no pass reads: it refuses to save a model that has it, and
     waits for its gradient where gradients are reduced in the backward pass. The copy is the head in passes
-    that leave MTP out as well (`mcore.mtp.left_out`), where megatron asks for the other.
+    that leave MTP out as well (`mcore.mtp.disable_mtp`), where megatron asks for the other.
     """
     tied = built.share_embeddings_and_output_weights
     if tied and built.post_process and built.mtp_process and not built.pre_process:
@@ -366,8 +373,8 @@ def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
         if isinstance(attention, MLASelfAttention):
             compressed = _NORMS if attention.config.q_lora_rank is not None else _NORMS[1:]
             for names in compressed:
-                held: list[Any] = [getattr(attention, name, None) for name in names]
-                norms = [module for module in held if hasattr(module, "eps")]
+                candidates: list[Any] = [getattr(attention, name, None) for name in names]
+                norms = [module for module in candidates if hasattr(module, "eps")]
                 if len(norms) != 1:
                     raise EnvironmentUnfit(
                         f"this megatron-core has {len(norms)} norms in {' and '.join(names)} of latent "
@@ -376,21 +383,21 @@ def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
                 norms[0].eps = epsilon
 
 
-def smoothed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+def compute_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
     """Megatron's loss [s, b] of this rank's columns of the logits [s, b, v / tp], in the current groups."""
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, smoothing)
     return loss
 
 
-def with_sinks(config: TransformerConfig) -> torch.nn.Module:
+def build_sink_attention(config: TransformerConfig) -> torch.nn.Module:
     """The unfused attention of a layer, with the heads of this rank and a learned sink for each."""
     config = copy.copy(config)
     config.softmax_type = "learnable"
-    made: torch.nn.Module = DotProductAttention(config, 1, AttnMaskType.causal, "self")
-    return made
+    attention: torch.nn.Module = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    return attention
 
 
-def cross_attention(
+def build_cross_attention(
     config: TransformerConfig, tp: dist.ProcessGroup, cp: dist.ProcessGroup
 ) -> torch.nn.Module:
     """A layer whose heads are shared out over `tp`, whatever the layout's own groups are (since 0.13)."""
@@ -403,6 +410,6 @@ def cross_attention(
     parts = CrossAttentionSubmodules(
         ColumnParallelLinear, ColumnParallelLinear, DotProductAttention, RowParallelLinear
     )
-    told = known(CrossAttention.__init__, pg_collection=groups, model_comm_pgs=groups)
-    made: torch.nn.Module = CrossAttention(config, parts, 1, **told)
-    return made
+    group_options = filter_keywords(CrossAttention.__init__, pg_collection=groups, model_comm_pgs=groups)
+    attention: torch.nn.Module = CrossAttention(config, parts, 1, **group_options)
+    return attention

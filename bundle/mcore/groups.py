@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 from bundle.recipe import Parallel
 
 # Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
-_STAGE = 100
+_STAGE_SEED_STRIDE = 100
 # A random state beside megatron's: alike on the ranks that cut the same experts, which see the same tokens.
 _SAME_EXPERTS, _SAME_EXPERTS_SEED = "same-experts-rng", 2**20
 
 
 @dataclass(frozen=True)
-class Axis:
+class ParallelGroup:
     """One parallel dimension as this rank sees it."""
 
     size: int
@@ -30,12 +30,12 @@ class Axis:
 class Groups:
     """Where this rank stands. `dp` does not count context parallel ranks; `vpp` is 1 without interleaving."""
 
-    tp: Axis
-    pp: Axis
-    cp: Axis
-    ep: Axis
-    etp: Axis
-    dp: Axis
+    tp: ParallelGroup
+    pp: ParallelGroup
+    cp: ParallelGroup
+    ep: ParallelGroup
+    etp: ParallelGroup
+    dp: ParallelGroup
     vpp: int
 
     def is_first_stage(self, chunk: int) -> bool:
@@ -49,10 +49,10 @@ class Groups:
 
 def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
     """The groups of a new model-parallel state, seeded; torch.distributed must be up."""
-    told: dict[str, Any] = {}
-    if layout.prediction_rank != layout.pp - 1:
+    options: dict[str, Any] = {}
+    if layout.mtp_rank != layout.pp - 1:
         # Those that hold the embedding or the MTP layers' copy of it: the last has neither.
-        told["get_embedding_ranks"] = lambda ranks: [ranks[0], ranks[layout.prediction_rank]]
+        options["get_embedding_ranks"] = lambda ranks: [ranks[0], ranks[layout.mtp_rank]]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -61,25 +61,25 @@ def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
-        **told,
+        **options,
     )
-    begin_random(seed)
-    return current(layout.vpp or 1)
+    seed_random_states(seed)
+    return get_current_groups(layout.vpp or 1)
 
 
-def current(vpp: int = 1) -> Groups:
+def get_current_groups(vpp: int = 1) -> Groups:
     """The groups that megatron-core holds now; `vpp` is the number of model chunks per rank."""
 
-    def axis(group: ProcessGroup) -> Axis:
-        return Axis(group.size(), group.rank(), group)
+    def to_parallel_group(group: ProcessGroup) -> ParallelGroup:
+        return ParallelGroup(group.size(), group.rank(), group)
 
     return Groups(
-        tp=axis(parallel_state.get_tensor_model_parallel_group()),
-        pp=axis(parallel_state.get_pipeline_model_parallel_group()),
-        cp=axis(parallel_state.get_context_parallel_group()),
-        ep=axis(parallel_state.get_expert_model_parallel_group()),
-        etp=axis(parallel_state.get_expert_tensor_parallel_group()),
-        dp=axis(parallel_state.get_data_parallel_group()),
+        tp=to_parallel_group(parallel_state.get_tensor_model_parallel_group()),
+        pp=to_parallel_group(parallel_state.get_pipeline_model_parallel_group()),
+        cp=to_parallel_group(parallel_state.get_context_parallel_group()),
+        ep=to_parallel_group(parallel_state.get_expert_model_parallel_group()),
+        etp=to_parallel_group(parallel_state.get_expert_tensor_parallel_group()),
+        dp=to_parallel_group(parallel_state.get_data_parallel_group()),
         vpp=vpp,
     )
 
@@ -91,47 +91,47 @@ def destroy() -> None:
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
-def data_parallel_with_context() -> ProcessGroup:
+def get_dp_cp_group() -> ProcessGroup:
     """The group over which gradients of dense parameters are reduced: dp x cp."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def expert_data_parallel() -> ProcessGroup:
+def get_expert_dp_group() -> ProcessGroup:
     """The ranks that hold the same part of the same experts."""
     return parallel_state.get_expert_data_parallel_group()
 
 
-def sharing_tokens() -> ProcessGroup:
+def get_tp_cp_group() -> ProcessGroup:
     """The ranks that hold the parts of one micro-batch under sequence parallelism: tp x cp."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
-def begin_random(seed: int, *, after: int = 0) -> None:
+def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
     """Begins megatron's random states of this rank, for a run that goes on after so many steps.
 
     There is one for each kind of parallel region, for dropout and recomputation. They differ between pipeline
     stages, whose layers would all drop the same values; and after another step they are others, so that the
     masks of the first steps do not come again.
     """
-    if after:
-        digest = hashlib.sha256(f"{seed} after {after}".encode()).digest()
+    if completed_steps:
+        digest = hashlib.sha256(f"{seed} after {completed_steps}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE * stage)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE_SEED_STRIDE * stage)
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     tensor_parallel.get_cuda_rng_tracker().add(
-        _SAME_EXPERTS, seed + _STAGE * stage + _SAME_EXPERTS_SEED + expert_rank
+        _SAME_EXPERTS, seed + _STAGE_SEED_STRIDE * stage + _SAME_EXPERTS_SEED + expert_rank
     )
 
 
-def fork_random(*, expert: bool, is_same: bool) -> AbstractContextManager[None]:
+def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[None]:
     """Return a random state for dropout in a layer that ranks of tp, or of etp for an expert, have cut.
 
     `is_same`: whether these ranks see the same input, so that they must draw the same values. Recomputation
     and checkpoints restore the states.
     """
     states = tensor_parallel.random
-    if expert:
+    if is_expert:
         name = _SAME_EXPERTS if is_same else states.get_expert_parallel_rng_tracker_name()
     else:
         name = (
@@ -143,7 +143,7 @@ def fork_random(*, expert: bool, is_same: bool) -> AbstractContextManager[None]:
     return forked
 
 
-def random_states() -> dict[str, torch.Tensor]:
+def get_random_states() -> dict[str, torch.Tensor]:
     """Returns the state of each named generator, as bytes on the CPU."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
@@ -153,7 +153,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Puts back what `random_states` returned."""
+    """Puts back what `get_random_states` returned."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     present = tracker.get_states()
     for name, state in states.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @contextmanager
-def left_out(model: torch.nn.Module) -> Iterator[None]:
+def disable_mtp(model: torch.nn.Module) -> Iterator[None]:
     """Inside, this bare GPTModel has no multi-token prediction: no layer of it runs, labels may be absent.
 
     For one forward pass at a time: the configuration is that of all chunks of a virtual pipeline.
@@ -23,7 +23,7 @@ def left_out(model: torch.nn.Module) -> Iterator[None]:
         model.mtp_process, config.mtp_num_layers = before
 
 
-def detach(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None:
+def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None:
     """Keeps the gradient of the MTP losses out of the trunk below, or of both embeddings (input and output).
 
     In every release (0.19 has an option for both at once). On stages without MTP there is nothing to do.
@@ -31,39 +31,41 @@ def detach(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None:
     block = getattr(model, "mtp", None)
     if block is None:
         return
-    forward, later = block.forward, _LaterRows()
+    forward, depth_rows = block.forward, _DepthRows()
 
-    def detached(*args: Any, hidden_states: Tensor, embedding: Any, **keywords: Any) -> Tensor:
-        given = {"hidden_states": hidden_states, "embedding": embedding, **keywords}
+    def forward_detached(*args: Any, hidden_states: Tensor, embedding: Any, **keywords: Any) -> Tensor:
+        arguments = {"hidden_states": hidden_states, "embedding": embedding, **keywords}
         if embeddings:
-            given["embedding"] = lambda *a, **k: _Still.apply(embedding(*a, **k))
-            if "output_layer" in given:  # to 0.13 the block itself calls the head
-                given["output_weight"] = _fixed(given["output_layer"], given.get("output_weight"))
+            arguments["embedding"] = lambda *a, **k: _ZeroGradient.apply(embedding(*a, **k))
+            if "output_layer" in arguments:  # to 0.13 the block itself calls the head
+                arguments["output_weight"] = _detach_weight(
+                    arguments["output_layer"], arguments.get("output_weight")
+                )
         if trunk:
-            given["hidden_states"] = _Still.apply(hidden_states)
-        result: Tensor = forward(*args, **given)
+            arguments["hidden_states"] = _ZeroGradient.apply(hidden_states)
+        result: Tensor = forward(*args, **arguments)
         if trunk:
-            result = _Joined.apply(hidden_states, result)
-        later.remember(result, hidden_states.numel())
+            result = _TrunkGradient.apply(hidden_states, result)
+        depth_rows.remember(result, hidden_states.numel())
         return result
 
-    def head(layer: torch.nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if not later.contain(args[0]):
+    def detach_head(layer: torch.nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if not depth_rows.contains(args[0]):
             return None
-        return args, {**keywords, "weight": _fixed(layer, keywords.get("weight"))}
+        return args, {**keywords, "weight": _detach_weight(layer, keywords.get("weight"))}
 
-    block.forward = detached
+    block.forward = forward_detached
     if embeddings:
-        model.output_layer.register_forward_pre_hook(head, with_kwargs=True)
+        model.output_layer.register_forward_pre_hook(detach_head, with_kwargs=True)
 
 
-def _fixed(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
+def _detach_weight(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
     """The head's weight (its own, or the embedding's if tied) as a constant."""
     fixed: Tensor = (layer.weight if weight is None else weight).detach()
     return fixed
 
 
-class _LaterRows:
+class _DepthRows:
     """What the block returns from 0.14 on: rows of the trunk, then those of each depth, cut by the model."""
 
     def __init__(self) -> None:
@@ -72,15 +74,15 @@ class _LaterRows:
     def remember(self, result: Tensor, first: int) -> None:
         self._storage, self._first = result.untyped_storage().data_ptr(), first
 
-    def contain(self, rows: Tensor) -> bool:
-        here = rows.untyped_storage().data_ptr() == self._storage
-        return bool(here and rows.storage_offset() >= self._first)
+    def contains(self, rows: Tensor) -> bool:
+        is_same_storage = rows.untyped_storage().data_ptr() == self._storage
+        return bool(is_same_storage and rows.storage_offset() >= self._first)
 
 
-class _Still(torch.autograd.Function):
+class _ZeroGradient(torch.autograd.Function):
     """The same tensor; its gradient is zero.
 
-    Not `detach`: a recomputed layer needs an input with a gradient, and megatron's data-parallel wrapper
+    Not `detach_mtp`: a recomputed layer needs an input with a gradient, and megatron's data-parallel wrapper
     waits for one of every weight, also of the last stage's copy of the embedding, which only MTP reads.
     """
 
@@ -93,7 +95,7 @@ class _Still(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-class _Joined(torch.autograd.Function):
+class _TrunkGradient(torch.autograd.Function):
     """`result`, whose first rows are `hidden`: the gradient of those goes to `hidden` too."""
 
     @staticmethod
@@ -106,19 +108,19 @@ class _Joined(torch.autograd.Function):
         return gradient[: ctx.rows], gradient
 
 
-def logged_losses() -> torch.Tensor:
+def read_logged_losses() -> torch.Tensor:
     """The loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
-    tracker = _tracker()
+    tracker = _get_tracker()
     losses: torch.Tensor = tracker["values" if "values" in tracker else "loss_values"]  # renamed in 0.19
     return losses.clone()
 
 
 def clear_logged_losses() -> None:
     """Forgets what was recorded, and of how many depths: megatron keeps to those of the first model."""
-    _tracker().clear()
+    _get_tracker().clear()
 
 
-def _tracker() -> dict[str, Any]:
+def _get_tracker() -> dict[str, Any]:
     """Imported late: patches are applied, and need this module, while megatron's own is being imported."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

@@ -16,14 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.mcore import context, known
+from bundle.mcore import context, filter_keywords
 from bundle.mcore.gpt import DTYPES
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
 ForwardStep = Callable[[Iterator[Any], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
 
-OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}  # of `optimizer`
+OFFLOAD_OPTIONS = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}  # of `optimizer`
 
 
 def _finalize_model_grads(*args: Any, **keywords: Any) -> None:
@@ -31,13 +31,13 @@ def _finalize_model_grads(*args: Any, **keywords: Any) -> None:
     distributed.finalize_model_grads(*args, **keywords)
 
 
-def data_parallel(
+def wrap_data_parallel(
     recipe: Recipe, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
     """The chunks, wrapped for mixed precision and gradient reduction, the schedule's hooks on `config`."""
     options = recipe.distributed
     if config.bf16:
-        chunks = [_in_bf16(config, chunk) for chunk in chunks]
+        chunks = [_wrap_bf16(config, chunk) for chunk in chunks]
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         grad_reduce_in_fp32=True,
@@ -51,19 +51,19 @@ def data_parallel(
         for index, chunk in enumerate(chunks)
     ]
 
-    def each(attribute: str) -> Any:
+    def collect_callables(attribute: str) -> Any:
         """One callable for one chunk, a list of them for several: the two forms that the schedules take."""
         callables = [getattr(chunk, attribute) for chunk in wrapped]
         return callables if len(callables) > 1 else callables[0]
 
     config.finalize_model_grads_func = _finalize_model_grads
-    config.no_sync_func = each("no_sync")
+    config.no_sync_func = collect_callables("no_sync")
     if options.overlap_param_gather:
-        config.param_sync_func = each("start_param_sync")
+        config.param_sync_func = collect_callables("start_param_sync")
     return wrapped
 
 
-def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+def _wrap_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
     """The chunk, wrapped, with parameters in bf16.
 
     Buffers stay as they are, where megatron rounds them once: the biases that steer routers, which are
@@ -79,17 +79,17 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
     return wrapped
 
 
-def gather(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
+def gather_weights(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
     """Gives every rank the weights of the last step, where that is left to the next forward pass."""
     if recipe.distributed.overlap_param_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
 
 
-def optimizer(
-    recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatrons: Any
+def build_optimizer(
+    recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatron_options: Any
 ) -> MegatronOptimizer:
-    """The recipe's optimizer; `megatrons` own options go with it as they are."""
+    """The recipe's optimizer; `megatron_options` own options go with it as they are."""
     options, dtype = recipe.optimizer, DTYPES[recipe.model.dtype]
     config = OptimizerConfig(
         optimizer=options.name,
@@ -104,42 +104,55 @@ def optimizer(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=options.use_distributed_optimizer,
-        **known(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
-        **_kept(options),
-        **megatrons,
+        **filter_keywords(OptimizerConfig, overlap_param_gather=recipe.distributed.overlap_param_gather),
+        **_build_state_options(options),
+        **megatron_options,
     )
-    with _groups_by_rate(recipe, chunks):
+    with _split_groups_by_rate(recipe, chunks):
         return get_megatron_optimizer(config, list(chunks))
 
 
 @contextmanager
-def _groups_by_rate(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def _split_groups_by_rate(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Inside, megatron's groups of parameters are divided by learning rates, on every rank alike.
 
     The recipe's own comes first. By `lr_mult` megatron knows a group when it loads a checkpoint, in every
     release; how it can be asked for several differs by release.
     """
-    vision, usual, divide = recipe.model.vision, recipe.optimizer.lr, optimizers._get_param_groups
-    rates = dict.fromkeys((usual, vision.tower_lr or usual, vision.projector_lr or usual))
-    named = [(name.rpartition("module.")[2], of) for chunk in chunks for name, of in chunk.named_parameters()]
-    own = {id(of): lr for name, of in named if (lr := vision.lr(name))}
+    vision, default_rate, original = recipe.model.vision, recipe.optimizer.lr, optimizers._get_param_groups
+    rates = dict.fromkeys(
+        (default_rate, vision.tower_lr or default_rate, vision.projector_lr or default_rate)
+    )
+    parameters = [
+        (name.rpartition("module.")[2], parameter)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    ]
+    rates_by_id = {id(parameter): lr for name, parameter in parameters if (lr := vision.find_lr(name))}
 
-    def divided(*args: Any, **keywords: Any) -> list[dict[str, Any]]:
+    def split_groups(*args: Any, **keywords: Any) -> list[dict[str, Any]]:
         return [
-            {**group, "params": [of for of in group["params"] if own.get(id(of), usual) == rate]}
-            | {"lr_mult": rate / usual}
-            for group in divide(*args, **keywords)
+            {
+                **group,
+                "params": [
+                    parameter
+                    for parameter in group["params"]
+                    if rates_by_id.get(id(parameter), default_rate) == rate
+                ],
+            }
+            | {"lr_mult": rate / default_rate}
+            for group in original(*args, **keywords)
             for rate in rates
         ]
 
-    optimizers._get_param_groups = divided
+    optimizers._get_param_groups = split_groups
     try:
         yield
     finally:
-        optimizers._get_param_groups = divide
+        optimizers._get_param_groups = original
 
 
-def _kept(options: Optimizer) -> dict[str, Any]:
+def _build_state_options(options: Optimizer) -> dict[str, Any]:
     """In which types the optimizer's state is kept, and where.
 
     Never as `store_param_remainders`, the 16 bits of an fp32 weight that bf16 lacks: megatron writes them
@@ -147,12 +160,12 @@ def _kept(options: Optimizer) -> dict[str, Any]:
     """
     if not options.use_precision_aware_optimizer:
         return {}
-    kept: dict[str, Any] = {name: DTYPES[of] for name, of in options.types.items()}
-    kept |= known(OptimizerConfig, store_param_remainders=False)
+    settings: dict[str, Any] = {name: DTYPES[dtype_name] for name, dtype_name in options.moment_types.items()}
+    settings |= filter_keywords(OptimizerConfig, store_param_remainders=False)
     if options.optimizer_cpu_offload:
-        kept |= {"optimizer_cpu_offload": True}
-        kept |= {"optimizer_offload_fraction": options.optimizer_offload_fraction}
-    return {"use_precision_aware_optimizer": True, **kept}
+        settings |= {"optimizer_cpu_offload": True}
+        settings |= {"optimizer_offload_fraction": options.optimizer_offload_fraction}
+    return {"use_precision_aware_optimizer": True, **settings}
 
 
 def fuse_adam(optimizer: MegatronOptimizer) -> None:
@@ -179,7 +192,7 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
             inner.register_step_post_hook(end)
 
 
-def leave_out_what_is_not_finite(optimizer: MegatronOptimizer) -> None:
+def skip_nonfinite_updates(optimizer: MegatronOptimizer) -> None:
     """Has the optimizer leave a step out, (False, None, None), where the gradient norm is not finite.
 
     As it does when a scaled loss overflows. By itself it would clip by that norm and write it into every
@@ -199,7 +212,7 @@ class _Schedule(OptimizerParamScheduler):
     def get_lr(self, group: dict[str, Any]) -> float:
         """Return the rate after the steps that were taken.
 
-        An inverse square root is of the whole warm-up: `lr_warmup_steps` is one less (see `schedule`).
+        An inverse square root is of the whole warm-up: `lr_warmup_steps` is one less (see `build_scheduler`).
         """
         if self.lr_decay_style != "inverse-square-root" or self.num_steps <= self.lr_warmup_steps:
             return float(super().get_lr(group))
@@ -213,7 +226,7 @@ class _Schedule(OptimizerParamScheduler):
             group["lr"] = rate * group.get("lr_mult", 1.0)
 
 
-def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The learning rate and weight decay by optimizer step; call `.step(increment=1)` after each.
 
     Megatron counts the steps that were taken: before the first one it would have a rate of 0, and before the
@@ -225,7 +238,7 @@ def schedule(recipe: Recipe, of: MegatronOptimizer) -> OptimizerParamScheduler:
     warmup = options.count_warmup(recipe.train.steps)
     before_highest = max(0, warmup - 1)
     return _Schedule(
-        of,
+        optimizer,
         init_lr=options.lr / max(1, warmup),
         max_lr=options.lr,
         min_lr=options.min_lr,
@@ -260,7 +273,7 @@ def forward_backward(
     """
     several = len(chunks) > 1
     iterators = tee(micro_batches, len(chunks))
-    with context.run.set(object()):
+    with context.schedule_run.set(object()):
         results: list[dict[str, Any]] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=list(iterators) if several else iterators[0],
@@ -273,26 +286,26 @@ def forward_backward(
     return results
 
 
-def hybrid(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def build_hybrid_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Adam on the host over parameters of any dtype, its steps in fp32."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     adam = torch.optim.AdamW
     options: dict[str, Any] = {"cpu_optimizer_cls": adam, "gpu_optimizer_cls": adam, "offload_fraction": 1.0}
     group = {"params": list(parameters), "lr": 1e-3}
-    made: torch.optim.Optimizer = HybridDeviceOptimizer(
+    optimizer: torch.optim.Optimizer = HybridDeviceOptimizer(
         [group], param_update_in_fp32=True, pin_cpu_grads=False, **options
     )
-    return made
+    return optimizer
 
 
-def stepped(optimizer: Any) -> list[torch.Tensor]:
+def list_stepped_parameters(optimizer: Any) -> list[torch.Tensor]:
     """What the parts of an offloaded optimizer step, copies or not, in their order."""
     distributed = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [
         parameter
-        for each in distributed
-        for part in each.optimizer.sub_optimizers
+        for chained in distributed
+        for part in chained.optimizer.sub_optimizers
         for group in part.param_groups
         for parameter in group["params"]
     ]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bundle.architectures import Architecture, RopeScaling
 from bundle.errors import EnvironmentUnfit
-from bundle.mcore import known
+from bundle.mcore import filter_keywords
 
 
-def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
+def apply_rope_scaling(chunk: torch.nn.Module, architecture: Architecture) -> None:
     """Gives every rotary embedding of a new GPTModel the frequencies of the architecture's stretching.
 
     Latent attention has its own: a chunk of the embedding or the head alone has none.
@@ -30,19 +30,21 @@ def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
     scaling, mla = architecture.rope_scaling, architecture.mla
     if scaling is None:
         return
-    whole = architecture.kv_channels * architecture.rotary_fraction
-    width = mla.qk_pos_emb_head_dim if mla else int(whole)
-    table = frequencies(architecture.rotary_base, width, scaling)
-    kinds = RotaryEmbedding, InThreeDimensions
-    found = [module for module in chunk.modules() if isinstance(module, kinds)]
-    attends = any(isinstance(module, Attention) for module in chunk.modules())
-    if (attends and not found) or any(embedding.inv_freq.shape != table.shape for embedding in found):
+    rotary_channels = architecture.kv_channels * architecture.rotary_fraction
+    width = mla.qk_pos_emb_head_dim if mla else int(rotary_channels)
+    table = compute_frequencies(architecture.rotary_base, width, scaling)
+    kinds = RotaryEmbedding, MropeEmbedding
+    embeddings = [module for module in chunk.modules() if isinstance(module, kinds)]
+    has_attention = any(isinstance(module, Attention) for module in chunk.modules())
+    if (has_attention and not embeddings) or any(
+        embedding.inv_freq.shape != table.shape for embedding in embeddings
+    ):
         raise EnvironmentUnfit(
             f"model.config: this megatron-core has no rotary embedding of {width} values to stretch: "
             "install a release that `mcore-bundle patches list` knows, or leave rope_scaling out"
         )
-    for embedding in found:
-        _give(embedding, table)
+    for embedding in embeddings:
+        _set_frequencies(embedding, table)
     if scaling.concentration != 1.0:
         rotated = slice(-width, None) if mla else slice(width)
         for module in chunk.modules():
@@ -51,7 +53,7 @@ def stretch(chunk: torch.nn.Module, architecture: Architecture) -> None:
                 module.core_attention.register_forward_pre_hook(concentrate)
 
 
-def frequencies(base: float, width: int, scaling: RopeScaling | None) -> Tensor:
+def compute_frequencies(base: float, width: int, scaling: RopeScaling | None) -> Tensor:
     """Radians per position of each pair of a head's `width` rotated values: float32 [width / 2], on the CPU.
 
     In the order of operations of `transformers.modeling_rope_utils`: a rounding of the last bit is a
@@ -66,21 +68,21 @@ def frequencies(base: float, width: int, scaling: RopeScaling | None) -> Tensor:
     if scaling.kind == "llama3":
         turns = scaling.original_max_position_embeddings / (2 * math.pi / plain)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * plain / scaling.factor + kept * plain
-    kept = 1 - _yarn_ramp(base, width, scaling)
-    return 1.0 / (scaling.factor * grown) * (1 - kept) + plain * kept
+        plain_share = ((turns - low) / (high - low)).clamp(0, 1)
+        return (1 - plain_share) * plain / scaling.factor + plain_share * plain
+    plain_share = 1 - _compute_yarn_ramp(base, width, scaling)
+    return 1.0 / (scaling.factor * grown) * (1 - plain_share) + plain * plain_share
 
 
-def _yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
+def _compute_yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
     """How far each pair is stretched, [width / 2] from 0 to 1: linear between the two bounds of YaRN."""
 
-    def pair(turns: float) -> float:
+    def find_pair(turns: float) -> float:
         """The pair, with fractions, that turns so often within the original length."""
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return width * math.log(wavelength) / (2 * math.log(base))
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low, high = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -88,10 +90,10 @@ def _yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
     return (steps / (high - low if high != low else 0.001)).clamp(0, 1)
 
 
-def _give(embedding: Any, table: Tensor) -> None:
+def _set_frequencies(embedding: Any, table: Tensor) -> None:
     """Makes `table` the embedding's frequencies, and has it forget what it has computed from others."""
     embedding.inv_freq = table.to(embedding.inv_freq.device)
-    if isinstance(embedding, InThreeDimensions):
+    if isinstance(embedding, MropeEmbedding):
         return
     if isinstance(embedding, YarnRotaryEmbedding):  # the one that latent attention's fused kernel takes
         embedding.inv_freq_extra = embedding.inv_freq_inter = embedding.inv_freq
@@ -99,7 +101,7 @@ def _give(embedding: Any, table: Tensor) -> None:
     type(embedding).forward.cache_clear()
 
 
-class InThreeDimensions(torch.nn.Module):
+class MropeEmbedding(torch.nn.Module):
     """Rotary positions in time, height and width (mrope), in the place of a GPTModel's `rotary_pos_emb`.
 
     `sections` are the pairs of a head that turn by each, one after the other, or `interleaved`: of every
@@ -113,7 +115,7 @@ class InThreeDimensions(torch.nn.Module):
         self, base: float, sections: Sequence[int], device: torch.device, *, interleaved: bool = False
     ) -> None:
         super().__init__()
-        self.inv_freq = frequencies(base, 2 * sum(sections), None).to(device)
+        self.inv_freq = compute_frequencies(base, 2 * sum(sections), None).to(device)
         if interleaved:
             dimensions = torch.zeros(sum(sections), dtype=torch.long)
             for dimension in (1, 2):
@@ -129,13 +131,13 @@ class InThreeDimensions(torch.nn.Module):
         return torch.cat((half, half), -1).unsqueeze(2)
 
 
-def turn_by_three(model: Any, architecture: Architecture) -> None:
+def use_mrope(model: Any, architecture: Architecture) -> None:
     """Has a new GPTModel take positions in time, height and width where the architecture has them."""
     if architecture.rotary_sections:
         config, device = model.config, model.rotary_pos_emb.inv_freq.device
         config.mrope_section = model.mrope_section = list(architecture.rotary_sections)
         model.position_embedding_type = "mrope"
-        model.rotary_pos_emb = InThreeDimensions(
+        model.rotary_pos_emb = MropeEmbedding(
             architecture.rotary_base,
             architecture.rotary_sections,
             device,
@@ -163,17 +165,17 @@ class _Concentration:
         return query, torch.cat((before, rotated * self._factor, behind), -1), *rest
 
 
-def turned(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tensor:
+def rotate_packed(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tensor:
     """Packed rows [t / cp, n, d] turned by the table's angles [positions, 1, 1, d], by megatron's function.
 
     Looked up at each call: a patch may have replaced it.
     """
-    turn = rope_utils._apply_rotary_pos_emb_thd
-    result: Tensor = turn(rows, boundaries, table, **known(turn, cp_group=group))
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+    result: Tensor = rotate(rows, boundaries, table, **filter_keywords(rotate, cp_group=group))
     return result
 
 
-def use_three_positions(model: Any, sections: Sequence[int], base: int) -> None:
+def use_megatron_mrope(model: Any, sections: Sequence[int], base: int) -> None:
     """Has a GPTModel take positions in time, height and width (mrope) as megatron does: ids [3, b, s].
 
     `sections` share out the pairs of a head's channels.

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def of_model(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers of a model chunk in the order of its layers, those of multi-token prediction last."""
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
-def of_layers(model: torch.nn.Module) -> dict[object, int]:
+def map_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
     """What asks for the experts of each decoder layer of a model chunk -> the layer, counted over all stages.
 
     Megatron's RouterReplay where the router has one, else the router. The routers of multi-token prediction
@@ -24,7 +24,7 @@ def of_layers(model: torch.nn.Module) -> dict[object, int]:
     return {
         getattr(router, "router_replay", None) or router: layer.layer_number - 1
         for layer in model.decoder.layers
-        for router in of_model(layer)
+        for router in find_routers(layer)
     }
 
 
@@ -36,17 +36,17 @@ def give_native_routes(router: torch.nn.Module, routes: torch.Tensor) -> None:
     router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def rank_groups(model: torch.nn.Module, score_topk: int) -> None:
+def set_group_score_topk(model: torch.nn.Module, score_topk: int) -> None:
     """Has a new model's routers rank groups of experts by the sum of each one's `score_topk` best scores.
 
     Megatron sums topk // group_topk of them: that is right for DeepSeek-V3's 8 of 4 groups, and not for V2.
     """
-    for router in of_model(model):
+    for router in find_routers(model):
         if router.config.moe_router_topk // router.config.moe_router_group_topk != score_topk:
-            router.routing = _RankedGroups(router.routing, score_topk)
+            router.routing = _GroupRanking(router.routing, score_topk)
 
 
-class _RankedGroups:
+class _GroupRanking:
     """A router's choice in which each group's score is made of so many of its best."""
 
     def __init__(self, original: Callable[..., Any], score_topk: int) -> None:
@@ -71,26 +71,26 @@ class _GroupScores(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RouterRows:
     """The rows [t] that a router of this rank sees of one micro-batch, in its order.
 
-    `owner` is the group of tokens with which a row is balanced, and one more than the last for padding;
-    `lengths` are the tokens of each group over all ranks, float32. `padding` is True where a row is no token;
-    None: nowhere.
+    `group_index` is the group of tokens with which a row is balanced, and one more than the last for padding;
+    `group_tokens` are the tokens of each group over all ranks, float32. `padding_mask` is True where a row is
+    no token; None: nowhere.
     """
 
-    owner: Tensor
-    lengths: Tensor
-    padding: Tensor | None
+    group_index: Tensor
+    group_tokens: Tensor
+    padding_mask: Tensor | None
 
 
 class Balancer(Protocol):
     """What stands behind the routers."""
 
-    def rows(self, router: object) -> Rows | None:
+    def find_rows(self, router: object) -> RouterRows | None:
         """What this router is about to see; None where nothing is trained."""
 
-    def term(self, rows: Rows, logits: Tensor) -> Tensor | None:
+    def compute_term(self, rows: RouterRows, logits: Tensor) -> Tensor | None:
         """What is added to the loss for these logits [t, experts]; None: nothing."""
 
 
@@ -102,22 +102,22 @@ def attach(router: torch.nn.Module, balancer: Balancer) -> None:
     original: Callable[..., tuple[Tensor, Tensor]] = router.routing
 
     def routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows = balancer.rows(router)
+        rows = balancer.find_rows(router)
         if rows is None or not torch.is_grad_enabled():
             return original(logits, *args, **kwargs)
-        term = balancer.term(rows, logits.flatten(0, -2))
+        term = balancer.compute_term(rows, logits.flatten(0, -2))
         if term is not None:
-            logits = _WithGradient.apply(logits, term)
+            logits = _TermGradient.apply(logits, term)
         weights, chosen = original(logits, *args, **kwargs)
         counts = router.local_tokens_per_expert  # of what steers, which megatron has just added to
-        if counts is not None and rows.padding is not None:
-            counts -= (chosen & rows.padding[:, None]).sum(0)
+        if counts is not None and rows.padding_mask is not None:
+            counts -= (chosen & rows.padding_mask[:, None]).sum(0)
         return weights, chosen
 
     router.routing = routing
 
 
-class _WithGradient(torch.autograd.Function):
+class _TermGradient(torch.autograd.Function):
     """The logits as they are; in the backward pass the term has its own gradient, of weight 1."""
 
     @staticmethod

@@ -42,21 +42,21 @@ from torch.distributed.checkpoint.planner import (
 
 from bundle import files
 from bundle.errors import JobFailed, UsageError
-from bundle.files import printable
+from bundle.files import to_printable
 from bundle.mcore import unpickling
 
 INDEX = ".metadata"
-_FORMAT = {
+_FORMAT_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
 # From 3.0 on queries, keys and values lie group by group, as the table has them.
-_VERSION = 3.0
+_CHECKPOINT_VERSION = 3.0
 
 
-class Directory:
+class TorchDistCheckpoint:
     """What a directory holds; `tensors` has the whole shape and the kind of numbers of each by its key."""
 
     def __init__(self, root: Path) -> None:
@@ -66,35 +66,40 @@ class Directory:
         if not files.is_file(root / INDEX):
             raise UsageError(f"{root}: no torch_dist checkpoint: it has no {INDEX}")
         try:
-            with unpickling.data_only():
+            with unpickling.restrict_to_data():
                 self._index = self._reader.read_metadata()
-            self.tensors = dict(self._described())
-            strange = sorted(
+            self.tensors = dict(self._read_descriptions())
+            missing = sorted(
                 {str(info.relative_path) for info in self._index.storage_data.values()}
                 - {path.name for path in root.iterdir()}
             )
         except Exception as error:  # whatever somebody's pickle makes torch raise
             raise UsageError(f"{root / INDEX}: cannot be used: {error}") from error
-        if strange:
-            raise UsageError(f"{root}: files are missing", [printable(name)[:200] for name in strange])
+        if missing:
+            raise UsageError(f"{root}: files are missing", [to_printable(name)[:200] for name in missing])
         self._reader.set_up_storage_reader(self._index, is_coordinator=True)
 
     @property
     def mtp_layers(self) -> int:
         """How many layers for MTP there are."""
-        found = (re.match(r"mtp\.layers\.(\d+)\.", key) for key in self.tensors)
-        return max((int(match[1]) + 1 for match in found if match), default=0)
+        matches = (re.match(r"mtp\.layers\.(\d+)\.", key) for key in self.tensors)
+        return max((int(match[1]) + 1 for match in matches if match), default=0)
 
-    def _described(self) -> Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+    def _read_descriptions(self) -> Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
         """Raises ValueError or AttributeError where what is stored of a tensor is no such description."""
         for key, stored in self._index.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 shape, dtype = tuple(stored.size), stored.properties.dtype
-                for of in (shape, *(of for chunk in stored.chunks for of in (chunk.offsets, chunk.sizes))):
-                    if len(of) != len(shape) or any(type(number) is not int or number < 0 for number in of):
-                        raise ValueError(f"{printable(str(key))}: {of!r:.60} is no part of its shape")
+                for extents in (
+                    shape,
+                    *(extents for chunk in stored.chunks for extents in (chunk.offsets, chunk.sizes)),
+                ):
+                    if len(extents) != len(shape) or any(
+                        type(number) is not int or number < 0 for number in extents
+                    ):
+                        raise ValueError(f"{to_printable(str(key))}: {extents!r:.60} is no part of its shape")
                 if not (isinstance(key, str) and isinstance(dtype, torch.dtype)):
-                    raise ValueError(f"{printable(str(key))} has {dtype!r:.60} for a kind of numbers")
+                    raise ValueError(f"{to_printable(str(key))} has {dtype!r:.60} for a kind of numbers")
                 yield key, (shape, dtype)
 
     def read(self, key: str, entry: tuple[int, ...] = ()) -> Tensor:
@@ -105,22 +110,24 @@ class Directory:
         items = [
             item
             for number, chunk in enumerate(self._index.state_dict_metadata[key].chunks)
-            if (item := _overlap(key, number, chunk, start, sizes)) is not None
+            if (item := _find_overlap(key, number, chunk, start, sizes)) is not None
         ]
-        held, size = sum(item.lengths.numel() for item in items), math.prod(rest)
-        if held != size or any(_meet(*two) for two in itertools.combinations(items, 2)):
-            raise JobFailed(f"{self.root}: {printable(key)}: its chunks are not the {size} values once each")
+        num_values, size = sum(item.lengths.numel() for item in items), math.prod(rest)
+        if num_values != size or any(_has_overlap(*two) for two in itertools.combinations(items, 2)):
+            raise JobFailed(
+                f"{self.root}: {to_printable(key)}: its chunks are not the {size} values once each"
+            )
         try:
-            with unpickling.data_only():
-                if len(items) == 1 and (alone := self._chunk(key, items[0])) is not None:
-                    return alone.reshape(rest)
-                found = torch.empty(sizes, dtype=dtype)
-                self._reader.read_data(LoadPlan(items), _Into(found)).wait()
+            with unpickling.restrict_to_data():
+                if len(items) == 1 and (stored := self._read_chunk(key, items[0])) is not None:
+                    return stored.reshape(rest)
+                target = torch.empty(sizes, dtype=dtype)
+                self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(target)).wait()
         except Exception as error:  # whatever a damaged file makes torch raise
-            raise JobFailed(f"{self.root}: {printable(key)} cannot be read: {error}") from error
-        return found.reshape(rest)
+            raise JobFailed(f"{self.root}: {to_printable(key)} cannot be read: {error}") from error
+        return target.reshape(rest)
 
-    def _chunk(self, key: str, item: ReadItem) -> Tensor | None:
+    def _read_chunk(self, key: str, item: ReadItem) -> Tensor | None:
         """The chunk that an item is all of, as it is stored; None where it is a part, or stored otherwise.
 
         There need not be a second tensor, to put it into.
@@ -133,13 +140,13 @@ class Directory:
         if chunk.sizes != item.lengths or getattr(stored, "transform_descriptors", None):
             return None
         with (self.root / stored.relative_path).open("rb") as file:
-            of_chunk = _Range(file, stored.offset, stored.length)
-            loaded: Tensor = torch.load(of_chunk, map_location="cpu", weights_only=True)
-        same = (loaded.shape, loaded.dtype) == (chunk.sizes, self.tensors[key][1])
-        return loaded if same else None
+            chunk_file = _FileRange(file, stored.offset, stored.length)
+            loaded: Tensor = torch.load(chunk_file, map_location="cpu", weights_only=True)
+        is_same = (loaded.shape, loaded.dtype) == (chunk.sizes, self.tensors[key][1])
+        return loaded if is_same else None
 
 
-def _overlap(
+def _find_overlap(
     key: str, number: int, chunk: ChunkStorageMetadata, start: tuple[int, ...], sizes: tuple[int, ...]
 ) -> ReadItem | None:
     """What of a stored chunk belongs to the range; None where nothing does."""
@@ -158,17 +165,17 @@ def _overlap(
     )
 
 
-def _meet(one: ReadItem, other: ReadItem) -> bool:
+def _has_overlap(first: ReadItem, second: ReadItem) -> bool:
     """Whether two chunks hold a value of the range both."""
-    pairs = zip(one.dest_offsets, one.lengths, other.dest_offsets, other.lengths, strict=True)
+    pairs = zip(first.dest_offsets, first.lengths, second.dest_offsets, second.lengths, strict=True)
     return all(max(a, b) < min(a + n, b + m) for a, n, b, m in pairs)
 
 
-class _Range(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """So many bytes of a file from an offset on, as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, start: int, size: int) -> None:
-        self._file, self._start, self._size, self._at = file, start, size, 0
+        self._file, self._start, self._size, self._position = file, start, size, 0
 
     def seekable(self) -> bool:
         return True
@@ -177,22 +184,24 @@ class _Range(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        self._position = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        )
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Fills what it can of the buffer from here on."""
         view = memoryview(buffer).cast("B")
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view[: max(0, min(len(view), self._size - self._at))])
-        self._at += count
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view[: max(0, min(len(view), self._size - self._position))])
+        self._position += count
         return count
 
 
-class _Into(LoadPlanner):
+class _TensorLoadPlanner(LoadPlanner):
     """Has what is read copied into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
@@ -200,8 +209,8 @@ class _Into(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         view = self._target
-        for dim, (at, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, at, length)
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
@@ -216,23 +225,23 @@ class _Into(LoadPlanner):
 
 
 @dataclass(frozen=True)
-class Part:
-    """An `entry`, of so many `entries`, of what is written under `key`; `values` makes its numbers."""
+class CheckpointEntry:
+    """An `entry`, of so many `entries`, of what is written under `key`; `make_values` makes its numbers."""
 
     key: str
     entry: tuple[int, ...]
     entries: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    values: Callable[[], Tensor]
+    make_values: Callable[[], Tensor]
 
     @property
-    def whole(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """The shape of all that is under the key."""
         return torch.Size((*self.entries, *self.shape))
 
     @property
-    def chunk(self) -> ChunkStorageMetadata:
+    def chunk_metadata(self) -> ChunkStorageMetadata:
         """Where in the whole it is."""
         return ChunkStorageMetadata(
             torch.Size((*self.entry, *(0 for _ in self.shape))),
@@ -242,40 +251,40 @@ class Part:
 
 def write(
     directory: Path,
-    parts: Iterable[Part],
-    empty: Iterable[str],
+    parts: Iterable[CheckpointEntry],
+    empty_keys: Iterable[str],
     *,
     arguments: Mapping[str, Any],
-    content: Mapping[str, Any],
+    content_metadata: Mapping[str, Any],
 ) -> None:
-    """Writes the parts into an empty directory, in their order, and nothing under the keys `empty`.
+    """Writes the parts into an empty directory, in their order, and nothing under the keys `empty_keys`.
 
-    `arguments` are what Megatron-LM compares with its own, `content` is what it asks for keys by. Raises
-    JobFailed where it cannot be written, and what making a part raises.
+    `arguments` are what Megatron-LM compares with its own, `content_metadata` is what it asks for keys by.
+    Raises JobFailed where it cannot be written, and what making a part raises.
     """
-    planner = _Streamed(list(parts), list(empty))
+    planner = _StreamingSavePlanner(list(parts), list(empty_keys))
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
-    writer.fs = _Files()
+    writer.fs = _WriterFileSystem()
     common = {
         "args": argparse.Namespace(**arguments),
-        "checkpoint_version": _VERSION,
+        "checkpoint_version": _CHECKPOINT_VERSION,
         "iteration": 0,
-        "content_metadata": dict(content),
+        "content_metadata": dict(content_metadata),
     }
     try:
-        with warnings.catch_warnings(), _without_checksums():
+        with warnings.catch_warnings(), _disable_checksums():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
             checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         torch.save(common, directory / "common.pt")
     except (OSError, RuntimeError, CheckpointException) as error:
         if planner.failure is not None:
             raise planner.failure from error
-        raise files.failed(directory, error) from error
-    files.write_json(directory / "metadata.json", _FORMAT)
+        raise files.build_write_error(directory, error) from error
+    files.write_json(directory / "metadata.json", _FORMAT_METADATA)
 
 
 @contextmanager
-def _without_checksums() -> Iterator[None]:
+def _disable_checksums() -> Iterator[None]:
     """Inside, torch.save adds up no bytes: a third of the time for sums that torch.load never compares."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -285,22 +294,22 @@ def _without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _Files(FileSystem):
+class _WriterFileSystem(FileSystem):
     """Files to which much is written at once."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """The file, empty."""
-        with files.opened(Path(path)) as stream:
+        with files.open_writer(Path(path)) as stream:
             yield stream
 
 
-class _Streamed(SavePlanner):
+class _StreamingSavePlanner(SavePlanner):
     """Has each part made when its turn comes to be written."""
 
-    def __init__(self, parts: list[Part], empty: list[str]) -> None:
-        self._parts = {MetadataIndex(part.key, part.chunk.offsets): part for part in parts}
-        self._empty = empty
+    def __init__(self, parts: list[CheckpointEntry], empty_keys: list[str]) -> None:
+        self._parts = {MetadataIndex(part.key, part.chunk_metadata.offsets): part for part in parts}
+        self._empty_keys = empty_keys
         self.failure: Exception | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -311,32 +320,34 @@ class _Streamed(SavePlanner):
             WriteItem(
                 index,
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(part.chunk, TensorProperties(dtype=part.dtype), part.whole),
+                tensor_data=TensorWriteData(
+                    part.chunk_metadata, TensorProperties(dtype=part.dtype), part.full_shape
+                ),
             )
             for index, part in self._parts.items()
         ]
         return SavePlan(
-            [*items, *(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._empty)]
+            [*items, *(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._empty_keys)]
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        described: dict[str, Any] = {key: BytesStorageMetadata() for key in self._empty}
+        metadata: dict[str, Any] = {key: BytesStorageMetadata() for key in self._empty_keys}
         for part in self._parts.values():
-            whole = TensorStorageMetadata(TensorProperties(dtype=part.dtype), part.whole, [])
-            described.setdefault(part.key, whole).chunks.append(part.chunk)
-        return all_plans, Metadata(described)
+            tensor_metadata = TensorStorageMetadata(TensorProperties(dtype=part.dtype), part.full_shape, [])
+            metadata.setdefault(part.key, tensor_metadata).chunks.append(part.chunk_metadata)
+        return all_plans, Metadata(metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:
-            nothing = io.BytesIO()
-            torch.save([None], nothing)  # of each shard that the key has on a rank
-            return nothing
+            buffer = io.BytesIO()
+            torch.save([None], buffer)  # of each shard that the key has on a rank
+            return buffer
         part = self._parts[write_item.index]
         try:
-            return part.values().reshape(part.chunk.sizes)
+            return part.make_values().reshape(part.chunk_metadata.sizes)
         except Exception as error:
             self.failure = error
             raise

@@ -19,8 +19,8 @@ import torch
 
 # Modules whose own classes hold numbers and names: the index of torch's distributed checkpoints, and FP8
 # recipes in the extra state of Transformer Engine's layers.
-_CLASSES_OF = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
-_NAMES = {
+_CLASS_MODULES = ("torch.distributed.checkpoint.metadata", "transformer_engine.common.recipe")
+_ALLOWED_NAMES = {
     ("builtins", "set"),
     ("collections", "OrderedDict"),
     ("_io", "BytesIO"),
@@ -41,22 +41,22 @@ _NAMES = {
     ("torch._utils", "_rebuild_tensor_v2"),
     ("torch.storage", "_load_from_bytes"),
 }
-_REMEMBERING = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
+_MEMO_OPCODES = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
 _MISSING = object()
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+_CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 # Of two that overlap, the first to leave would unpickle freely while the other reads, the last for ever not.
-_ALONE = threading.RLock()
+_LOCK = threading.RLock()
 
 
 @contextmanager
-def data_only() -> Iterator[None]:
+def restrict_to_data() -> Iterator[None]:
     """Inside, unpickling makes nothing but data: a pickle that names anything else raises UnpicklingError.
 
     A checkpoint is somebody's file, and unpickling it freely runs whatever is in it. Concerns `pickle.load`,
     `pickle.loads` and `torch.load` of the whole process, so that no thread that torch reads with escapes; its
     collectives unpickle in other ways. A second thread waits.
     """
-    with weights_only():
+    with restrict_to_weights():
         before = pickle.load, pickle.loads
         pickle.load, pickle.loads = _load, _loads
         try:
@@ -66,13 +66,13 @@ def data_only() -> Iterator[None]:
 
 
 @contextmanager
-def weights_only() -> Iterator[None]:
+def restrict_to_weights() -> Iterator[None]:
     """Inside, every `torch.load` unpickles data only, with the classes that Megatron writes into common.pt.
 
     Overrules `weights_only=False`. A second thread waits.
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    with _ALONE, torch.serialization.safe_globals(_classes_of_common_state()):
+    with _LOCK, torch.serialization.safe_globals(_list_common_classes()):
         before = os.environ.get(name)
         os.environ[name] = "1"
         try:
@@ -84,7 +84,7 @@ def weights_only() -> Iterator[None]:
                 os.environ[name] = before
 
 
-def _classes_of_common_state() -> list[Any]:
+def _list_common_classes() -> list[Any]:
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
@@ -92,75 +92,81 @@ def _classes_of_common_state() -> list[Any]:
 
     standard = [argparse.Namespace, io.BytesIO, pathlib.PosixPath, signal.Signals, types.SimpleNamespace]
     ours = [AttnBackend, ModelType, OptimizerConfig, RerunDiagnostic, RerunMode, RerunState]
-    return [*standard, *ours, (_member, "builtins.getattr")]
+    return [*standard, *ours, (_get_enum_member, "builtins.getattr")]
 
 
-def _member(owner: Any, name: Any) -> Any:
+def _get_enum_member(owner: Any, name: Any) -> Any:
     """A member of an enum, which Python 3.11.2 pickles as getattr(class, name); no other attribute."""
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in list(owner.__members__):
         return owner.__members__[name]
     raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}, which is not data: it could run code")
 
 
-class _DataOnly(pickle.Unpickler):
+class _DataUnpickler(pickle.Unpickler):
     """Pickles can also set attributes of what they name: of classes that all of the process shares."""
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
-        self._shared: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id: what was given, and how it was
+        self._originals: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id: what was given, and how it was
 
     def load(self) -> Any:
         try:
             loaded = super().load()
         finally:
-            changed = [name for given, was in self._shared.values() for name in _put_back(given, was)]
+            changed = [
+                name for owner, original in self._originals.values() for name in _put_back(owner, original)
+            ]
         if changed:
             raise pickle.UnpicklingError(f"it changes {', '.join(changed)}, which is more than data")
         return loaded
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), _CONSTANTS):
-            return found
+        if module == "torch" and isinstance(attribute := getattr(torch, name, None), _CONSTANT_TYPES):
+            return attribute
         if (module, name) == ("builtins", "getattr"):
-            return _member
-        if module in _CLASSES_OF:
-            found = vars(import_module(module)).get(name)
-            if isinstance(found, type) and found.__module__ == module:
-                return self._noted(found)
-        if (module, name) in _NAMES:
-            found = super().find_class(module, name)
-            return self._noted(found) if isinstance(found, type) else lambda *given: found(*given)
+            return _get_enum_member
+        if module in _CLASS_MODULES:
+            attribute = vars(import_module(module)).get(name)
+            if isinstance(attribute, type) and attribute.__module__ == module:
+                return self._remember_attributes(attribute)
+        if (module, name) in _ALLOWED_NAMES:
+            attribute = super().find_class(module, name)
+            return (
+                self._remember_attributes(attribute)
+                if isinstance(attribute, type)
+                else lambda *arguments: attribute(*arguments)
+            )
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data: it could run code")
 
-    def _noted(self, found: type) -> type:
-        for given in (found, *(found if issubclass(found, enum.Enum) else ())):
-            self._shared.setdefault(id(given), (given, dict(vars(given))))
-        return found
+    def _remember_attributes(self, cls: type) -> type:
+        for owner in (cls, *(cls if issubclass(cls, enum.Enum) else ())):
+            self._originals.setdefault(id(owner), (owner, dict(vars(owner))))
+        return cls
 
 
-def _put_back(given: Any, was: dict[str, Any]) -> list[str]:
+def _put_back(owner: Any, original: dict[str, Any]) -> list[str]:
     """The attributes that are others than they were, which they are again; pydantic makes its own late."""
-    now = vars(given)
-    names = [name for name in now.keys() | was.keys() if not name.startswith("__pydantic")]
-    changed = [name for name in names if now.get(name, _MISSING) is not was.get(name, _MISSING)]
+    now = vars(owner)
+    names = [name for name in now.keys() | original.keys() if not name.startswith("__pydantic")]
+    changed = [name for name in names if now.get(name, _MISSING) is not original.get(name, _MISSING)]
     for name in changed:
-        if name in was:
-            setattr(given, name, was[name])
+        if name in original:
+            setattr(owner, name, original[name])
         else:
-            delattr(given, name)
-    return [f"{name} of {given}" for name in changed]
+            delattr(owner, name)
+    return [f"{name} of {owner}" for name in changed]
 
 
 def _load(file: Any, **options: Any) -> Any:
-    _refuse_to_reserve(file)
-    return _DataOnly(file, **options).load()
+    _refuse_large_allocations(file)
+    return _DataUnpickler(file, **options).load()
 
 
 def _loads(content: Any, **options: Any) -> Any:
     return _load(io.BytesIO(content), **options)
 
 
-def _refuse_to_reserve(file: Any) -> None:
+def _refuse_large_allocations(file: Any) -> None:
     """Reads a pickle's instructions and follows none: a few bytes of them can ask for all memory there is.
 
     Raises UnpicklingError where a length, or the number of something remembered, is beyond the file.
@@ -168,7 +174,7 @@ def _refuse_to_reserve(file: Any) -> None:
     start = file.tell()
     try:
         for instruction, number, _ in pickletools.genops(file):
-            if instruction.name in _REMEMBERING and number is not None and number > file.tell():
+            if instruction.name in _MEMO_OPCODES and number is not None and number > file.tell():
                 raise ValueError(f"it remembers something as number {number}, within {file.tell()} bytes")
     except ValueError as error:
         raise pickle.UnpicklingError(f"it is no pickle: {error}") from error

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from bundle import files
-from bundle.architectures import spellings, tensors
-from bundle.architectures.spellings import Place
+from bundle.architectures import checkpoint_names, tensors
+from bundle.architectures.checkpoint_names import CheckpointLocation
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
-from bundle.mcore.torch_dist import Directory, Part, write
+from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
 from bundle.models import loading
 from bundle.models.exporting import find_copies
-from bundle.models.finite import FiniteCheck
-from bundle.models.mapped import Files
-from bundle.models.merging import Base, Merged
-from bundle.models.published import DTYPES, Output, files_of, parts, stored
-from bundle.pretrained import Pretrained, refuse_unequal, replacing, writing
-from bundle.pretrained.directory import FP8, MXFP4, SCALE, summarized
-from bundle.pretrained.writing import Numbers, Published
+from bundle.models.finite_check import FiniteCheck
+from bundle.models.mapped_files import MappedFiles
+from bundle.models.merging import AdapterBase, MergedTensors
+from bundle.models.publishing import DTYPES, PublishedWriter, list_stored_tensors, plan_files, split_tensor
+from bundle.pretrained import PretrainedWeights, refuse_unequal_copies, replacing, writing
+from bundle.pretrained.directory import FP8, MXFP4, SCALE_SUFFIX, limit_violations
+from bundle.pretrained.writing import PublishedModel, WeightFormat
 
 _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by their names, with the shape of each and what its numbers are stored as."""
 
     @property
@@ -45,67 +45,69 @@ class Source(Protocol):
         ...
 
 
-class HuggingFace:
+class HuggingFaceTensors:
     """A Hugging Face directory; scales are no tensors of their own."""
 
-    def __init__(self, weights: Pretrained) -> None:
-        self._weights, self._files = weights, Files()
+    def __init__(self, weights: PretrainedWeights) -> None:
+        self._weights, self._files = weights, MappedFiles()
         kinds = {**DTYPES, MXFP4: torch.bfloat16}
         self.tensors = {
             name: (entry.shape, kinds[entry.dtype])
             for name, entry in weights.entries.items()
-            if entry.dtype in kinds and not name.endswith(SCALE)
+            if entry.dtype in kinds and not name.endswith(SCALE_SUFFIX)
         }
 
     def read(self, name: str) -> Tensor:
-        return loading.published(self._weights, name, self._files)
+        return loading.read_published(self._weights, name, self._files)
 
 
-class Megatron:
+class MegatronTensors:
     """The weights of a torch_dist checkpoint by its own keys; those with many tensors are divided."""
 
-    def __init__(self, checkpoint: Directory) -> None:
+    def __init__(self, checkpoint: TorchDistCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._of: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._keys_by_name: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.tensors = {}
         for key, (shape, dtype) in checkpoint.tensors.items():
             if _OPTIMIZER.search(key):
                 continue
-            many = spellings.stacked(key)
-            for entry in itertools.product(*map(range, shape[:many])):
+            stack_dims = checkpoint_names.count_stacked_dims(key)
+            for entry in itertools.product(*map(range, shape[:stack_dims])):
                 name = f"{key}{list(entry) or ''}"
-                self._of[name] = key, entry
-                self.tensors[name] = shape[many:], dtype
+                self._keys_by_name[name] = key, entry
+                self.tensors[name] = shape[stack_dims:], dtype
 
     def read(self, name: str) -> Tensor:
-        return self._checkpoint.read(*self._of[name])
+        return self._checkpoint.read(*self._keys_by_name[name])
 
 
-class AsPublished:
+class PublishedTensors:
     """A torch_dist checkpoint under the published names of its model."""
 
-    def __init__(self, checkpoint: Directory, table: Tensors) -> None:
+    def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors) -> None:
         """Raises UsageError with every tensor that the checkpoint lacks or has in another shape."""
         self._checkpoint = checkpoint
-        self._places = found_in(checkpoint, table)
-        self._of: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
+        self._places = find_places(checkpoint, table)
+        self._tensors_by_name: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
         for tensor in table:
-            for name in tensor.written:
-                self._of.setdefault(name, []).append(tensor)
+            for name in tensor.written_names:
+                self._tensors_by_name.setdefault(name, []).append(tensor)
         self.tensors = {
             name: (shape, checkpoint.tensors[self._places[tensor.name].key][1])
             for tensor in table
-            for name, shape in tensor.published_shapes()
+            for name, shape in tensor.list_published_shapes()
         }
 
     def read(self, name: str) -> Tensor:
-        found = [
+        values = [
             part
-            for tensor in self._of[name]
-            for published, part in zip(tensor.written, parts(tensor, self.read_tensor(tensor)), strict=True)
+            for tensor in self._tensors_by_name[name]
+            for published, part in zip(
+                tensor.written_names, split_tensor(tensor, self.read_tensor(tensor)), strict=True
+            )
             if published == name
         ]
-        return torch.stack(found) if self._of[name][0].stack else found[0]
+        return torch.stack(values) if self._tensors_by_name[name][0].stack else values[0]
 
     def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """A tensor of the table."""
@@ -113,47 +115,47 @@ class AsPublished:
         return self._checkpoint.read(place.key, place.entry)
 
 
-def found_in(checkpoint: Directory, table: Tensors) -> dict[str, Place]:
+def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, CheckpointLocation]:
     """Where a checkpoint has each tensor that is published.
 
     Raises UsageError with every one that it lacks or has in another shape.
     """
     _refuse_delta_nets(table)
-    found, violations = {}, []
+    places_by_name, violations = {}, []
     for tensor in table:
-        if not tensor.published:
+        if not tensor.published_names:
             continue
-        places = spellings.places(tensor, table.architecture)
-        there = next((place for place in places if place.key in checkpoint.tensors), None)
-        if there is None:
+        places = checkpoint_names.find_locations(tensor, table.architecture)
+        stored_place = next((place for place in places if place.key in checkpoint.tensors), None)
+        if stored_place is None:
             violations.append(
                 f"{tensor.name} is missing: there is none of {', '.join(p.key for p in places)}"
             )
             continue
-        shape, _ = checkpoint.tensors[there.key]
-        if shape != (wanted := (*there.entries, *tensor.shape)):
-            violations.append(f"{there.key} is {list(shape)}, the model's is {list(wanted)}")
-        found[tensor.name] = there
+        shape, _ = checkpoint.tensors[stored_place.key]
+        if shape != (expected := (*stored_place.entries, *tensor.shape)):
+            violations.append(f"{stored_place.key} is {list(shape)}, the model's is {list(expected)}")
+        places_by_name[tensor.name] = stored_place
     if violations:
-        raise UsageError(f"{checkpoint.root}: not the weights of this model", summarized(violations))
-    return found
+        raise UsageError(f"{checkpoint.root}: not the weights of this model", limit_violations(violations))
+    return places_by_name
 
 
-def dtype_of(weights: Pretrained, tensor: tensors.Tensor) -> torch.dtype:
+def find_dtype(weights: PretrainedWeights, tensor: tensors.Tensor) -> torch.dtype:
     """What holds all of a tensor's published numbers; for FP8 and MXFP4 bf16, in which such models train."""
-    kinds = [weights.entries[name].dtype for name in tensor.published]
-    found = [torch.bfloat16 if kind in (FP8, MXFP4) else DTYPES[kind] for kind in kinds]
-    whole = found[0]
-    for other in found[1:]:
-        whole = torch.promote_types(whole, other)
-    return whole
+    kinds = [weights.entries[name].dtype for name in tensor.published_names]
+    dtypes = [torch.bfloat16 if kind in (FP8, MXFP4) else DTYPES[kind] for kind in kinds]
+    dtype = dtypes[0]
+    for other in dtypes[1:]:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
 
 
-_AT_ONCE = 2**22  # values that are compared in float64
+_CHUNK_VALUES = 2**22  # values that are compared in float64
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """What is not alike of one tensor.
 
     `largest` is the largest absolute difference of two values, `relative` the same divided by the largest
@@ -173,34 +175,34 @@ class Difference:
         return f"{self.name}: {self.kind}{against}{apart}".replace(": values;", ": values differ,")
 
 
-def differences(first: Source, second: Source) -> Iterator[Difference]:
+def find_differences(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
     """Every tensor that is not in both alike: shape, kind of numbers, values. NaN equals NaN."""
     for name in dict.fromkeys((*first.tensors, *second.tensors)):
         if name not in second.tensors:
-            yield Difference(name, "only in the first")
+            yield TensorDifference(name, "only in the first")
         elif name not in first.tensors:
-            yield Difference(name, "only in the second")
+            yield TensorDifference(name, "only in the second")
         else:
-            yield from _of_both(name, first, second)
+            yield from _compare_tensor(name, first, second)
 
 
-def _of_both(name: str, first: Source, second: Source) -> Iterator[Difference]:
+def _compare_tensor(name: str, first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
     (shape, dtype), (other_shape, other_dtype) = first.tensors[name], second.tensors[name]
     if shape != other_shape:
-        yield Difference(name, "shape", str(list(shape)), str(list(other_shape)))
+        yield TensorDifference(name, "shape", str(list(shape)), str(list(other_shape)))
         return
-    largest, relative = _apart(first.read(name), second.read(name))
+    largest, relative = _measure_difference(first.read(name), second.read(name))
     if dtype != other_dtype:
         ours, theirs = (str(kind).removeprefix("torch.") for kind in (dtype, other_dtype))
-        yield Difference(name, "dtype", ours, theirs, largest, relative)
+        yield TensorDifference(name, "dtype", ours, theirs, largest, relative)
     elif largest != 0:
-        yield Difference(name, "values", largest=largest, relative=relative)
+        yield TensorDifference(name, "values", largest=largest, relative=relative)
 
 
-def _apart(first: Tensor, second: Tensor) -> tuple[float, float]:
+def _measure_difference(first: Tensor, second: Tensor) -> tuple[float, float]:
     """(largest absolute difference, the same divided by the first's largest magnitude)."""
     largest = magnitude = 0.0
-    for a, b in zip(first.flatten().split(_AT_ONCE), second.flatten().split(_AT_ONCE), strict=True):
+    for a, b in zip(first.flatten().split(_CHUNK_VALUES), second.flatten().split(_CHUNK_VALUES), strict=True):
         one, other = a.double(), b.double()
         distance = torch.where(
             (one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs().nan_to_num(torch.inf)
@@ -215,11 +217,11 @@ TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
 def to_hugging_face(
-    checkpoint: Directory,
-    model: Published,
+    checkpoint: TorchDistCheckpoint,
+    model: PublishedModel,
     directory: Path,
-    numbers: Numbers,
-    base: Base | None = None,
+    numbers: WeightFormat,
+    base: AdapterBase | None = None,
 ) -> None:
     """Writes a directory that transformers opens, in the place of one that has that name.
 
@@ -231,21 +233,23 @@ def to_hugging_face(
     table = Tensors(model.architecture, written_copies=find_copies(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
         raise UsageError(f"nobody loads {model.architecture.model_type} in FP8 blocks: write it in bf16")
-    merged = Merged(checkpoint, table, base) if base else None
-    source = merged or AsPublished(checkpoint, table)
-    everything = list(table.published())
-    (of_files,) = files_of([[each for tensor in everything for each in stored(tensor, numbers)]])
-    with replacing.replacing(directory) as whole:
-        output = Output(whole, of_files)
+    merged = MergedTensors(checkpoint, table, base) if base else None
+    source = merged or PublishedTensors(checkpoint, table)
+    everything = list(table.iterate_published())
+    (planned_files,) = plan_files(
+        [[entry for tensor in everything for entry in list_stored_tensors(tensor, numbers)]]
+    )
+    with replacing.replace_directory(directory) as new_directory:
+        output = PublishedWriter(new_directory, planned_files)
         for tensor in everything:
             output.append(tensor, source.read_tensor(tensor), numbers)
         output.close()
         if merged:
             merged.conclude()
-        writing.complete(whole, model, numbers, of_files)
+        writing.write_remaining_files(new_directory, model, numbers, planned_files)
 
 
-def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
+def to_torch_dist(weights: PretrainedWeights, table: Tensors, directory: Path) -> None:
     """Writes a directory that Megatron-LM's `--load` takes, in the place of one that has that name.
 
     `weights` must have been held against the table. Layers for MTP that are not published are not written.
@@ -253,25 +257,33 @@ def to_torch_dist(weights: Pretrained, table: Tensors, directory: Path) -> None:
     the name before is there until the new one is whole.
     """
     _refuse_delta_nets(table)
-    refuse_unequal(weights, table.copies())
-    a = table.architecture
+    refuse_unequal_copies(weights, table.map_copies())
+    architecture = table.architecture
     check = FiniteCheck(weights)
-    parts = list(_parts(weights, table, check))
-    places = (spellings.Place(part.key, part.entry, part.entries) for part in parts)
-    empty = dict.fromkeys(spellings.object_key(place) for place in spellings.extra_states(places))
+    parts = list(_build_entries(weights, table, check))
+    places = (checkpoint_names.CheckpointLocation(part.key, part.entry, part.entries) for part in parts)
+    empty_keys = dict.fromkeys(
+        checkpoint_names.build_object_key(place) for place in checkpoint_names.find_extra_states(places)
+    )
     arguments = {
-        "num_layers": a.num_layers,
-        "hidden_size": a.hidden_size,
-        "num_attention_heads": a.num_attention_heads,
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
         "add_position_embedding": True,  # Megatron-LM's default, which it compares
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
-    with replacing.replacing(directory) as whole:
-        (whole / RELEASE).mkdir()
-        write(whole / RELEASE, parts, empty, arguments=arguments, content=spellings.checkpoint_content(a))
+    with replacing.replace_directory(directory) as new_directory:
+        (new_directory / RELEASE).mkdir()
+        write(
+            new_directory / RELEASE,
+            parts,
+            empty_keys,
+            arguments=arguments,
+            content_metadata=checkpoint_names.describe_checkpoint_content(architecture),
+        )
         check.conclude()
-        files.write_text(whole / TRACKER, f"{RELEASE}\n")
+        files.write_text(new_directory / TRACKER, f"{RELEASE}\n")
 
 
 def _refuse_delta_nets(table: Tensors) -> None:
@@ -283,26 +295,28 @@ def _refuse_delta_nets(table: Tensors) -> None:
         )
 
 
-def newest(named: Path) -> Path:
-    """The torch_dist directory that is `named`, or the one that Megatron-LM's --load would take from it.
+def find_newest(directory: Path) -> Path:
+    """The torch_dist directory that is `directory`, or the one that Megatron-LM's --load would take from it.
 
     Raises UsageError where that cannot be known.
     """
-    said = files.read(named / TRACKER)
-    if said is None:
-        return named
-    if said.strip() == RELEASE:
-        return named / RELEASE
-    if not said.strip().isdecimal():
-        raise UsageError(f"{named / TRACKER}: says neither {RELEASE} nor a number of steps")
-    return named / f"iter_{int(said):07d}"
+    content = files.read_text(directory / TRACKER)
+    if content is None:
+        return directory
+    if content.strip() == RELEASE:
+        return directory / RELEASE
+    if not content.strip().isdecimal():
+        raise UsageError(f"{directory / TRACKER}: says neither {RELEASE} nor a number of steps")
+    return directory / f"iter_{int(content):07d}"
 
 
-def _parts(weights: Pretrained, table: Tensors, check: FiniteCheck) -> Iterator[Part]:
-    opened = Files()
+def _build_entries(
+    weights: PretrainedWeights, table: Tensors, check: FiniteCheck
+) -> Iterator[CheckpointEntry]:
+    mapped_files = MappedFiles()
     for tensor in table:
-        if tensor.published:
-            dtype = dtype_of(weights, tensor)
-            for place in spellings.written(tensor, table.architecture):
-                values = partial(loading.whole, weights, tensor, dtype, opened, check)
-                yield Part(place.key, place.entry, place.entries, tensor.shape, dtype, values)
+        if tensor.published_names:
+            dtype = find_dtype(weights, tensor)
+            for place in checkpoint_names.find_written_locations(tensor, table.architecture):
+                values = partial(loading.read_whole_tensor, weights, tensor, dtype, mapped_files, check)
+                yield CheckpointEntry(place.key, place.entry, place.entries, tensor.shape, dtype, values)

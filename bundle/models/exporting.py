@@ -15,15 +15,21 @@ import torch.distributed as dist
 
 from bundle import files, hub
 from bundle.architectures import tensors
-from bundle.architectures.adapters import CONFIG, WEIGHTS, config, pairs, published
+from bundle.architectures.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    build_adapter_config,
+    build_adapter_tensor,
+    find_pairs,
+)
 from bundle.architectures.tensors import Tensors
-from bundle.distributed.world import on_all_ranks, on_rank_0
+from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
 from bundle.mcore.groups import Groups
 from bundle.models import adapters
-from bundle.models.published import Output, files_of, stored
+from bundle.models.publishing import PublishedWriter, list_stored_tensors, plan_files
 from bundle.models.streaming import TensorStream
-from bundle.pretrained import one_of_each_kind, replacing, writing
-from bundle.pretrained.writing import Numbers, Published, Stored
+from bundle.pretrained import replacing, summarize_names, writing
+from bundle.pretrained.writing import OutputTensor, PublishedModel, WeightFormat
 from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -34,23 +40,28 @@ def write(
     chunks: Sequence[torch.nn.Module],
     groups: Groups,
     table: Tensors,
-    numbers: Numbers,
-) -> dict[str, list[Stored]]:
+    numbers: WeightFormat,
+) -> dict[str, list[OutputTensor]]:
     """Writes the safetensors of all that is published, adapters merged; returns what is in each.
 
     All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
     """
     stream = TensorStream.from_chunks(chunks, groups, table)
-    of_writers = files_of(
-        [entry for route in stream.routes if route.owner == owner for entry in stored(route.tensor, numbers)]
+    planned_files = plan_files(
+        [
+            entry
+            for route in stream.routes
+            if route.owner == owner
+            for entry in list_stored_tensors(route.tensor, numbers)
+        ]
         for owner in stream.owners
     )
-    mine = dict(zip(stream.owners, of_writers, strict=True)).get(dist.get_rank(), {})
-    output = Output(directory, mine)
+    mine = dict(zip(stream.owners, planned_files, strict=True)).get(dist.get_rank(), {})
+    output = PublishedWriter(directory, mine)
     for tensor, full_tensor in stream.gather("owner"):
         output.append(tensor, full_tensor, numbers)
-    on_all_ranks(output.close)
-    return {name: share for of_one in of_writers for name, share in of_one.items()}
+    run_on_all_ranks(output.close)
+    return {name: share for writer_files in planned_files for name, share in writer_files.items()}
 
 
 def export(
@@ -58,46 +69,48 @@ def export(
     recipe: Recipe,
     chunks: Sequence[torch.nn.Module],
     groups: Groups,
-    ends: Iterable[int] = (),
+    eos_token_ids: Iterable[int] = (),
 ) -> None:
     """Writes a directory that transformers opens, in the place of one that has that name. All ranks call it.
 
-    What it generates ends with the tokens `ends` too, beside those that it was published with. Config,
-    tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
+    What it generates ends with the tokens `eos_token_ids` too, beside those that it was published with.
+    Config, tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
     Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
     """
-    model = Published.of(recipe)
-    copies = on_rank_0(lambda: find_copies(directory, model))
+    model = PublishedModel.from_recipe(recipe)
+    copies = run_on_rank_0(lambda: find_copies(directory, model))
     table = Tensors(recipe.architecture, groups.tp.size, copies)
-    numbers: Numbers = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
-    with ExitStack() as whole:
-        partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
-        of_files = write(partial, chunks, groups, table, numbers)
-        on_rank_0(lambda: writing.complete(partial, model, numbers, of_files, ends))
-        on_rank_0(whole.close)
+    numbers: WeightFormat = "fp8" if recipe.checkpoint.export == "hf-fp8" else recipe.model.dtype
+    with ExitStack() as stack:
+        partial = run_on_rank_0(lambda: stack.enter_context(replacing.replace_directory(directory)))
+        planned_files = write(partial, chunks, groups, table, numbers)
+        run_on_rank_0(
+            lambda: writing.write_remaining_files(partial, model, numbers, planned_files, eos_token_ids)
+        )
+        run_on_rank_0(stack.close)
 
 
-def find_copies(directory: Path, model: Published) -> list[str]:
+def find_copies(directory: Path, model: PublishedModel) -> list[str]:
     """Return the copies of tensors to write; log which tensors the directory leaves out.
 
     Those are what no family publishes, and what the model's source has and the model itself has not.
     """
     source, table = model.find_source_names(), Tensors(model.architecture)
     copies = table.find_copies(source)
-    if any(not tensor.published for tensor in table):
+    if any(not tensor.published_names for tensor in table):
         _log.warning(
             "%s leaves out the MTP layers: a model_type %s is published without any",
             directory,
             table.architecture.model_type,
         )
-    written = {*copies, *(name for tensor in table for name in tensor.published)}
+    written = {*copies, *(name for tensor in table for name in tensor.published_names)}
     if lost := [name for name in source if name not in written]:
         _log.warning(
             "%s leaves out %d tensors of %s, which are no part of the trained model: %s",
             directory,
             len(lost),
             model.source,
-            ", ".join(one_of_each_kind(lost)),
+            ", ".join(summarize_names(lost)),
         )
     return copies
 
@@ -109,31 +122,39 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     """
     lora, rank = recipe.model.lora, dist.get_rank()
     assert lora is not None
-    own = {named.name: named for named in adapters.every_matrix(chunks)}
+    local_tensors = {named.name: named for named in adapters.list_matrices(chunks)}
     model = Tensors(recipe.architecture)
-    of_tensors = (pairs(tensor, lora.targets, lora.rank) for tensor in model)
-    table = {matrix.name: matrix for of in of_tensors for pair in of if pair for matrix in pair}
-    stream = TensorStream([published(name, table[name].shape, model.names) for name in sorted(table)], own)
-    numbers = cast(Numbers, recipe.model.dtype)
-    if both := sorted(_modules(table, of_experts=True) & _modules(table, of_experts=False)):
+    all_pairs = (find_pairs(tensor, lora.targets, lora.rank) for tensor in model)
+    table = {
+        matrix.name: matrix for tensor_pairs in all_pairs for pair in tensor_pairs if pair for matrix in pair
+    }
+    stream = TensorStream(
+        [build_adapter_tensor(name, table[name].shape, model.names) for name in sorted(table)], local_tensors
+    )
+    numbers = cast(WeightFormat, recipe.model.dtype)
+    if ambiguous := sorted(
+        _find_module_names(table, is_expert=True) & _find_module_names(table, is_expert=False)
+    ):
         _log.warning(
             "%s has %s of experts and of other layers: beside transformers 5 PEFT 0.21 leaves out those of"
             " other layers, and says nothing; use transformers 4, or merge them (checkpoint.export: hf)",
             directory,
-            ", ".join(both),
+            ", ".join(ambiguous),
         )
-    with ExitStack() as whole:
-        partial = on_rank_0(lambda: whole.enter_context(replacing.replacing(directory)))
-        of_file = [entry for route in stream.routes for entry in stored(route.tensor, numbers)]
-        output = Output(partial, {WEIGHTS: of_file} if rank == 0 else {})
+    with ExitStack() as stack:
+        partial = run_on_rank_0(lambda: stack.enter_context(replacing.replace_directory(directory)))
+        entries = [entry for route in stream.routes for entry in list_stored_tensors(route.tensor, numbers)]
+        output = PublishedWriter(partial, {WEIGHTS_FILE: entries} if rank == 0 else {})
         for matrix, full_matrix in stream.gather(0):
             output.append(matrix, full_matrix, numbers)
-        on_all_ranks(output.close)
-        said = config(lora.rank, lora.alpha, lora.dropout, lora.targets, hub.repository(recipe.model.path))
-        on_rank_0(lambda: files.write_json(partial / CONFIG, said))
-        on_rank_0(whole.close)
+        run_on_all_ranks(output.close)
+        peft_config = build_adapter_config(
+            lora.rank, lora.alpha, lora.dropout, lora.targets, hub.strip_revision(recipe.model.path)
+        )
+        run_on_rank_0(lambda: files.write_json(partial / CONFIG_FILE, peft_config))
+        run_on_rank_0(stack.close)
 
 
-def _modules(names: Iterable[str], *, of_experts: bool) -> set[str]:
+def _find_module_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
     """The last parts of the names of the modules that these matrices are beside."""
-    return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is of_experts}
+    return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is is_expert}

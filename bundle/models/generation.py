@@ -23,7 +23,7 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class VisualInputs:
     """The images and videos of a prompt, in order: `patches` [n, values] of all of them, `grids` [images, 3].
 
     `seconds` [images] are from one patch of a video to the next; 0 of an image.
@@ -39,7 +39,7 @@ class Prompt:
     """Token ids, those of images and videos as many as their embeddings, and what these show."""
 
     ids: Sequence[int]
-    shown: Shown | None = None
+    visual_inputs: VisualInputs | None = None
 
 
 class TokenStream:
@@ -58,61 +58,74 @@ class TokenStream:
         """Do nothing: the answer is returned as well."""
 
 
-def answers(
+def generate_answers(
     directory: Path,
     prompts: Iterable[Prompt],
-    ends: Sequence[int],
+    eos_token_ids: Sequence[int],
     sampling: GenerationOptions,
     show: Callable[[int], None] = lambda token: None,
 ) -> Iterator[list[int]]:
     """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
 
-    An answer ends with one of `ends`, with what the directory's generation config ends it with, or is cut at
-    `max_tokens`. Nothing else of that config counts. MTP layers take no part. Calls `show`
+    An answer ends with one of `eos_token_ids`, with what the directory's generation config ends it with, or
+    is cut at `max_tokens`. Nothing else of that config counts. MTP layers take no part. Calls `show`
     with each token. Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not
     open whole.
     """
-    model = _opened(directory)
-    own = model.generation_config.eos_token_id
-    every = {*ends, *(own if isinstance(own, list) else () if own is None else (own,))}
-    chosen = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    model = _open_model(directory)
+    model_eos = model.generation_config.eos_token_id
+    stop_ids = {
+        *eos_token_ids,
+        *(model_eos if isinstance(model_eos, list) else () if model_eos is None else (model_eos,)),
+    }
+    sampling_options = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+    }
     settings = type(model.generation_config)(
         max_new_tokens=sampling.max_tokens,
-        eos_token_id=sorted(every),
-        pad_token_id=ends[0],
-        **(chosen if sampling.temperature else {"do_sample": False}),
+        eos_token_id=sorted(stop_ids),
+        pad_token_id=eos_token_ids[0],
+        **(sampling_options if sampling.temperature else {"do_sample": False}),
     )
     torch.manual_seed(sampling.seed)
     for prompt in prompts:
         ids = torch.tensor([list(prompt.ids)], device=model.device)
         model.generation_config = settings
-        given = {"attention_mask": torch.ones_like(ids), **_shown(model, ids, prompt.shown)}
-        found = model.generate(ids, **given, generation_config=settings, streamer=TokenStream(show))
-        yield found[0, ids.shape[1] :].tolist()
+        inputs = {
+            "attention_mask": torch.ones_like(ids),
+            **_build_visual_inputs(model, ids, prompt.visual_inputs),
+        }
+        output = model.generate(ids, **inputs, generation_config=settings, streamer=TokenStream(show))
+        yield output[0, ids.shape[1] :].tolist()
 
 
-def _shown(model: Any, ids: Tensor, shown: Shown | None) -> dict[str, Tensor]:
+def _build_visual_inputs(model: Any, ids: Tensor, visual_inputs: VisualInputs | None) -> dict[str, Tensor]:
     """What is shown with token ids [1, t], in the words of transformers' model, as far as it knows them."""
-    if shown is None:
+    if visual_inputs is None:
         return {}
     kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-    found = {"mm_token_type_ids": kinds}
-    each = shown.patches.split(shown.grids.prod(1).tolist())
-    for moving, pixels, grids in (
+    inputs = {"mm_token_type_ids": kinds}
+    patches_by_grid = visual_inputs.patches.split(visual_inputs.grids.prod(1).tolist())
+    for is_video, pixels, grids in (
         (False, "pixel_values", "image_grid_thw"),
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
-        here = (shown.seconds > 0) == moving
-        if here.any():
-            found[pixels] = torch.cat([each[number] for number in here.nonzero().flatten().tolist()])
-            found[grids] = shown.grids[here]
-    if (shown.seconds > 0).any():
-        found["second_per_grid_ts"] = shown.seconds[shown.seconds > 0].float()
-    known = inspect.signature(model.forward).parameters
-    return {name: of.to(model.device) for name, of in found.items() if name in known}
+        is_selected = (visual_inputs.seconds > 0) == is_video
+        if is_selected.any():
+            inputs[pixels] = torch.cat(
+                [patches_by_grid[number] for number in is_selected.nonzero().flatten().tolist()]
+            )
+            inputs[grids] = visual_inputs.grids[is_selected]
+    if (visual_inputs.seconds > 0).any():
+        inputs["second_per_grid_ts"] = visual_inputs.seconds[visual_inputs.seconds > 0].float()
+    parameters = inspect.signature(model.forward).parameters
+    return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in parameters}
 
 
-def _opened(directory: Path) -> Any:
+def _open_model(directory: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
@@ -124,14 +137,14 @@ def _opened(directory: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(directory, **local)
         with_images = hasattr(config, "vision_config")
         kind = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
-        model, found = kind.from_pretrained(
+        model, loading_info = kind.from_pretrained(
             directory, config=config, dtype="auto", output_loading_info=True, **local
         )
     except Exception as error:  # transformers trusts what stands in the files
         version = transformers.__version__
-        said = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{directory}: transformers {version} does not open it: {said}") from error
-    if missing := sorted(found["missing_keys"]):
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{directory}: transformers {version} does not open it: {reason}") from error
+    if missing := sorted(loading_info["missing_keys"]):
         raise UsageError(f"{directory}: weights that transformers asks for are missing", missing[:10])
-    place = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return model.eval().to(place)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    return model.eval().to(device)

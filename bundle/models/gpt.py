@@ -16,18 +16,18 @@ from bundle.backends import Runtime
 from bundle.mcore import gpt
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, loading, naming
-from bundle.models.naming import Named
-from bundle.models.vision import Vision
-from bundle.pretrained import Pretrained
-from bundle.pretrained.matching import published
+from bundle.models.naming import NamedTensor
+from bundle.models.vision import VisionTower
+from bundle.pretrained import PretrainedWeights
+from bundle.pretrained.matching import build_published_table
 from bundle.recipe import Recipe
 
 # Projections back onto the residual stream are drawn narrower, as in GPT-2 and Megatron-LM.
-_RESIDUAL = (".linear_proj.weight", ".linear_fc2.weight", ".out_proj.weight")
+_RESIDUAL_SUFFIXES = (".linear_proj.weight", ".linear_fc2.weight", ".out_proj.weight")
 
 
-def build(
-    recipe: Recipe, config: Any, runtime: Runtime, groups: Groups, weights: Pretrained | None = None
+def build_chunks(
+    recipe: Recipe, config: Any, runtime: Runtime, groups: Groups, weights: PretrainedWeights | None = None
 ) -> list[torch.nn.Module]:
     """The model chunks of this rank (one without interleaving), filled with `weights`.
 
@@ -38,24 +38,26 @@ def build(
     for index in range(groups.vpp):
         stage = index if groups.vpp > 1 else None
         gpt.enter_chunk(stage)
-        chunk = gpt.model(
+        chunk = gpt.build_model(
             config,
-            runtime.specs(recipe, config, stage),
+            runtime.build_specs(recipe, config, stage),
             architecture,
             groups,
             index,
             max_sequence_length=recipe.data.sequence_length,
         )
         if architecture.vision is not None and groups.is_first_stage(index):
-            chunk.add_module("vision", Vision(architecture, config.params_dtype, runtime.packed_attention))
+            chunk.add_module(
+                "vision", VisionTower(architecture, config.params_dtype, runtime.packed_attention)
+            )
             for name, parameter in chunk.vision.named_parameters(prefix="vision"):
                 parameter.requires_grad_(not recipe.model.vision.freezes(name))
             chunk.vision.deepstack.attach(chunk.decoder.layers[: len(architecture.vision.deepstack)])
         chunks.append(chunk)
     if weights is None:
-        drawn = [named for chunk in chunks for named in naming.parameters(chunk, groups)]
+        drawn = [named for chunk in chunks for named in naming.find_parameters(chunk, groups)]
     else:
-        drawn = loading.load(chunks, groups, weights, published(recipe))
+        drawn = loading.load(chunks, groups, weights, build_published_table(recipe))
     initialize(
         drawn,
         seed=recipe.seed,
@@ -64,14 +66,14 @@ def build(
         centered=architecture.zero_centered_norms,
     )
     if recipe.model.lora is not None:
-        matrices = adapters.add(chunks, recipe, groups, recipe.model.lora)
-        adapters.draw(matrices, recipe.seed)
+        matrices = adapters.add_adapters(chunks, recipe, groups, recipe.model.lora)
+        adapters.initialize_matrices(matrices, recipe.seed)
         loading.load_adapters(matrices, recipe)
     return chunks
 
 
 def initialize(
-    named: Iterable[Named], *, seed: int, std: float, num_layers: int, centered: bool = False
+    parameters: Iterable[NamedTensor], *, seed: int, std: float, num_layers: int, centered: bool = False
 ) -> None:
     """Overwrites each parameter in place: ones for norms, zeros for biases, normal draws for matrices.
 
@@ -79,19 +81,21 @@ def initialize(
     multiply by 1 + weight. Of gated delta nets decays are drawn as transformers draws them, from 0.01 to 16.
     """
     with torch.no_grad():
-        for item in named:
-            item.parameter.copy_(_values(item, seed, std, num_layers, centered))
+        for item in parameters:
+            item.parameter.copy_(_draw_values(item, seed, std, num_layers, centered))
 
 
-def _values(item: Named, seed: int, std: float, num_layers: int, centered: bool) -> torch.Tensor:
+def _draw_values(item: NamedTensor, seed: int, std: float, num_layers: int, centered: bool) -> torch.Tensor:
     """The local values of one parameter, float32, on the CPU (so that every device gets the same)."""
     if item.name.endswith(".A_log"):
-        drawn = torch.rand(item.whole_shape(), generator=item.generator(seed))
-        return item.part((0.01 + 15.99 * drawn).log())
+        drawn = torch.rand(item.compute_full_shape(), generator=item.make_generator(seed))
+        return item.extract_shard((0.01 + 15.99 * drawn).log())
     if item.parameter.ndim == 1:
         zero = centered and not item.name.endswith((".out_norm.weight", ".dt_bias"))
         zero |= item.name.endswith(".bias")
         return torch.full(item.parameter.shape, 0.0 if zero else 1.0)
-    if item.name.endswith(_RESIDUAL):
+    if item.name.endswith(_RESIDUAL_SUFFIXES):
         std /= math.sqrt(2 * num_layers)
-    return item.part(torch.randn(item.whole_shape(), generator=item.generator(seed)) * std)
+    return item.extract_shard(
+        torch.randn(item.compute_full_shape(), generator=item.make_generator(seed)) * std
+    )

@@ -13,220 +13,245 @@ from torch import Tensor
 
 from bundle import pretrained
 from bundle.architectures import adapters, tensors
-from bundle.architectures.published import NAMES
+from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
-from bundle.distributed.world import on_all_ranks, on_rank_0
+from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 from bundle.models import naming
-from bundle.models.finite import FiniteCheck
-from bundle.models.mapped import Files
-from bundle.models.naming import Named, Shard
-from bundle.models.published import DTYPES, dequantized, of_four_bits
-from bundle.pretrained import Entry, Pretrained
-from bundle.pretrained.directory import FP8, MX_BLOCKS, MX_SCALES, MX_SIZE, MXFP4, SCALE
+from bundle.models.finite_check import FiniteCheck
+from bundle.models.mapped_files import MappedFiles
+from bundle.models.naming import NamedTensor, Shard
+from bundle.models.publishing import DTYPES, dequantize_blocks, dequantize_mxfp4
+from bundle.pretrained import PretrainedWeights, StoredTensor
+from bundle.pretrained.directory import FP8, MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX, MX_SIZE, MXFP4, SCALE_SUFFIX
 from bundle.recipe import Recipe
 
 Slices = tuple[slice, ...]
-_AT_ONCE = 2**23  # bytes: what is looked at is still near when it is copied
+_CHUNK_BYTES = 2**23  # bytes: what is looked at is still near when it is copied
 
 
 @dataclass(frozen=True)
-class Read:
+class TensorRead:
     """A part of a published tensor, and the part of a parameter that it becomes.
 
-    `number`: of a stack's entry, whose rows and columns are the parameter's here; None: it is no stack.
+    `stack_entry`: of a stack's entry, whose rows and columns are the parameter's here; None: it is no stack.
     """
 
     name: str
-    entry: Entry
+    entry: StoredTensor
     source: Slices
     target: Tensor
-    number: int | None = None
+    stack_entry: int | None = None
 
 
 def load(
-    chunks: Sequence[torch.nn.Module], groups: Groups, weights: Pretrained, table: Tensors
-) -> list[Named]:
+    chunks: Sequence[torch.nn.Module], groups: Groups, weights: PretrainedWeights, table: Tensors
+) -> list[NamedTensor]:
     """Overwrites all that `table` says is published; returns what is not. All ranks call it.
 
     Raises UsageError for copies that differ from their original and for values that are not finite, JobFailed
     for files that cannot be read.
     """
-    on_rank_0(lambda: pretrained.refuse_unequal(weights, table.copies()))
-    published = {tensor.name: tensor for tensor in table if tensor.published}
-    own = [
+    run_on_rank_0(lambda: pretrained.refuse_unequal_copies(weights, table.map_copies()))
+    published = {tensor.name: tensor for tensor in table if tensor.published_names}
+    local_tensors = [
         named
         for chunk in chunks
-        for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups))
+        for named in (*naming.find_parameters(chunk, groups), *naming.find_buffers(chunk, groups))
     ]
-    unpublished = [named for named in own if named.name not in published]
-    if strangers := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
-        raise JobFailed(f"{strangers[0]}: no published tensor becomes this parameter of megatron-core")
-    pairs = [(named, published[named.name]) for named in own if named.name in published]
+    unpublished = [named for named in local_tensors if named.name not in published]
+    if unknown := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
+        raise JobFailed(f"{unknown[0]}: no published tensor becomes this parameter of megatron-core")
+    pairs = [(named, published[named.name]) for named in local_tensors if named.name in published]
     with torch.no_grad():
-        reads = itertools.chain.from_iterable(_reads(weights, *pair) for pair in pairs)
-        on_all_ranks(lambda: _read_finite(weights, reads))
+        reads = itertools.chain.from_iterable(_plan_reads(weights, *pair) for pair in pairs)
+        run_on_all_ranks(lambda: _read_and_check(weights, reads))
     return unpublished
 
 
-def load_adapters(matrices: Sequence[Named], recipe: Recipe) -> None:
+def load_adapters(matrices: Sequence[NamedTensor], recipe: Recipe) -> None:
     """Overwrites all of these A and B that the recipe's adapter holds, as PEFT writes it. All ranks call it.
 
     Raises UsageError for an adapter of another model, or with values that are not finite, JobFailed for a
     file that cannot be read.
     """
 
-    def body() -> None:
-        found = pretrained.adapter_of_recipe(recipe)
-        if found is not None:
-            names = NAMES[recipe.architecture.model_type]
+    def read_adapters() -> None:
+        adapter_weights = pretrained.find_recipe_adapter(recipe)
+        if adapter_weights is not None:
+            names = PUBLISHED_NAMES[recipe.architecture.model_type]
             pairs = (
-                (named, adapters.published(named.name, named.whole_shape(), names)) for named in matrices
+                (named, adapters.build_adapter_tensor(named.name, named.compute_full_shape(), names))
+                for named in matrices
             )
             # PEFT knows no MTP layers
-            there = (pair for pair in pairs if pair[1].published[0] in found.entries)
-            _read_finite(found, itertools.chain.from_iterable(_reads(found, *pair) for pair in there))
+            available = (pair for pair in pairs if pair[1].published_names[0] in adapter_weights.entries)
+            _read_and_check(
+                adapter_weights,
+                itertools.chain.from_iterable(_plan_reads(adapter_weights, *pair) for pair in available),
+            )
 
     with torch.no_grad():
-        on_all_ranks(body)
+        run_on_all_ranks(read_adapters)
 
 
-def whole(
-    weights: Pretrained, tensor: tensors.Tensor, dtype: torch.dtype, files: Files, check: FiniteCheck
+def read_whole_tensor(
+    weights: PretrainedWeights,
+    tensor: tensors.Tensor,
+    dtype: torch.dtype,
+    files: MappedFiles,
+    check: FiniteCheck,
 ) -> Tensor:
     """A tensor of the table, not to be written to: where the file has it as it is, that memory.
 
     `check` looks at what is read of it. Raises JobFailed for files that cannot be read.
     """
     if tensor.rule.kind in ("copy", "vocabulary") and tensor.stack is None:
-        (name,) = tensor.published
+        (name,) = tensor.published_names
         entry = weights.entries[name]
         if entry.shape == tensor.shape and DTYPES.get(entry.dtype) is dtype:
-            stored = files.tensor(name, entry)
+            stored = files.read_tensor(name, entry)
             check.add(name, stored)
             return stored
     target = torch.empty(tensor.shape, dtype=dtype)
-    _read(weights, _reads(weights, Named(tensor.name, target, None), tensor), files, check)
+    _read(weights, _plan_reads(weights, NamedTensor(tensor.name, target, None), tensor), files, check)
     return target
 
 
-def published(weights: Pretrained, name: str, files: Files) -> Tensor:
+def read_published(weights: PretrainedWeights, name: str, files: MappedFiles) -> Tensor:
     """A published tensor, not to be written to, in the kind of numbers that it is stored in.
 
     In fp32 where that is FP8, and in bf16 where it is MXFP4.
     """
     entry = weights.entries[name]
     if entry.dtype not in (FP8, MXFP4):
-        return files.tensor(name, entry)
-    whole = slice(None), slice(None)
+        return files.read_tensor(name, entry)
+    full_slices = slice(None), slice(None)
     if entry.dtype == FP8:
         target = torch.empty(entry.shape, dtype=torch.float32)
-        reads = [Read(name, entry, whole, target)]
+        reads = [TensorRead(name, entry, full_slices, target)]
     else:
         target = torch.empty(entry.shape, dtype=torch.bfloat16)
-        reads = [Read(name, entry, whole, part.T, number) for number, part in enumerate(target)]
+        reads = [TensorRead(name, entry, full_slices, part.T, number) for number, part in enumerate(target)]
     _read(weights, reads, files)
     return target
 
 
-def _reads(weights: Pretrained, named: Named, tensor: tensors.Tensor) -> Iterator[Read]:
+def _plan_reads(
+    weights: PretrainedWeights, named: NamedTensor, tensor: tensors.Tensor
+) -> Iterator[TensorRead]:
     """What makes this rank's part of a tensor; padding is filled at once."""
-    if tuple(named.whole_shape()) != tensor.shape:
+    if tuple(named.compute_full_shape()) != tensor.shape:
         raise JobFailed(
-            f"{named.name} is {named.whole_shape()} in megatron-core, the table has {list(tensor.shape)}"
+            f"{named.name} is {named.compute_full_shape()} in megatron-core, the table has"
+            f" {list(tensor.shape)}"
         )
-    joined, local = tensor.rule.dim, named.parameter
-    held = list(_held(named.shard, tensor.shape, joined))
-    cut = joined if named.shard is None else named.shard.dim
-    at = 0
-    for piece in tensor.rule.pieces():
-        name = tensor.published[piece.source]
+    joined_dim, local = tensor.rule.dim, named.parameter
+    ranges = list(_find_local_ranges(named.shard, tensor.shape, joined_dim))
+    cut = joined_dim if named.shard is None else named.shard.dim
+    offset = 0
+    for piece in tensor.rule.iterate_pieces():
+        name = tensor.published_names[piece.source]
         length, step = piece.length, piece.step
-        for start, stop, place in held:
+        for start, stop, local_start in ranges:
             source, target = ([slice(None)] * local.ndim for _ in range(2))
-            source[joined], target[joined] = slice(piece.start, piece.stop, step), slice(at, at + length)
-            if cut == joined:
-                first, last = max(at, start), min(at + length, stop)
+            source[joined_dim], target[joined_dim] = (
+                slice(piece.start, piece.stop, step),
+                slice(offset, offset + length),
+            )
+            if cut == joined_dim:
+                first, last = max(offset, start), min(offset + length, stop)
                 if first >= last:
                     continue
-                begin = piece.start + (first - at) * step
-                source[joined] = slice(begin, begin + (last - first) * step, step)
-                target[joined] = slice(place + first - start, place + last - start)
+                begin = piece.start + (first - offset) * step
+                source[joined_dim] = slice(begin, begin + (last - first) * step, step)
+                target[joined_dim] = slice(local_start + first - start, local_start + last - start)
             else:
-                source[cut], target[cut] = slice(start, stop), slice(place, place + stop - start)
+                source[cut], target[cut] = slice(start, stop), slice(local_start, local_start + stop - start)
             number = tensor.stack.entry if tensor.stack else None
-            yield Read(name, weights.entries[name], tuple(source), local[tuple(target)], number)
-        at += length
-    for start, stop, place in held:
-        if cut == joined and stop > at:
-            first = max(at, start)
-            local.narrow(joined, place + first - start, stop - first).zero_()
+            yield TensorRead(name, weights.entries[name], tuple(source), local[tuple(target)], number)
+        offset += length
+    for start, stop, local_start in ranges:
+        if cut == joined_dim and stop > offset:
+            first = max(offset, start)
+            local.narrow(joined_dim, local_start + first - start, stop - first).zero_()
 
 
-def _held(shard: Shard | None, shape: tuple[int, ...], dim: int) -> Iterator[tuple[int, int, int]]:
+def _find_local_ranges(
+    shard: Shard | None, shape: tuple[int, ...], dim: int
+) -> Iterator[tuple[int, int, int]]:
     """(start, stop) of the ranges of the whole that this rank holds, and where each begins in its part."""
     if shard is None:
         yield 0, shape[dim], 0
         return
-    begin = place = 0
-    for block in shard.sizes(shape[shard.dim]):
+    begin = local_start = 0
+    for block in shard.compute_block_sizes(shape[shard.dim]):
         part = block // shard.size
         start = begin + shard.rank * part
-        yield start, start + part, place
-        begin, place = begin + block, place + part
+        yield start, start + part, local_start
+        begin, local_start = begin + block, local_start + part
 
 
-def _read_finite(weights: Pretrained, reads: Iterable[Read]) -> None:
+def _read_and_check(weights: PretrainedWeights, reads: Iterable[TensorRead]) -> None:
     """Raises UsageError, when all is read, where values are not finite."""
     check = FiniteCheck(weights)
-    _read(weights, reads, Files(), check)
+    _read(weights, reads, MappedFiles(), check)
     check.conclude()
 
 
-def _read(weights: Pretrained, reads: Iterable[Read], files: Files, check: FiniteCheck | None = None) -> None:
+def _read(
+    weights: PretrainedWeights,
+    reads: Iterable[TensorRead],
+    files: MappedFiles,
+    check: FiniteCheck | None = None,
+) -> None:
     ordered = sorted(reads, key=lambda read: (read.entry.file, read.entry.start))
-    for read in itertools.chain.from_iterable(map(_in_pieces, ordered)):
-        read.target.copy_(_values(files, read, weights, check))
+    for read in itertools.chain.from_iterable(map(_split_read, ordered)):
+        read.target.copy_(_read_values(files, read, weights, check))
 
 
-def _in_pieces(read: Read) -> Iterator[Read]:
+def _split_read(read: TensorRead) -> Iterator[TensorRead]:
     """A read as several, row by row, of which none makes a large copy."""
     rows, target = read.target.shape[:1], read.target
-    if not rows or target.numel() * target.element_size() <= _AT_ONCE:
+    if not rows or target.numel() * target.element_size() <= _CHUNK_BYTES:
         yield read
         return
-    step = max(1, _AT_ONCE * rows[0] // (target.numel() * target.element_size()))
+    step = max(1, _CHUNK_BYTES * rows[0] // (target.numel() * target.element_size()))
     first, *rest = read.source
-    begin, every = first.start or 0, first.step or 1
+    begin, stride = first.start or 0, first.step or 1
     for row in range(0, rows[0], step):
         last = min(row + step, rows[0])
-        source = (slice(begin + row * every, begin + last * every, every), *rest)
+        source = (slice(begin + row * stride, begin + last * stride, stride), *rest)
         yield replace(read, source=source, target=target[row:last])
 
 
-def _values(files: Files, read: Read, weights: Pretrained, check: FiniteCheck | None) -> Tensor:
+def _read_values(
+    files: MappedFiles, read: TensorRead, weights: PretrainedWeights, check: FiniteCheck | None
+) -> Tensor:
     """The numbers that a part of a tensor means: those of FP8 and MXFP4 are multiplied by their scales."""
     entry, source = read.entry, read.source
     look = check.add if check else lambda *_: None
     if entry.dtype == MXFP4:
         count, columns, rows = entry.shape
         packed, scales = (
-            files.bytes(name, weights.entries[name]).view(count, rows, columns // MX_SIZE, -1)[read.number]
-            for name in (f"{read.name}{MX_BLOCKS}", f"{read.name}{MX_SCALES}")
+            files.read_bytes(name, weights.entries[name]).view(count, rows, columns // MX_SIZE, -1)[
+                read.stack_entry
+            ]
+            for name in (f"{read.name}{MX_BLOCKS_SUFFIX}", f"{read.name}{MX_SCALES_SUFFIX}")
         )
-        look(f"{read.name}{MX_SCALES}", scales[source[0]])
-        return of_four_bits(packed[source[0]], scales[source[0]].squeeze(-1))[:, source[1]]
-    stored = files.tensor(read.name, entry)
-    if read.number is not None:
-        stored = stored[read.number].T if stored.ndim == 3 else stored[read.number]
+        look(f"{read.name}{MX_SCALES_SUFFIX}", scales[source[0]])
+        return dequantize_mxfp4(packed[source[0]], scales[source[0]].squeeze(-1))[:, source[1]]
+    stored = files.read_tensor(read.name, entry)
+    if read.stack_entry is not None:
+        stored = stored[read.stack_entry].T if stored.ndim == 3 else stored[read.stack_entry]
     stored = stored[source]
     look(read.name, stored)
     if entry.dtype != FP8:
         return stored
-    assert weights.block is not None
-    name = f"{read.name}{SCALE}"
-    scales = files.tensor(name, weights.entries[name])
+    assert weights.scale_block is not None
+    name = f"{read.name}{SCALE_SUFFIX}"
+    scales = files.read_tensor(name, weights.entries[name])
     look(name, scales)
     first, second = (at.start or 0 for at in source)
-    return dequantized(stored, scales.float(), weights.block, (first, second))
+    return dequantize_blocks(stored, scales.float(), weights.scale_block, (first, second))

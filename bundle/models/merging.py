@@ -11,26 +11,26 @@ from bundle.architectures import adapters, tensors
 from bundle.architectures.adapters import Matrix
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
-from bundle.mcore.torch_dist import Directory
+from bundle.mcore.torch_dist import TorchDistCheckpoint
 from bundle.models import loading
-from bundle.models.finite import FiniteCheck
-from bundle.models.mapped import Files
-from bundle.pretrained import Pretrained
-from bundle.pretrained.directory import summarized
+from bundle.models.finite_check import FiniteCheck
+from bundle.models.mapped_files import MappedFiles
+from bundle.pretrained import PretrainedWeights
+from bundle.pretrained.directory import limit_violations
 from bundle.recipe import Recipe
 from bundle.recipe.recipe import LoRA
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class AdapterBase:
     """What adapters are trained beside: every weight of the model, in the kind of numbers of the training."""
 
-    weights: Pretrained
+    weights: PretrainedWeights
     dtype: torch.dtype
     lora: LoRA
 
 
-def find_base(recipe: Recipe) -> Base | None:
+def find_base(recipe: Recipe) -> AdapterBase | None:
     """Return what a recipe's adapters are trained beside; None where it trains the weights themselves.
 
     Raise UsageError for weights that cannot be loaded, and for random ones.
@@ -38,36 +38,37 @@ def find_base(recipe: Recipe) -> Base | None:
     lora = recipe.model.lora
     if lora is None:
         return None
-    weights = pretrained.of_recipe(recipe)
+    weights = pretrained.find_recipe_weights(recipe)
     if weights is None:
         raise UsageError(
             "model.lora: the adapters were trained beside random weights, which no file holds. Have the run"
             " write the model (checkpoint.export: hf)"
         )
-    return Base(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
+    return AdapterBase(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
 
 
-class Merged:
+class MergedTensors:
     """The tensors of a table: W + alpha / rank * B A where the checkpoint has an adapter."""
 
-    def __init__(self, checkpoint: Directory, table: Tensors, base: Base) -> None:
+    def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors, base: AdapterBase) -> None:
         """Raise UsageError with every matrix that the checkpoint lacks or has in another shape."""
         self._checkpoint, self._base = checkpoint, base
-        self._files, self._check = Files(), FiniteCheck(base.weights)
+        self._files, self._check = MappedFiles(), FiniteCheck(base.weights)
         self._pairs = {
-            tensor.name: adapters.pairs(tensor, base.lora.targets, base.lora.rank) for tensor in table
+            tensor.name: adapters.find_pairs(tensor, base.lora.targets, base.lora.rank) for tensor in table
         }
         matrices = (matrix for pairs in self._pairs.values() for pair in pairs if pair for matrix in pair)
         mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
         if violations := [line for line in mismatches if line]:
             raise UsageError(
-                f"{checkpoint.root}: not the adapters of this model (model.lora)", summarized(violations)
+                f"{checkpoint.root}: not the adapters of this model (model.lora)",
+                limit_violations(violations),
             )
 
     def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
         """Return a tensor of the table. Raise JobFailed for files that cannot be read."""
         dtype = torch.float32 if tensors.is_buffer(tensor.name) else self._base.dtype
-        weight = loading.whole(self._base.weights, tensor, dtype, self._files, self._check)
+        weight = loading.read_whole_tensor(self._base.weights, tensor, dtype, self._files, self._check)
         pairs = self._pairs[tensor.name]
         if not pairs:
             return weight
@@ -79,7 +80,7 @@ class Merged:
         ]
         merged, start, rule = weight.float(), 0, tensor.rule
         merged = merged.clone() if merged is weight else merged
-        for piece in rule.pieces():
+        for piece in rule.iterate_pieces():
             if (product := products[piece.source]) is not None:
                 rows = (slice(None),) * rule.dim + (slice(piece.start, piece.stop, piece.step),)
                 scale = self._base.lora.alpha / self._base.lora.rank

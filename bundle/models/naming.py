@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from bundle.architectures import spellings, tensors
+from bundle.architectures import checkpoint_names, tensors
 from bundle.errors import JobFailed
-from bundle.mcore.gated_delta import delta_net
+from bundle.mcore.gated_delta import read_delta_net
 from bundle.mcore.groups import Groups
 
 # The module of a chunk that its adapters are in: they are no tensors of the model (`models.adapters`).
 ADAPTERS = "adapters"
 # Releases from 0.17 call the transformer layer inside an MTP layer differently.
-_RENAMED = {"mtp_model_layer": "transformer_layer"}
+_PART_RENAMES = {"mtp_model_layer": "transformer_layer"}
 
 
 @dataclass(frozen=True)
@@ -35,43 +35,45 @@ class Shard:
     size: int
     blocks: tuple[int, ...] = (1,)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `whole`, same dtype, not a copy where one block allows it."""
-        parts = [block.chunk(self.size, self.dim)[self.rank] for block in self._blocks(whole)]
+    def extract(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `tensor`, same dtype, not a copy where one block allows it."""
+        parts = [block.chunk(self.size, self.dim)[self.rank] for block in self._split_blocks(tensor)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole tensor that all ranks' parts are of, in the order of the ranks."""
-        blocks = zip(*map(self._blocks, parts), strict=True)
+        blocks = zip(*map(self._split_blocks, parts), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
-    def sizes(self, length: int) -> list[int]:
+    def compute_block_sizes(self, length: int) -> list[int]:
         """The blocks of a dimension of this length, the whole's or a part's."""
         return [length * share // sum(self.blocks) for share in self.blocks]
 
-    def _blocks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        parts: Sequence[torch.Tensor] = tensor.split(self.sizes(tensor.shape[self.dim]), self.dim)
+    def _split_blocks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        parts: Sequence[torch.Tensor] = tensor.split(
+            self.compute_block_sizes(tensor.shape[self.dim]), self.dim
+        )
         return parts
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedTensor:
     """One tensor: its name in the whole model, what this rank has of it and, if it is cut, which part."""
 
     name: str
     parameter: torch.Tensor
     shard: Shard | None
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def extract_shard(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank has of the whole tensor."""
-        return whole if self.shard is None else self.shard.of(whole)
+        return tensor if self.shard is None else self.shard.extract(tensor)
 
-    def generator(self, seed: int) -> torch.Generator:
+    def make_generator(self, seed: int) -> torch.Generator:
         """What a tensor of this name is drawn from in a run of this seed, the same on every rank."""
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
-    def whole_shape(self) -> list[int]:
+    def compute_full_shape(self) -> list[int]:
         """The shape of the whole tensor."""
         shape = list(self.parameter.shape)
         if self.shard is not None:
@@ -79,53 +81,53 @@ class Named:
         return shape
 
 
-def parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
+def find_parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
     """Every parameter of one bare GPTModel chunk; layers count over all stages, experts over all ranks."""
     for path, parameter in chunk.named_parameters():
         if not path.startswith(f"{ADAPTERS}."):
-            yield _named(chunk, path, parameter, groups)
+            yield _name_tensor(chunk, path, parameter, groups)
 
 
-def buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[Named]:
+def find_buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
     """What is kept with the parameters and has no gradient: the biases that steer the choice of experts."""
     for path, buffer in chunk.named_buffers():
         if tensors.is_buffer(path):
-            yield _named(chunk, path, buffer, groups)
+            yield _name_tensor(chunk, path, buffer, groups)
 
 
-def _named(chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups) -> Named:
+def _name_tensor(chunk: torch.nn.Module, path: str, tensor: torch.Tensor, groups: Groups) -> NamedTensor:
     owner = chunk.get_submodule(path.rpartition(".")[0])
-    name = _unfolded(_global_name(chunk, path, groups), owner, groups)
-    return Named(name, tensor, _shard(tensors.cut(name, delta_net(chunk)), groups))
+    name = _unfold_name(_find_global_name(chunk, path, groups), owner, groups)
+    return NamedTensor(name, tensor, _find_shard(tensors.find_cut(name, read_delta_net(chunk)), groups))
 
 
-def _global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
+def _find_global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
     parts: list[str] = []
-    module, above = chunk, ""
+    module, parent_name = chunk, ""
     for part in path.split("."):
         child = getattr(module, part)
-        if part.isdigit() and above == "layers" and parts[:1] == ["decoder"]:
+        if part.isdigit() and parent_name == "layers" and parts[:1] == ["decoder"]:
             part = str(child.layer_number - 1)
-        elif part.isdigit() and above == "local_experts":
+        elif part.isdigit() and parent_name == "local_experts":
             part = str(int(part) + groups.ep.rank * len(module))
-        parts.append(_RENAMED.get(part, part))
-        module, above = child, part
+        parts.append(_PART_RENAMES.get(part, part))
+        module, parent_name = child, part
     name = ".".join(parts)
     return tensors.EMBEDDING if name == tensors.HEAD and chunk.share_embeddings_and_output_weights else name
 
 
-def _unfolded(name: str, owner: torch.nn.Module, groups: Groups) -> str:
+def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     """The name that megatron's own specs have for a parameter of a Transformer Engine module."""
-    own = spellings.norm_of(name)
-    if own is None:
+    norm_name = checkpoint_names.find_norm_name(name)
+    if norm_name is None:
         raise JobFailed(
             f"{name}: Transformer Engine has folded a norm into a projection that no release known to us"
-            " folds; its name in megatron's own specs belongs into bundle.architectures.spellings"
+            " folds; its name in megatron's own specs belongs into bundle.architectures.checkpoint_names"
         )
-    return spellings.expert_of(own, groups.ep.rank * getattr(owner, "num_gemms", 0))
+    return checkpoint_names.find_expert_name(norm_name, groups.ep.rank * getattr(owner, "num_gemms", 0))
 
 
-def _shard(cut: tensors.Cut | None, groups: Groups) -> Shard | None:
+def _find_shard(cut: tensors.Cut | None, groups: Groups) -> Shard | None:
     """By name: Transformer Engine marks what it holds whole as parts, and its experts not at all."""
     if cut is None:
         return None

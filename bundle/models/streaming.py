@@ -18,9 +18,9 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import JobFailed
 from bundle.mcore.groups import Groups
 from bundle.models import adapters, naming
-from bundle.models.naming import Named, Shard
-from bundle.models.published import DTYPES, stored, values
-from bundle.pretrained.writing import Numbers
+from bundle.models.naming import NamedTensor, Shard
+from bundle.models.publishing import DTYPES, encode_values, list_stored_tensors
+from bundle.pretrained.writing import WeightFormat
 
 # The ranks that get a tensor: the one with this number, the one that holds its first part, or all.
 Receiver = int | Literal["owner", "all"]
@@ -57,8 +57,8 @@ class TensorStream:
     def __init__(
         self,
         table: Sequence[tensors.Tensor],
-        local_tensors: Mapping[str, Named],
-        adapt: Callable[[Named], Named] = lambda named: named,
+        local_tensors: Mapping[str, NamedTensor],
+        adapt: Callable[[NamedTensor], NamedTensor] = lambda named: named,
     ) -> None:
         """`local_tensors` are this rank's parts by name; `adapt` is applied to a part before it is sent.
 
@@ -71,11 +71,15 @@ class TensorStream:
     @classmethod
     def from_chunks(cls, chunks: Sequence[torch.nn.Module], groups: Groups, table: Tensors) -> "TensorStream":
         """Return the stream of all that is published of these chunks, with their adapters merged."""
-        local_tensors: dict[str, Named] = {}
+        local_tensors: dict[str, NamedTensor] = {}
         for chunk in chunks:
-            for named in (*naming.parameters(chunk, groups), *naming.buffers(chunk, groups)):
+            for named in (*naming.find_parameters(chunk, groups), *naming.find_buffers(chunk, groups)):
                 local_tensors.setdefault(named.name, named)
-        return cls(list(table.published()), local_tensors, lambda named: adapters.merged(named, chunks))
+        return cls(
+            list(table.iterate_published()),
+            local_tensors,
+            lambda named: adapters.merge_adapters(named, chunks),
+        )
 
     @property
     def owners(self) -> list[int]:
@@ -95,14 +99,16 @@ class TensorStream:
             if full_tensor is not None:
                 yield route.tensor, full_tensor
 
-    def publish(self, numbers: Numbers, receiver: Receiver) -> Iterator[tuple[str, Tensor]]:
+    def publish(self, numbers: WeightFormat, receiver: Receiver) -> Iterator[tuple[str, Tensor]]:
         """Yield every published tensor with its name, as files of `numbers` hold it, where it is received.
 
         Values may be those of a parameter itself: copy what is to stay.
         """
         name, stack = "", torch.empty(0)
         for tensor, full_tensor in self.gather(receiver):
-            entries = itertools.zip_longest(stored(tensor, numbers), values(tensor, full_tensor, numbers))
+            entries = itertools.zip_longest(
+                list_stored_tensors(tensor, numbers), encode_values(tensor, full_tensor, numbers)
+            )
             for entry, part in entries:
                 if tensor.stack is None:
                     yield entry.name, part.to(DTYPES[entry.dtype])
@@ -132,7 +138,7 @@ class TensorStream:
                 parts.append(received)
             elif part is not None:
                 parts.append(part)
-        return parts[0] if route.shard is None else route.shard.joined(parts)
+        return parts[0] if route.shard is None else route.shard.join(parts)
 
     def _broadcast(self, route: TensorRoute, full_tensor: Tensor | None) -> Tensor:
         """Return the full tensor, which its owner has, on all ranks."""
@@ -147,7 +153,9 @@ class TensorStream:
 _LocalPart = tuple[int, int, torch.dtype, Shard | None]
 
 
-def _plan_routes(table: Sequence[tensors.Tensor], local_tensors: Mapping[str, Named]) -> list[TensorRoute]:
+def _plan_routes(
+    table: Sequence[tensors.Tensor], local_tensors: Mapping[str, NamedTensor]
+) -> list[TensorRoute]:
     local_parts: list[_LocalPart] = []
     for number, tensor in enumerate(table):
         if (named := local_tensors.get(tensor.name)) is not None:
@@ -171,6 +179,6 @@ def _plan_routes(table: Sequence[tensors.Tensor], local_tensors: Mapping[str, Na
     owners: dict[tuple[str, ...], int] = {}
     for number, tensor in enumerate(table):
         ranks = tuple(holders[number][part] for part in sorted(holders[number]))
-        owner = owners.setdefault(tensor.published, ranks[0])
+        owner = owners.setdefault(tensor.published_names, ranks[0])
         routes.append(TensorRoute(tensor, ranks, owner, *first_parts[number]))
     return routes

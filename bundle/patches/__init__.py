@@ -8,15 +8,15 @@ In a program of somebody else, before it imports megatron:
 
 from typing import TYPE_CHECKING, Any
 
-from bundle.patches.entry import Action, Decision, Patch, Presence, Replacement, Seam, Trap
+from bundle.patches.entry import Decision, Patch, PatchAction, Presence, Replacement, Seam, Trap
 
 if TYPE_CHECKING:
-    from bundle.patches.enabling import enable
+    from bundle.patches.external_program import enable
 
 __all__ = [
-    "Action",
     "Decision",
     "Patch",
+    "PatchAction",
     "Presence",
     "Replacement",
     "Seam",
@@ -29,6 +29,6 @@ def __getattr__(name: str) -> Any:
     # Who only decides does not import what applies the decisions and reads the code of frameworks.
     if name != "enable":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from bundle.patches.enabling import enable
+    from bundle.patches.external_program import enable
 
     return enable

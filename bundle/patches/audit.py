@@ -4,22 +4,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from bundle.environment.packages import Package, Stack, minor_version
-from bundle.patches import deciding, frameworks, plan
+from bundle.environment.packages import InstalledPackages, Package, parse_minor_version
+from bundle.patches import decision_rules, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.deciding import PatchContext
+from bundle.patches.decision_rules import PatchContext
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import LOCAL_LAYERS, Action, Decision, DefectKind, Patch, Presence, Trap
+from bundle.patches.entry import LOCAL_LAYERS, Decision, DefectKind, Patch, PatchAction, Presence, Trap
+from bundle.patches.megatron_core import DefectReader, MegatronCore, ReviewTable
 from bundle.patches.monkey_patches import MonkeyPatch
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import Reader, Subject, Table
 
 Entry = Patch | Trap
 ENTRIES: tuple[Entry, ...] = (*PATCHES, *TRAPS)
-_UNSEEN = "whether that mends it was not read"
+_NOT_READ_NOTE = "whether that mends it was not read"
 
 
-class Standing(StrEnum):
+class DefectStatus(StrEnum):
     """What is so in the environment; what is neither is not listed."""
 
     PRESENT = "present"
@@ -29,21 +29,21 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defect:
+class AuditedDefect:
     """One entry of the catalogue that concerns the environment."""
 
     entry: Entry
-    standing: Standing
+    status: DefectStatus
     reason: str  # why it is said to stand so
     proven: bool  # source was read, now or when the list was made
     patched_by: tuple[MonkeyPatch, ...] = ()  # the framework's replacements that matter to it
-    mended_in: str | None = None  # the minor from which on no reviewed release has it
-    applies: bool = False  # our patch fits this code
+    fixing_minor: str | None = None  # the minor from which on no reviewed release has it
+    has_patch: bool = False  # our patch fits this code
 
     @property
-    def reaches(self) -> bool:
+    def reaches_jobs(self) -> bool:
         """Whether it is there, in what is used, and nothing tells of it."""
-        return self.entry.kind is DefectKind.SILENT and self.standing is Standing.PRESENT
+        return self.entry.kind is DefectKind.SILENT and self.status is DefectStatus.PRESENT
 
 
 @dataclass(frozen=True)
@@ -51,61 +51,81 @@ class Upgrade:
     """The newest reviewed release of a later minor, and which silent defects reach the same job there."""
 
     release: str
-    left: tuple[str, ...]  # ids that reach the environment now, too
-    new: tuple[str, ...]
+    remaining_ids: tuple[str, ...]  # ids that reach the environment now, too
+    new_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Audit:
     """What was found in one environment."""
 
-    subject: Subject
+    core: MegatronCore
     frameworks: tuple[Package, ...]
-    patches: tuple[MonkeyPatch, ...]  # of the frameworks, on what the catalogue asks about
-    defects: tuple[Defect, ...]
+    monkey_patches: tuple[MonkeyPatch, ...]  # of the frameworks, on what the catalogue asks about
+    defects: tuple[AuditedDefect, ...]
     upgrades: tuple[Upgrade, ...]
 
     @property
-    def reaching(self) -> tuple[Defect, ...]:
+    def reaching_defects(self) -> tuple[AuditedDefect, ...]:
         """The silent defects that reach the job."""
-        return tuple(defect for defect in self.defects if defect.reaches)
+        return tuple(defect for defect in self.defects if defect.reaches_jobs)
 
 
-def audit(of: Subject, table: Table, stack: Stack, features: frozenset[str] | None) -> Audit:
+def audit(
+    core: MegatronCore, table: ReviewTable, stack: InstalledPackages, features: frozenset[str] | None
+) -> Audit:
     """What a megatron-core does to a job with these features (None: any) beside the stack's frameworks."""
     entries = [entry for entry in ENTRIES if _concerns(entry, features)]
-    job, plain, packages = plan.context(of, stack, features=features), of.reader(table), stack.frameworks()
-    before = {entry.id: _decided(entry, plain, job) for entry in entries}
-    defects = {entry.id: _plain(entry, before[entry.id]) for entry in entries}
-    found, theirs = beside(packages, entries, of, plain, job)
-    listed = [
-        _advised(d, of, table, before[d.entry.id]) for d in (defects | theirs).values() if d is not None
+    job, unpatched_reader, packages = (
+        plan.build_context(core, stack, features=features),
+        core.build_reader(table),
+        stack.find_frameworks(),
+    )
+    decisions = {entry.id: _decide(entry, unpatched_reader, job) for entry in entries}
+    defects = {entry.id: _build_unpatched_defect(entry, decisions[entry.id]) for entry in entries}
+    monkey_patches, framework_defects = find_framework_defects(packages, entries, core, unpatched_reader, job)
+    audited = [
+        _with_remedy(d, core, table, decisions[d.entry.id])
+        for d in (defects | framework_defects).values()
+        if d is not None
     ]
-    reaching = [defect.entry.id for defect in listed if defect.reaches]
-    return Audit(of, packages, found, tuple(listed), tuple(_upgrades(reaching, entries, of, table)))
+    reaching = [defect.entry.id for defect in audited if defect.reaches_jobs]
+    return Audit(
+        core, packages, monkey_patches, tuple(audited), tuple(_find_upgrades(reaching, entries, core, table))
+    )
 
 
-def beside(
-    packages: Collection[Package], entries: Collection[Entry], of: Subject, plain: Reader, job: PatchContext
-) -> tuple[tuple[MonkeyPatch, ...], dict[str, Defect]]:
+def find_framework_defects(
+    packages: Collection[Package],
+    entries: Collection[Entry],
+    core: MegatronCore,
+    unpatched_reader: DefectReader,
+    job: PatchContext,
+) -> tuple[tuple[MonkeyPatch, ...], dict[str, AuditedDefect]]:
     """The monkey patches of frameworks, and those of the entries that they have to do with, by id."""
-    if of.root is None or not packages:
+    if core.root is None or not packages:
         return (), {}
-    theirs, table = {}, plain.table
-    megatron = plain.definitions or Definitions(SourceTree(of.root))
-    found = frameworks.monkey_patches_of(packages, megatron, entries)
-    always = frameworks.reader(megatron, table, (patch for patch in found if not patch.conditions))
-    whenever = frameworks.reader(megatron, table, found)
-    for entry in entries if found else ():
-        touching = whenever.touching(entry)
-        around = frameworks.wrapped(entry, found) if isinstance(entry, Patch) else ()
-        first = _presence(_decided(entry, plain, job))
-        surely = _presence(_decided(entry, always, job)) if always.touching(entry) else first
-        at_most = _presence(_decided(entry, whenever, job)) if touching else first
-        states = first, surely, at_most
-        if defect := _beside(entry, states, touching, around):
-            theirs[entry.id] = defect
-    return found, theirs
+    defects, table = {}, unpatched_reader.table
+    megatron = unpatched_reader.definitions or Definitions(SourceTree(core.root))
+    monkey_patches = frameworks.find_monkey_patches(packages, megatron, entries)
+    unconditional_reader = frameworks.build_patched_reader(
+        megatron, table, (patch for patch in monkey_patches if not patch.conditions)
+    )
+    patched_reader = frameworks.build_patched_reader(megatron, table, monkey_patches)
+    for entry in entries if monkey_patches else ():
+        touching = patched_reader.find_relevant_patches(entry)
+        wrappers = frameworks.find_wrapping_patches(entry, monkey_patches) if isinstance(entry, Patch) else ()
+        unpatched = _to_presence(_decide(entry, unpatched_reader, job))
+        unconditional = (
+            _to_presence(_decide(entry, unconditional_reader, job))
+            if unconditional_reader.find_relevant_patches(entry)
+            else unpatched
+        )
+        patched = _to_presence(_decide(entry, patched_reader, job)) if touching else unpatched
+        states = unpatched, unconditional, patched
+        if defect := _build_framework_defect(entry, states, touching, wrappers):
+            defects[entry.id] = defect
+    return monkey_patches, defects
 
 
 def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
@@ -116,132 +136,143 @@ def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
     return not avoided and (features is None or entry.when <= features)
 
 
-def _decided(entry: Entry, reader: Reader, job: PatchContext) -> Decision | None:
+def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision | None:
     """What is decided about an entry by what can tell; None: a trap that is not there."""
     reading = reader.read(entry)
     if isinstance(entry, Patch):
-        return deciding.decide(entry, reading, job)
-    return deciding.decide_trap(entry, reading, job)
+        return decision_rules.decide(entry, reading, job)
+    return decision_rules.decide_trap(entry, reading, job)
 
 
-def _presence(decision: Decision | None) -> Presence:
+def _to_presence(decision: Decision | None) -> Presence:
     """Whether the defect is there; a patch that is skipped though it is there is not needed here."""
     if decision is None:
         return Presence.ABSENT  # a trap that is not met
-    if decision.evidence is Presence.PRESENT:
-        if decision.action is Action.SKIP:
+    if decision.presence is Presence.PRESENT:
+        if decision.action is PatchAction.SKIP:
             return Presence.ABSENT
-        return Presence.UNKNOWN if decision.action is Action.OWNED else Presence.PRESENT
-    return decision.evidence
+        return Presence.UNKNOWN if decision.action is PatchAction.OWNED else Presence.PRESENT
+    return decision.presence
 
 
-def _plain(entry: Entry, decision: Decision | None) -> Defect | None:
+def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedDefect | None:
     """The defect where no framework has to do with it."""
-    presence = _presence(decision)
+    presence = _to_presence(decision)
     if presence is Presence.ABSENT or decision is None:
         return None
-    standing = Standing.PRESENT if presence is Presence.PRESENT else Standing.UNKNOWN
-    reason = "" if standing is Standing.PRESENT else decision.reason
+    status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN
+    reason = "" if status is DefectStatus.PRESENT else decision.reason
     reason = reason.removesuffix(f", or go on with --allow-drift {entry.id}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
-    return Defect(entry=entry, standing=standing, reason=reason, proven=decision.proven)
+    return AuditedDefect(entry=entry, status=status, reason=reason, proven=decision.proven)
 
 
-def _beside(
+def _build_framework_defect(
     entry: Entry,
     states: tuple[Presence, Presence, Presence],
     touching: tuple[MonkeyPatch, ...],
-    around: tuple[MonkeyPatch, ...],
-) -> Defect | None:
+    wrappers: tuple[MonkeyPatch, ...],
+) -> AuditedDefect | None:
     """The defect where a framework has to do with it; None where it changes nothing.
 
     `states` are without its monkey patches, with those that are always in place, and with all of them.
     """
-    before, surely, at_most = states
-    always = tuple(patch for patch in touching if not patch.conditions)
+    unpatched, unconditional, patched = states
+    always_applied = tuple(patch for patch in touching if not patch.conditions)
 
-    def defect(standing: Standing, said: str, by: tuple[MonkeyPatch, ...]) -> Defect:
-        return Defect(
-            entry=entry, standing=standing, reason=f"{replaced_by(by)}{said}", proven=True, patched_by=by
+    def build_defect(
+        status: DefectStatus, detail: str, monkey_patches: tuple[MonkeyPatch, ...]
+    ) -> AuditedDefect:
+        return AuditedDefect(
+            entry=entry,
+            status=status,
+            reason=f"{describe_replacements(monkey_patches)}{detail}",
+            proven=True,
+            patched_by=monkey_patches,
         )
 
-    if always and surely is not before:
-        if surely is Presence.ABSENT:
-            return defect(Standing.MENDED, ", whose code does not have it", always)
-        if surely is Presence.PRESENT:
-            return defect(Standing.PRESENT, ", whose own code has it", always)
-        return defect(Standing.UNKNOWN, f", whose code is unfamiliar: {_UNSEEN}", always)
-    if always and surely is Presence.PRESENT:
-        return defect(Standing.PRESENT, ", and it is there all the same", always)
-    if surely is Presence.ABSENT and at_most is Presence.ABSENT:
+    if always_applied and unconditional is not unpatched:
+        if unconditional is Presence.ABSENT:
+            return build_defect(DefectStatus.MENDED, ", whose code does not have it", always_applied)
+        if unconditional is Presence.PRESENT:
+            return build_defect(DefectStatus.PRESENT, ", whose own code has it", always_applied)
+        return build_defect(
+            DefectStatus.UNKNOWN, f", whose code is unfamiliar: {_NOT_READ_NOTE}", always_applied
+        )
+    if always_applied and unconditional is Presence.PRESENT:
+        return build_defect(DefectStatus.PRESENT, ", and it is there all the same", always_applied)
+    if unconditional is Presence.ABSENT and patched is Presence.ABSENT:
         return None
-    if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in around):
-        return defect(Standing.MENDED, ", which was read and mends it", around)
-    if surely is Presence.PRESENT and any(not patch.conditions for patch in around):
-        return defect(Standing.UNKNOWN, f": {_UNSEEN}", around)
-    if surely is not at_most:
-        if at_most is Presence.ABSENT:
-            return defect(
-                Standing.CONDITIONAL, ", whose code does not have it; elsewhere it is there", touching
+    if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in wrappers):
+        return build_defect(DefectStatus.MENDED, ", which was read and mends it", wrappers)
+    if unconditional is Presence.PRESENT and any(not patch.conditions for patch in wrappers):
+        return build_defect(DefectStatus.UNKNOWN, f": {_NOT_READ_NOTE}", wrappers)
+    if unconditional is not patched:
+        if patched is Presence.ABSENT:
+            return build_defect(
+                DefectStatus.CONDITIONAL, ", whose code does not have it; elsewhere it is there", touching
             )
-        has = "whose own code has it" if at_most is Presence.PRESENT else "whose code is unfamiliar"
-        standing = Standing.PRESENT if surely is Presence.PRESENT else Standing.UNKNOWN
-        return defect(standing, f", {has}", touching)
-    if surely is Presence.PRESENT and around:
-        return defect(Standing.PRESENT, f": {_UNSEEN}", around)
+        finding = "whose own code has it" if patched is Presence.PRESENT else "whose code is unfamiliar"
+        status = DefectStatus.PRESENT if unconditional is Presence.PRESENT else DefectStatus.UNKNOWN
+        return build_defect(status, f", {finding}", touching)
+    if unconditional is Presence.PRESENT and wrappers:
+        return build_defect(DefectStatus.PRESENT, f": {_NOT_READ_NOTE}", wrappers)
     return None
 
 
-def replaced_by(patches: tuple[MonkeyPatch, ...]) -> str:
+def describe_replacements(patches: tuple[MonkeyPatch, ...]) -> str:
     """Who replaces or wraps what, where and when."""
-    said = [
-        f"{p.framework} {'wraps' if p.wraps else 'replaces'} {p.name} ({p.place}, {p.when})" for p in patches
+    descriptions = [
+        f"{p.framework} {'wraps' if p.wraps else 'replaces'} {p.name} ({p.location}, {p.when})"
+        for p in patches
     ]
-    return " and ".join(said)
+    return " and ".join(descriptions)
 
 
-def _advised(defect: Defect, of: Subject, table: Table, decision: Decision | None) -> Defect:
+def _with_remedy(
+    defect: AuditedDefect, core: MegatronCore, table: ReviewTable, decision: Decision | None
+) -> AuditedDefect:
     """The defect with what can be done about it."""
-    applies = decision is not None and decision.action is Action.APPLY and decision.proven
+    is_applied = decision is not None and decision.action is PatchAction.APPLY and decision.proven
     return replace(
         defect,
-        mended_in=_mended_in(defect.entry, of, table),
-        applies=applies and isinstance(defect.entry, Patch) and not defect.patched_by,
+        fixing_minor=_find_fixing_minor(defect.entry, core, table),
+        has_patch=is_applied and isinstance(defect.entry, Patch) and not defect.patched_by,
     )
 
 
-def _mended_in(entry: Entry, of: Subject, table: Table) -> str | None:
+def _find_fixing_minor(entry: Entry, core: MegatronCore, table: ReviewTable) -> str | None:
     """The first later minor from which on every reviewed release was read to be without the defect."""
     first = None
-    for release in _later(of, table):
-        if table.defect(entry.id, release) is not Presence.ABSENT:
+    for release in _list_later_releases(core, table):
+        if table.find_presence(entry.id, release) is not Presence.ABSENT:
             first = None
         else:
             first = first or release
     return ".".join(first.split(".")[:2]) if first else None
 
 
-def _later(of: Subject, table: Table) -> list[str]:
+def _list_later_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
     """The reviewed releases of later minors than this megatron's own, oldest first."""
-    own = minor_version(of.version) if of.version else None
+    minor = parse_minor_version(core.version) if core.version else None
     releases = [reference for reference in table.references if "+" not in reference]
-    return [release for release in releases if own and (minor_version(release) or own) > own]
+    return [release for release in releases if minor and (parse_minor_version(release) or minor) > minor]
 
 
-def _upgrades(
-    reaching: Collection[str], entries: Collection[Entry], of: Subject, table: Table
+def _find_upgrades(
+    reaching: Collection[str], entries: Collection[Entry], core: MegatronCore, table: ReviewTable
 ) -> Iterator[Upgrade]:
     """What later releases come to for the same job; nothing where it has nothing to gain."""
-    newest = {minor_version(release): release for release in _later(of, table)}
+    newest = {parse_minor_version(release): release for release in _list_later_releases(core, table)}
     for release in newest.values() if reaching else ():
-        there = [
+        present_ids = [
             entry.id
             for entry in entries
-            if entry.kind is DefectKind.SILENT and table.defect(entry.id, release) is Presence.PRESENT
+            if entry.kind is DefectKind.SILENT and table.find_presence(entry.id, release) is Presence.PRESENT
         ]
         yield Upgrade(
             release,
-            tuple(name for name in there if name in reaching),
-            tuple(name for name in there if name not in reaching),
+            tuple(name for name in present_ids if name in reaching),
+            tuple(name for name in present_ids if name not in reaching),
         )

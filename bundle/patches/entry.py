@@ -9,18 +9,18 @@ from itertools import chain
 from typing import NamedTuple
 
 from bundle.environment import BACKENDS
-from bundle.errors import UsageError, did_you_mean, nearest
-from bundle.patches.definitions import Definition, Evidence
+from bundle.errors import UsageError, find_nearest, format_suggestion
+from bundle.patches.definitions import Definition, SourceEvidence
 
 LOCAL_LAYERS = ("cpu", "ascend")  # backends whose layers are megatron's own, without Transformer Engine
-NOTHING = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
+NO_ASSUMPTION = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
 # Features that no recipe has: what the engine does itself, and megatron in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
 MEGATRONS_TIED_HEAD = "megatron-tied-head"
-LEFT_TO_MEGATRON = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
+MEGATRON_FEATURES = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
 
 # What a job on accelerators does that nobody would think of naming; losses are megatron's in jobs of others.
-ALWAYS = frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | LEFT_TO_MEGATRON
+IMPLICIT_FEATURES = frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | MEGATRON_FEATURES
 
 # word -> what it says of a job
 FEATURES: dict[str, str] = {
@@ -76,29 +76,31 @@ FEATURES: dict[str, str] = {
 }
 
 
-def known_features(said: Iterable[str]) -> frozenset[str] | None:
+def resolve_features(raw_words: Iterable[str]) -> frozenset[str] | None:
     """The words, with what is always so; None where there are none: everything.
 
     Raises UsageError for words that no patch and no trap asks for.
     """
-    words = spelled_features(said)
-    return frozenset(words) | ALWAYS if words else None
+    words = normalize_features(raw_words)
+    return frozenset(words) | IMPLICIT_FEATURES if words else None
 
 
-def spelled_features(said: Iterable[str]) -> tuple[str, ...]:
-    """The words as they are spelled here. Raises UsageError as `known_features`."""
-    words = tuple(word.strip().lower() for word in said if word.strip())
+def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
+    """The words as they are spelled here. Raises UsageError as `resolve_features`."""
+    words = tuple(word.strip().lower() for word in raw_words if word.strip())
     unknown = [
-        f"{word[:100]}{did_you_mean(nearest(word, FEATURES))}" for word in words if word not in FEATURES
+        f"{word[:100]}{format_suggestion(find_nearest(word, FEATURES))}"
+        for word in words
+        if word not in FEATURES
     ]
     if unknown:
         raise UsageError(f"features: no such words; there are {', '.join(sorted(FEATURES))}:", unknown)
     return words
 
 
-def shown_features(words: Iterable[str]) -> str:
+def describe_features(words: Iterable[str]) -> str:
     """Words in a sentence, those that are always so left out: "cp and mtp"."""
-    return " and ".join(sorted(set(words) - ALWAYS))
+    return " and ".join(sorted(set(words) - IMPLICIT_FEATURES))
 
 
 class Presence(StrEnum):
@@ -109,12 +111,12 @@ class Presence(StrEnum):
     UNKNOWN = "unknown"
 
     @classmethod
-    def of(cls, present: bool) -> "Presence":
+    def from_bool(cls, present: bool) -> "Presence":
         """PRESENT or ABSENT, for a question that has an answer."""
         return cls.PRESENT if present else cls.ABSENT
 
     @classmethod
-    def told(cls, present: object = False, absent: object = False) -> "Presence":
+    def from_matches(cls, present: object = False, absent: object = False) -> "Presence":
         """PRESENT where the wrong code was recognised, else ABSENT where the right one was, else UNKNOWN."""
         return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
 
@@ -127,72 +129,76 @@ class DefectKind(StrEnum):
     SLOW = "slow"  # time or memory, with the right numbers
 
 
-class Defect(NamedTuple):
+class DefectCheck(NamedTuple):
     """Whether a source has a defect: a question, and the definitions that its answer is read in."""
 
     evidence: tuple[str, ...]
-    answer: Callable[[Evidence], Presence]
+    detect: Callable[[SourceEvidence], Presence]
 
-    def __call__(self, source: Evidence) -> Presence:
+    def __call__(self, source: SourceEvidence) -> Presence:
         """What the source says. Raises source.Unreadable."""
-        return self.answer(source)
+        return self.detect(source)
 
 
-def asks(*evidence: str) -> Callable[[Callable[[Evidence], Presence]], Defect]:
+def detect_in_source(*evidence: str) -> Callable[[Callable[[SourceEvidence], Presence]], DefectCheck]:
     """Makes a Defect of a function of the source."""
-    return lambda answer: Defect(evidence, answer)
+    return lambda detect: DefectCheck(evidence, detect)
 
 
-def reads(
-    *needed: str | tuple[str, ...], also: tuple[str | tuple[str, ...], ...] = (), where: str | None = None
-) -> Callable[[Callable[..., Presence]], Defect]:
+def detect_in_definitions(
+    *targets: str | tuple[str, ...],
+    optional: tuple[str | tuple[str, ...], ...] = (),
+    required_module: str | None = None,
+) -> Callable[[Callable[..., Presence]], DefectCheck]:
     """Makes a Defect of a function of definitions: of those that it needs, and of others or None.
 
     Of a tuple it is the first that is there, since code moves. Where one that it needs is not there, nobody
-    knows. Without the module of `where` there is no such defect.
+    knows. Without the module of `required_module` there is no such defect.
     """
 
-    def defect(function: Callable[..., Presence]) -> Defect:
-        def answer(source: Evidence) -> Presence:
-            if where is not None and not source.has_module(where):
+    def build_check(function: Callable[..., Presence]) -> DefectCheck:
+        def detect(source: SourceEvidence) -> Presence:
+            if required_module is not None and not source.has_module(required_module):
                 return Presence.ABSENT
-            found = [_first(of, source) for of in needed]
-            if None in found:
+            definitions = [_find_first(target, source) for target in targets]
+            if None in definitions:
                 return Presence.UNKNOWN
-            return function(*found, *(_first(of, source) for of in also))
+            return function(*definitions, *(_find_first(target, source) for target in optional))
 
-        names = ((of,) if isinstance(of, str) else of for of in (*needed, *also))
-        return Defect(tuple(chain.from_iterable(names)), answer)
+        groups = ((target,) if isinstance(target, str) else target for target in (*targets, *optional))
+        return DefectCheck(tuple(chain.from_iterable(groups)), detect)
 
-    return defect
+    return build_check
 
 
-def _first(of: str | tuple[str, ...], source: Evidence) -> Definition | None:
-    if isinstance(of, str):
-        return source[of]
-    return next(iter(source.there(*of)), None)
+def _find_first(target: str | tuple[str, ...], source: SourceEvidence) -> Definition | None:
+    if isinstance(target, str):
+        return source[target]
+    return next(iter(source.find_existing(*target)), None)
 
 
 class Replacement(NamedTuple):
     """One attribute of megatron and the function that makes its replacement.
 
     `target` is "package.module:Qualified.name"; naming a re-export replaces that one namespace only.
-    `function` is the "area:name" of a function in bundle.wrappers, called as `name(original) -> replacement`.
+    `function` is the "area:name" of a function in bundle.replacements: `name(original) -> replacement`.
     """
 
     target: str
     function: str
     optional: bool = False  # some of the releases do not have this target: replaced where it is
     exclusive: bool = False  # does not call the original: no other patch may stand on the target
-    by_signature: bool = False  # reviewed by parameters and decorators, see `called`
+    by_signature: bool = False  # reviewed by parameters and decorators, see `replace_by_signature`
 
     @property
     def wrapper(self) -> str:
         """The function as "package.module:name"."""
-        return f"bundle.wrappers.{self.function}"
+        return f"bundle.replacements.{self.function}"
 
 
-def called(target: str, function: str, *, optional: bool = False, exclusive: bool = False) -> Replacement:
+def replace_by_signature(
+    target: str, function: str, *, optional: bool = False, exclusive: bool = False
+) -> Replacement:
     """A replacement that depends on how its target is called, and not on what the body does."""
     return Replacement(target, function, optional, exclusive, by_signature=True)
 
@@ -209,7 +215,7 @@ class Patch(NamedTuple):
     why: str  # what goes wrong without it, as the user would see it
     upstream: str  # where upstream knows of it, or how it was found
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
-    defect: Defect  # read where the defect is, which need not be in the targets
+    defect: DefectCheck  # read where the defect is, which need not be in the targets
     kind: DefectKind
     # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
     assumes: str = ""
@@ -241,7 +247,7 @@ class Trap(NamedTuple):
 
     id: str
     range: str  # PEP 508 on the base version of megatron-core; asked only where no source answers
-    defect: Defect
+    defect: DefectCheck
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
     cause: str  # the upstream line, or how it was bisected
@@ -257,7 +263,7 @@ class Trap(NamedTuple):
         return self.defect.evidence
 
 
-class Action(StrEnum):
+class PatchAction(StrEnum):
     """What to do about an entry; DRIFT and CONFLICT stop a job that needs the patch.
 
     UNVOUCHED is a patch that is left out since nobody says that its caller is what it assumes.
@@ -276,10 +282,10 @@ class Decision(NamedTuple):
     """The decision about one entry: `proven` is False where only a version number spoke."""
 
     id: str
-    action: Action
+    action: PatchAction
     reason: str
     range: str
-    evidence: Presence
+    presence: Presence
     proven: bool
     targets: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
@@ -289,4 +295,7 @@ class Decision(NamedTuple):
     @property
     def problem(self) -> str:
         """What stops a job, in a line: a trap is the recipe's, all else the patch's."""
-        return f"{self.id}: {self.reason if self.action is Action.TRAP else f'{self.action}: {self.reason}'}"
+        return (
+            f"{self.id}:"
+            f" {self.reason if self.action is PatchAction.TRAP else f'{self.action}: {self.reason}'}"
+        )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Finder:
     """Finder in front of all others: it lets them find, and patches when megatron.core is about to run."""
 
-    def __init__(self, said: "Any") -> None:
-        self._said = said  # what `hook.begin` takes
+    def __init__(self, document: "Any") -> None:
+        self._document = document  # what `hook.begin` takes
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """The spec of megatron.core that the finders behind this one have, its loader calling `enable`."""
@@ -39,7 +39,7 @@ class Finder:
                     f"programs of {sys.prefix} are to be patched, and its mcore-bundle cannot be imported "
                     f"({error}): install it again, or delete mcore-bundle-patches.pth from site-packages"
                 ) from error
-            begin(self._said)
+            begin(self._document)
         except Exception as error:
             # Who takes megatron for optional may swallow what is raised.
             print(f"mcore-bundle: megatron.core is not imported: {error}", file=sys.stderr, flush=True)

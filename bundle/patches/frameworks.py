@@ -16,13 +16,13 @@ from bundle.environment.packages import Package
 from bundle.patches import monkey_patches
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Patch, Trap
-from bundle.patches.monkey_patches import Function, MonkeyPatch
-from bundle.patches.source import Module, SourceTree, Unreadable, bindings
-from bundle.patches.subject import Reader, Table
-from bundle.patches.syntax import fingerprint
+from bundle.patches.megatron_core import DefectReader, ReviewTable
+from bundle.patches.monkey_patches import CodeNode, MonkeyPatch
+from bundle.patches.source import Module, SourceTree, UnreadableSource, collect_bindings
+from bundle.patches.syntax import fingerprint_code
 
 # Wrappers of frameworks that were read: (target, fingerprint) -> ids of what they mend, and whose they are.
-MENDING: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
+KNOWN_FIXES: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
     ("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", "96b4058d9af2ce4b"): (
         frozenset({"padding-mask-expert-bias"}),
         "NVIDIA-NeMo/Megatron-Bridge at 067f987df: masks become [t, 1] wherever there is an expert bias",
@@ -37,50 +37,50 @@ class PatchedTree(SourceTree):
     original: SourceTree = field(kw_only=True)
     patches: tuple[MonkeyPatch, ...] = field(kw_only=True)
 
-    def module(self, name: str) -> Module | None:
+    def find_module(self, name: str) -> Module | None:
         """The parsed module, with the framework's functions in it."""
         if name not in self._modules:
-            module = self.original.module(name)
+            module = self.original.find_module(name)
             for patch in self.patches if module else ():
                 if patch.module == name and module is not None:
-                    module = module._replace(bindings=module.bindings | _rebound(module, patch))
+                    module = module._replace(bindings=module.bindings | _rebind_name(module, patch))
             self._modules[name] = module
         return self._modules[name]
 
 
-def _rebound(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]]:
+def _rebind_name(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]]:
     """The bindings that a monkey patch changes; a class is one of its own, with another member."""
     owner, _, name = patch.name.rpartition(".")
-    new = _named(patch.code, name)
+    new = _rename_code(patch.code, name)
     if not owner:
         return {name: [new]}
     classes = [node for node in module.bindings.get(owner, ()) if isinstance(node, ast.ClassDef)]
     return {owner: [_with_member(node, name, new) for node in classes]}
 
 
-def _named(code: Function | None, name: str) -> ast.stmt:
+def _rename_code(code: CodeNode | None, name: str) -> ast.stmt:
     """The code by the name that it gets; where it is not known, an assignment of nobody knows what."""
     if code is None:
         return ast.Assign([ast.Name(name)], ast.Constant(...))
-    named = copy.copy(code)
-    named.name = name
-    return named
+    renamed = copy.copy(code)
+    renamed.name = name
+    return renamed
 
 
 def _with_member(owner: ast.ClassDef, name: str, member: ast.stmt) -> ast.ClassDef:
     changed = copy.copy(owner)
-    changed.body = [*(node for node in owner.body if name not in bindings([node])), member]
+    changed.body = [*(node for node in owner.body if name not in collect_bindings([node])), member]
     return changed
 
 
 @dataclass(frozen=True)
-class PatchedReader(Reader):
+class PatchedReader(DefectReader):
     """Reads a megatron with the monkey patches of frameworks in it."""
 
     original: Definitions = field(kw_only=True)
     patches: tuple[MonkeyPatch, ...] = field(kw_only=True)
 
-    def touching(self, entry: Patch | Trap) -> tuple[MonkeyPatch, ...]:
+    def find_relevant_patches(self, entry: Patch | Trap) -> tuple[MonkeyPatch, ...]:
         """The monkey patches that change what is read about an entry."""
         changed = {target for target in entry.evidence if self._differs(target)}
         return tuple(
@@ -91,7 +91,7 @@ class PatchedReader(Reader):
         assert self.definitions is not None
         try:
             before, after = self.original[target], self.definitions[target]
-        except Unreadable:
+        except UnreadableSource:
             return False
         if before is None or after is None:
             return before is not after
@@ -101,44 +101,48 @@ class PatchedReader(Reader):
 def _concerns(patch: MonkeyPatch, target: str, reader: PatchedReader) -> bool:
     """Whether a target is what the monkey patch replaces, or a class or a subclass that has it."""
     assert reader.definitions is not None
-    found, owner = reader.definitions[target], patch.name.partition(".")[0]
-    if found is None or found.module != patch.module:
+    definition, owner = reader.definitions[target], patch.name.partition(".")[0]
+    if definition is None or definition.module != patch.module:
         return False
     name = target.partition(":")[2]
     return name.rpartition(".")[2] == patch.name.rpartition(".")[2] or name == owner
 
 
-def monkey_patches_of(
+def find_monkey_patches(
     packages: Iterable[Package], megatron: Definitions, entries: Iterable[Patch | Trap]
 ) -> tuple[MonkeyPatch, ...]:
     """The monkey patches of frameworks on what is read about these entries, or replaced by ours."""
     targets = {target for entry in entries for target in entry.evidence}
     targets |= {r.target for entry in entries if isinstance(entry, Patch) for r in entry.replacements}
-    found = (patch for package in packages for patch in monkey_patches.found(package, megatron, targets))
-    return tuple(_where_imported(patch, megatron) for patch in found)
+    patches = (
+        patch for package in packages for patch in monkey_patches.find_in_package(package, megatron, targets)
+    )
+    return tuple(_with_import_condition(patch, megatron) for patch in patches)
 
 
-def _where_imported(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
+def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
     """The monkey patch, under the condition that who imports its function by value has not done so before."""
     module = patch.module.rpartition(".")[2]
     by_value = re.compile(
         rf"^\s*from\s+[\w.]*\b{module}\s+import\s+(\([^)]*|[^\n(]*)\b{re.escape(patch.name)}\b", re.M
     )
     for file in sorted((megatron.tree.root / "megatron/core").rglob("*.py")) if "." not in patch.name else ():
-        if by_value.search(files.read(file) or ""):
+        if by_value.search(files.read_text(file) or ""):
             importer = file.relative_to(megatron.tree.root).as_posix()
             return replace(patch, conditions=(*patch.conditions, f"{importer} is imported later"))
     return patch
 
 
-def reader(megatron: Definitions, table: Table, patches: Iterable[MonkeyPatch]) -> PatchedReader:
+def build_patched_reader(
+    megatron: Definitions, table: ReviewTable, patches: Iterable[MonkeyPatch]
+) -> PatchedReader:
     """What can tell about a megatron with these monkey patches; what only wraps changes nothing."""
     replacing = tuple(patch for patch in patches if not patch.wraps)
     tree = PatchedTree(megatron.tree.root, original=megatron.tree, patches=replacing)
     return PatchedReader(None, Definitions(tree), table, original=megatron, patches=replacing)
 
 
-def wrapped(entry: Patch, patches: Iterable[MonkeyPatch]) -> tuple[MonkeyPatch, ...]:
+def find_wrapping_patches(entry: Patch, patches: Iterable[MonkeyPatch]) -> tuple[MonkeyPatch, ...]:
     """The monkey patches that wrap a target of a patch, where ours would stand: they may mend the same."""
     targets = {replacement.target for replacement in entry.replacements}
     return tuple(patch for patch in patches if patch.wraps and patch.target in targets)
@@ -146,5 +150,5 @@ def wrapped(entry: Patch, patches: Iterable[MonkeyPatch]) -> tuple[MonkeyPatch, 
 
 def mends(entry: Patch, patch: MonkeyPatch) -> bool:
     """Whether this wrapper was read, and mends the patch's defect."""
-    known = MENDING.get((patch.target, fingerprint([patch.code])), None) if patch.code else None
-    return known is not None and entry.id in known[0]
+    known_fix = KNOWN_FIXES.get((patch.target, fingerprint_code([patch.code])), None) if patch.code else None
+    return known_fix is not None and entry.id in known_fix[0]

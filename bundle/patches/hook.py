@@ -17,16 +17,16 @@ from bundle.environment.interpreters import Sites
 from bundle.environment.machine import Finding, ok, warn
 from bundle.errors import EnvironmentUnfit, PatchError
 
-NAME = "mcore-bundle-patches.pth"
+FILE_NAME = "mcore-bundle-patches.pth"
 FORMAT = 1  # of what the file hands to `begin`
-_PROGRAM = "mcore_bundle_patches"  # the module that the finder's class is in
-_FIRST = "# mcore-bundle patches disable removes this file: "
-_MOST = 1 << 20  # bytes of such a file
+_FINDER_MODULE = "mcore_bundle_patches"  # the module that the finder's class is in
+_HEADER = "# mcore-bundle patches disable removes this file: "
+_MAX_BYTES = 1 << 20  # bytes of such a file
 
 _log = logging.getLogger(__name__)
 
 
-class Words(NamedTuple):
+class HookArguments(NamedTuple):
     """What a hook says to `enable`: the words of its arguments."""
 
     features: tuple[str, ...] = ()
@@ -35,19 +35,22 @@ class Words(NamedTuple):
     backend: str = "auto"
 
     def __str__(self) -> str:
-        named = {"features": self.features, "vouched for": self.vouched, "drifts allowed": self.allowed}
-        parts = [f"{what} {', '.join(words)}" for what, words in named.items() if words]
+        lists = {"features": self.features, "vouched for": self.vouched, "drifts allowed": self.allowed}
+        parts = [f"{label} {', '.join(values)}" for label, values in lists.items() if values]
         return "; ".join([*parts, f"backend {self.backend}"])
 
-    def text(self) -> str:
+    def render_file(self) -> str:
         """The whole file: what it says, with a digest; and one line, which Python runs."""
         program = Path(__file__).with_name("finder.py").read_text(encoding="utf-8")
-        source = f"{program}\n\nsys.meta_path.insert(0, Finder({self._said()!r}))\n"
-        line = f"import sys; exec(compile({source!a}, {NAME!a}, 'exec'), {{'__name__': {_PROGRAM!a}}})"
-        said = {**self._said(), "digest": files.json_digest([self._said(), line])}
-        return f"{_FIRST}{json.dumps(said)}\n{line}\n"
+        source = f"{program}\n\nsys.meta_path.insert(0, Finder({self._to_document()!r}))\n"
+        line = (
+            f"import sys; exec(compile({source!a}, {FILE_NAME!a}, 'exec'), {{'__name__':"
+            f" {_FINDER_MODULE!a}}})"
+        )
+        document = {**self._to_document(), "digest": files.digest_json([self._to_document(), line])}
+        return f"{_HEADER}{json.dumps(document)}\n{line}\n"
 
-    def _said(self) -> dict[str, object]:
+    def _to_document(self) -> dict[str, object]:
         return {"format": FORMAT, **self._asdict()}
 
 
@@ -55,122 +58,134 @@ class Hook(NamedTuple):
     """A file of that name: with what it says, or why it is none of ours, or not whole."""
 
     file: Path
-    words: Words | None
+    arguments: HookArguments | None
     fault: str = ""
 
 
-def found(sites: Iterable[Path]) -> tuple[Hook, ...]:
+def find_hooks(sites: Iterable[Path]) -> tuple[Hook, ...]:
     """The files of that name in these directories."""
-    files_ = (site / NAME for site in dict.fromkeys(sites))
-    return tuple(_read(file) for file in files_ if os.path.lexists(file))
+    files_ = (site / FILE_NAME for site in dict.fromkeys(sites))
+    return tuple(_read_hook(file) for file in files_ if os.path.lexists(file))
 
 
-def install(at: Sites, words: Words) -> bool:
+def install(environment: Sites, arguments: HookArguments) -> bool:
     """Writes the file, whole or not at all; False where it is there already and says the same.
 
     Raises EnvironmentUnfit, with nothing written, where mcore-bundle is not installed there, where a hook, or
     a file of that name, is there or in a directory that the environment stands on, and where it may not be
     written.
     """
-    remedy = f"install it there first: {at.python} -m pip install, and what mcore-bundle is installed from"
-    if at.bundle is None:
-        raise EnvironmentUnfit(f"{at.own}: its python cannot import mcore-bundle ({at.fault}): {remedy}")
-    if at.user and at.user in at.bundle.parents:
-        raise EnvironmentUnfit(f"{at.own}: its mcore-bundle is in {at.user}, which is one user's: {remedy}")
-    if at.format != FORMAT:
+    remedy = (
+        f"install it there first: {environment.python} -m pip install, and what mcore-bundle is"
+        " installed from"
+    )
+    if environment.hook_file is None:
         raise EnvironmentUnfit(
-            f"{at.own}: its mcore-bundle is another than this one: {remedy}, or use its own"
+            f"{environment.purelib}: its python cannot import mcore-bundle ({environment.fault}): {remedy}"
         )
-    for there in found(at.sites):
-        if there.fault:
-            raise EnvironmentUnfit(_not_ours(there))
-        if there.file.parent != at.own:
+    if environment.user_site and environment.user_site in environment.hook_file.parents:
+        raise EnvironmentUnfit(
+            f"{environment.purelib}: its mcore-bundle is in {environment.user_site}, which is one"
+            f" user's: {remedy}"
+        )
+    if environment.hook_format != FORMAT:
+        raise EnvironmentUnfit(
+            f"{environment.purelib}: its mcore-bundle is another than this one: {remedy}, or use its own"
+        )
+    for hook in find_hooks(environment.sites):
+        if hook.fault:
+            raise EnvironmentUnfit(_describe_foreign_file(hook))
+        if hook.file.parent != environment.purelib:
             raise EnvironmentUnfit(
-                f"{there.file}: programs of {at.own} are patched by this one already; disable it there first"
+                f"{hook.file}: programs of {environment.purelib} are patched by this one already;"
+                " disable it there first"
             )
-        if there.words != words or there.file.read_text(encoding="utf-8") != words.text():
+        if hook.arguments != arguments or hook.file.read_text(encoding="utf-8") != arguments.render_file():
             raise EnvironmentUnfit(
-                f"{there.file}: enabled already, with other words or by another mcore-bundle "
-                f"({there.words}): disable it first"
+                f"{hook.file}: enabled already, with other words or by another mcore-bundle "
+                f"({hook.arguments}): disable it first"
             )
         return False
-    _check_writable(at.own)
-    files.write_text(at.own / NAME, words.text())
+    _check_writable(environment.purelib)
+    files.write_text(environment.purelib / FILE_NAME, arguments.render_file())
     return True
 
 
-def remove(at: Sites) -> bool:
+def remove(environment: Sites) -> bool:
     """Takes the file away; False where there is none. Raises EnvironmentUnfit as `install`."""
-    for there in found([at.own]):
-        if there.fault:
-            raise EnvironmentUnfit(_not_ours(there))
-        _check_writable(at.own)
-        there.file.unlink()
-        files.sync_directory(at.own)
+    for hook in find_hooks([environment.purelib]):
+        if hook.fault:
+            raise EnvironmentUnfit(_describe_foreign_file(hook))
+        _check_writable(environment.purelib)
+        hook.file.unlink()
+        files.sync_directory(environment.purelib)
         return True
     return False
 
 
-def begin(said: dict[str, object]) -> None:
+def begin(document: dict[str, object]) -> None:
     """Enables the patches by what the file says; a program that has enabled some itself keeps those.
 
     Raises as `enable`, and PatchError for what another mcore-bundle has written.
     """
-    from bundle.patches import applying
-    from bundle.patches.enabling import enable
+    from bundle.patches import patcher
+    from bundle.patches.external_program import enable
 
-    words = _words(said)
-    if words is None:
+    arguments = _parse_arguments(document)
+    if arguments is None:
         raise PatchError(
-            f"{NAME} of {sys.prefix} was written by another version of mcore-bundle than is installed there: "
+            f"{FILE_NAME} of {sys.prefix} was written by another version of mcore-bundle than is"
+            " installed there: "
             "mcore-bundle patches disable, then enable"
         )
-    if applying.in_force() is not None:
-        _log.debug("%s: this program has enabled patches itself", NAME)
+    if patcher.get_active_plan() is not None:
+        _log.debug("%s: this program has enabled patches itself", FILE_NAME)
         return
-    enable(words.features, vouched=words.vouched, allowed=words.allowed, backend=words.backend)
-
-
-def leave() -> None:
-    """Has this process stay as it is: it decides about patches itself."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != _PROGRAM]
-
-
-def findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
-    """What `doctor` and `patches audit` say of each."""
-    for there in hooks:
-        if there.fault:
-            yield warn("patches", _not_ours(there), "look at it, and delete it")
-        else:
-            yield ok("patches", f"enabled in every program here by {there.file}: {there.words}")
-
-
-def _read(file: Path) -> Hook:
-    text = None if file.is_symlink() else files.read(file, _MOST)
-    first, _, rest = (text or "").partition("\n")
-    if not first.startswith(_FIRST):
-        return Hook(file, None, "it was not written by mcore-bundle")
-    try:
-        said = json.loads(first.removeprefix(_FIRST))
-        whole = said.pop("digest") == files.json_digest([said, rest[:-1]]) and rest.endswith("\n")
-    except (ValueError, AttributeError, KeyError, RecursionError):
-        whole = False
-    words = _words(said) if whole else None
-    return Hook(file, words, "" if words else "it was changed, or is not whole")
-
-
-def _words(said: dict[str, object]) -> Words | None:
-    """What a file of this format says; None for another."""
-    if set(said) != {"format", *Words._fields} or said["format"] != FORMAT:
-        return None
-    lists = {name: value for name, value in said.items() if isinstance(value, list | tuple)}
-    return Words(
-        **{name: tuple(map(str, value)) for name, value in lists.items()}, backend=str(said["backend"])
+    enable(
+        arguments.features, vouched=arguments.vouched, allowed=arguments.allowed, backend=arguments.backend
     )
 
 
-def _not_ours(there: Hook) -> str:
-    return f"{there.file}: a file of the hook's name, and {there.fault}: look at it, and delete it yourself"
+def remove_finder() -> None:
+    """Has this process stay as it is: it decides about patches itself."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != _FINDER_MODULE]
+
+
+def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
+    """What `doctor` and `patches audit` say of each."""
+    for hook in hooks:
+        if hook.fault:
+            yield warn("patches", _describe_foreign_file(hook), "look at it, and delete it")
+        else:
+            yield ok("patches", f"enabled in every program here by {hook.file}: {hook.arguments}")
+
+
+def _read_hook(file: Path) -> Hook:
+    text = None if file.is_symlink() else files.read_text(file, _MAX_BYTES)
+    first, _, rest = (text or "").partition("\n")
+    if not first.startswith(_HEADER):
+        return Hook(file, None, "it was not written by mcore-bundle")
+    try:
+        document = json.loads(first.removeprefix(_HEADER))
+        is_intact = document.pop("digest") == files.digest_json([document, rest[:-1]]) and rest.endswith("\n")
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        is_intact = False
+    arguments = _parse_arguments(document) if is_intact else None
+    return Hook(file, arguments, "" if arguments else "it was changed, or is not whole")
+
+
+def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
+    """What a file of this format says; None for another."""
+    if set(document) != {"format", *HookArguments._fields} or document["format"] != FORMAT:
+        return None
+    lists = {name: value for name, value in document.items() if isinstance(value, list | tuple)}
+    return HookArguments(
+        **{name: tuple(map(str, value)) for name, value in lists.items()}, backend=str(document["backend"])
+    )
+
+
+def _describe_foreign_file(hook: Hook) -> str:
+    return f"{hook.file}: a file of the hook's name, and {hook.fault}: look at it, and delete it yourself"
 
 
 def _check_writable(directory: Path) -> None:

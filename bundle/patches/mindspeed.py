@@ -13,60 +13,75 @@ from typing import NamedTuple
 
 from bundle.environment import packages
 
-_READ = json.loads(Path(__file__).with_name("mindspeed.json").read_text("utf-8"))
-BRANCHES: dict[str, str] = _READ["branches"]  # commit, the head -> branch
+_DATA = json.loads(Path(__file__).with_name("mindspeed.json").read_text("utf-8"))
+BRANCH_BY_COMMIT: dict[str, str] = _DATA["branches"]  # commit, the head -> branch
 # target (or its class) -> the branches that replace it
-REPLACED: dict[str, frozenset[str]] = {
-    target: frozenset(branches.split()) for target, branches in _READ["replaces"].items()
+REPLACING_BRANCHES: dict[str, frozenset[str]] = {
+    target: frozenset(branches.split()) for target, branches in _DATA["replaces"].items()
 }
 
-_UNSEEN = "and whether its own has the defect was not looked at"
+_NOT_READ_NOTE = "and whether its own has the defect was not looked at"
 
 
-class Adapted(NamedTuple):
+class MindSpeedBranch(NamedTuple):
     """A branch that our jobs train through (`backend_options.mindspeed`)."""
 
     branch: str
     commit: str
-    megatron: str  # PEP 440 on the base version of megatron-core
+    megatron_range: str  # PEP 440 on the base version of megatron-core
     imports: str  # a module that it imports on every machine, and that may not be there; "": none
     replaces: frozenset[str]  # targets of ours, in our jobs
 
 
-_COMMITS = {branch: commit for commit, branch in BRANCHES.items()}
-ADAPTED = tuple(
-    Adapted(name, _COMMITS[name], of["megatron-core"], of["imports"], frozenset(of["replaces"]))
-    for name, of in _READ["ours"].items()
+_COMMIT_BY_BRANCH = {branch: commit for commit, branch in BRANCH_BY_COMMIT.items()}
+TRAINING_BRANCHES = tuple(
+    MindSpeedBranch(
+        name,
+        _COMMIT_BY_BRANCH[name],
+        details["megatron-core"],
+        details["imports"],
+        frozenset(details["replaces"]),
+    )
+    for name, details in _DATA["ours"].items()
 )
 
 
-def known(commit: str | None) -> bool:
+def is_known(commit: str | None) -> bool:
     """Whether this commit of MindSpeed was read."""
-    return commit in BRANCHES
+    return commit in BRANCH_BY_COMMIT
 
 
-def made_for(version: str) -> Adapted | None:
+def find_branch(version: str) -> MindSpeedBranch | None:
     """The branch for a megatron-core; None where our jobs have none."""
-    return next((of for of in ADAPTED if packages.within(version, of.megatron)), None)
+    return next(
+        (
+            candidate
+            for candidate in TRAINING_BRANCHES
+            if packages.is_within(version, candidate.megatron_range)
+        ),
+        None,
+    )
 
 
-def owned(target: str, commit: str | None) -> str | None:
+def explain_replacement(target: str, commit: str | None) -> str | None:
     """Why the target may be MindSpeed's at this commit; None where it is not.
 
     A commit that was not read is taken for any of those that were.
     """
-    branches = REPLACED.get(target) or REPLACED.get(target.rpartition(".")[0]) or frozenset()
-    branch = BRANCHES.get(commit or "")
+    branches = (
+        REPLACING_BRANCHES.get(target) or REPLACING_BRANCHES.get(target.rpartition(".")[0]) or frozenset()
+    )
+    branch = BRANCH_BY_COMMIT.get(commit or "")
     if branch is None and branches:
-        among = ", ".join(sorted(branches))
-        which = (commit or "")[:12] or "of an unknown commit"
-        return f"MindSpeed {which} was not read; {among} replace {target}, {_UNSEEN}"
-    return f"MindSpeed {branch} replaces {target}, {_UNSEEN}" if branch in branches else None
+        branch_names = ", ".join(sorted(branches))
+        shown_commit = (commit or "")[:12] or "of an unknown commit"
+        return f"MindSpeed {shown_commit} was not read; {branch_names} replace {target}, {_NOT_READ_NOTE}"
+    return f"MindSpeed {branch} replaces {target}, {_NOT_READ_NOTE}" if branch in branches else None
 
 
-def owned_in_our_jobs(target: str, commit: str | None) -> str | None:
+def explain_job_replacement(target: str, commit: str | None) -> str | None:
     """Why the target is MindSpeed's in a job of ours; None where it is not, or jobs refuse this commit."""
-    branch = next((of for of in ADAPTED if of.commit == commit), None)
+    branch = next((candidate for candidate in TRAINING_BRANCHES if candidate.commit == commit), None)
     if branch is None or target not in branch.replaces:
         return None
-    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed), {_UNSEEN}"
+    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed), {_NOT_READ_NOTE}"

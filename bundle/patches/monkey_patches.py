@@ -16,13 +16,13 @@ from pathlib import Path
 from bundle import files
 from bundle.environment.packages import Package
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import SourceTree, Unreadable, absolute, bound
+from bundle.patches.source import SourceTree, UnreadableSource, iter_bound_names, resolve_import
 
-_MOST_FILES, _MOST_BYTES = 20_000, 128 << 20  # of one framework; the largest read was 2,000 files of 25 MB
-_LIMIT = 1 << 20  # of one file
-_HOPS = 4  # functions that call one another, from an import to a monkey patch
-_HARMLESS = re.compile(r"isinstance\(|hasattr\(|is not None$|^TYPE_CHECKING$|^not getattr\(")
-Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_MAX_FILES, _MAX_BYTES = 20_000, 128 << 20  # of one framework; the largest read was 2,000 files of 25 MB
+_MAX_FILE_BYTES = 1 << 20  # of one file
+_MAX_HOPS = 4  # functions that call one another, from an import to a monkey patch
+_IGNORED_CONDITIONS = re.compile(r"isinstance\(|hasattr\(|is not None$|^TYPE_CHECKING$|^not getattr\(")
+CodeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class MonkeyPatch:
     framework: str
     module: str  # of megatron-core, where the name is bound
     name: str  # there: "f" or "Class.f"
-    place: str  # "verl/models/mcore/patch.py:332"
-    code: Function | None  # what takes the place; None where that cannot be told
+    location: str  # "verl/models/mcore/patch.py:332"
+    code: CodeNode | None  # what takes the place; None where that cannot be told
     wraps: bool  # it calls what was there
     conditions: tuple[str, ...] = ()  # under which it is put there, as they are written
-    called: tuple[str, ...] = ()  # where the function is called that puts it there; () for on import
+    call_sites: tuple[str, ...] = ()  # where the function is called that puts it there; () for on import
 
     @property
     def target(self) -> str:
@@ -46,7 +46,7 @@ class MonkeyPatch:
     @property
     def when(self) -> str:
         """When it is in place: "on import", or by which calls and conditions."""
-        where = [f"where {', '.join(self.called[:3])} calls it"] if self.called else []
+        where = [f"where {', '.join(self.call_sites[:3])} calls it"] if self.call_sites else []
         conditions = [f"if {' and '.join(self.conditions)}"] if self.conditions else []
         return ", ".join(where + conditions) or "on import"
 
@@ -55,21 +55,21 @@ class MonkeyPatch:
 class _Scope:
     """One function, or a module: what its names are bound to."""
 
-    node: ast.Module | Function
+    node: ast.Module | CodeNode
     parent: "_Scope | None"
     conditions: tuple[str, ...]  # under which it is defined
-    names: dict[str, list[ast.stmt]] = field(default_factory=dict)
+    bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
 
-    def chain(self) -> Iterator["_Scope"]:
+    def iter_enclosing(self) -> Iterator["_Scope"]:
         """This one and those around it, the innermost first."""
         scope: _Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
 
-    def statements(self, name: str) -> list[ast.stmt]:
+    def find_bindings(self, name: str) -> list[ast.stmt]:
         """What binds a name here, or in the nearest scope around that binds it."""
-        return next((scope.names[name] for scope in self.chain() if name in scope.names), [])
+        return next((scope.bindings[name] for scope in self.iter_enclosing() if name in scope.bindings), [])
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class _Statement:
 
 
 @dataclass(frozen=True)
-class _Text:
+class _SourceFile:
     """A file of a framework that speaks of megatron, or calls what does."""
 
     module: str
     package: str  # what a relative import starts from
-    place: str  # relative to what holds the package
+    path: str  # relative to what holds the package
     text: str
 
     @cached_property
@@ -97,113 +97,118 @@ class _Text:
             tree = ast.parse(self.text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return []
-        found: list[_Statement] = []
+        collected: list[_Statement] = []
         waiting: list[tuple[list[ast.stmt], _Scope, tuple[str, ...]]] = [
             (tree.body, _Scope(tree, None, ()), ())
         ]
         while waiting:
             body, scope, conditions = waiting.pop()
             for node in body:
-                found.append(_Statement(node, scope, conditions))
-                for name, binding in bound(node):
-                    scope.names.setdefault(name, []).append(binding)
+                collected.append(_Statement(node, scope, conditions))
+                for name, binding in iter_bound_names(node):
+                    scope.bindings.setdefault(name, []).append(binding)
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     waiting.append((node.body, _Scope(node, scope, conditions), ()))
                 elif isinstance(node, ast.If):
                     test = ast.unparse(node.test)
-                    kept = () if _HARMLESS.search(test) else (test,)
-                    waiting.append((node.body, scope, (*conditions, *kept)))
-                    waiting.append((node.orelse, scope, (*conditions, *(f"not ({t})" for t in kept))))
+                    condition = () if _IGNORED_CONDITIONS.search(test) else (test,)
+                    waiting.append((node.body, scope, (*conditions, *condition)))
+                    waiting.append((node.orelse, scope, (*conditions, *(f"not ({t})" for t in condition))))
                 else:
                     inner = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
                     inner += [handler.body for handler in getattr(node, "handlers", [])]
                     waiting += [(part, scope, conditions) for part in inner if part]
-        return found
+        return collected
 
 
-def found(package: Package, megatron: Definitions, targets: Iterable[str]) -> tuple[MonkeyPatch, ...]:
+def find_in_package(
+    package: Package, megatron: Definitions, targets: Iterable[str]
+) -> tuple[MonkeyPatch, ...]:
     """The monkey patches of one package of a framework on these targets, wherever megatron defines them."""
-    texts, wanted = _texts(package), {pair for target in targets for pair in _places(target, megatron)}
-    attribute = "|".join(sorted({re.escape(name) for _, name in wanted}))
-    set_by = re.compile(
+    source_files, wanted_names = (
+        _read_source_files(package),
+        {pair for target in targets for pair in _iter_bound_names(target, megatron)},
+    )
+    attribute = "|".join(sorted({re.escape(name) for _, name in wanted_names}))
+    assignment = re.compile(
         rf"^[ \t]*(?!self\.)[A-Za-z_][\w.]*\.({attribute})[ \t]*=[^=]|setattr\([^\n]*['\"]({attribute})['\"]",
         re.M,
     )
     patches = [
         patch
-        for text in texts
-        if "megatron" in text.text and set_by.search(text.text)
-        for patch in _of_text(text, package, megatron, wanted, texts)
+        for source_file in source_files
+        if "megatron" in source_file.text and assignment.search(source_file.text)
+        for patch in _iter_file_patches(source_file, package, megatron, wanted_names, source_files)
     ]
-    return tuple(sorted(patches, key=lambda patch: (patch.target, patch.place)))
+    return tuple(sorted(patches, key=lambda patch: (patch.target, patch.location)))
 
 
-def _places(target: str, megatron: Definitions) -> Iterator[tuple[str, str]]:
+def _iter_bound_names(target: str, megatron: Definitions) -> Iterator[tuple[str, str]]:
     """(module, last part of the name) of a target, and of where it is defined."""
     module, _, name = target.partition(":")
     yield module, name.rpartition(".")[2]
-    with suppress(Unreadable):
-        defined = megatron[target]
-        if defined is not None:
-            yield defined.module, name.rpartition(".")[2]
+    with suppress(UnreadableSource):
+        definition = megatron[target]
+        if definition is not None:
+            yield definition.module, name.rpartition(".")[2]
 
 
-def _texts(package: Package) -> list[_Text]:
+def _read_source_files(package: Package) -> list[_SourceFile]:
     """The Python files of a package."""
     assert package.path is not None
-    top = _root(package.path)
-    found, size = [], 0
+    top = _find_root(package.path)
+    source_files, size = [], 0
     for number, file in enumerate(sorted(package.path.rglob("*.py"))):
-        data = files.read(file, _LIMIT) or ""
+        data = files.read_text(file, _MAX_FILE_BYTES) or ""
         size += len(data)
-        if number >= _MOST_FILES or size >= _MOST_BYTES:
+        if number >= _MAX_FILES or size >= _MAX_BYTES:
             break
         relative = file.relative_to(top)
         parts = relative.with_suffix("").parts
         package_name = ".".join(parts[:-1])
         module = package_name if parts[-1] == "__init__" else ".".join(parts)
-        found.append(_Text(module, package_name, files.printable(relative.as_posix()), data))
-    return found
+        source_files.append(_SourceFile(module, package_name, files.to_printable(relative.as_posix()), data))
+    return source_files
 
 
-def _root(package: Path) -> Path:
+def _find_root(package: Path) -> Path:
     """The directory that its modules are named from: megatron.bridge lies one deeper than others."""
     return package.parents[1] if package.parent.name == "megatron" else package.parent
 
 
-def _of_text(
-    text: _Text,
+def _iter_file_patches(
+    source_file: _SourceFile,
     package: Package,
     megatron: Definitions,
-    wanted: Collection[tuple[str, str]],
-    texts: list[_Text],
+    wanted_names: Collection[tuple[str, str]],
+    source_files: list[_SourceFile],
 ) -> Iterator[MonkeyPatch]:
     """The monkey patches of one file."""
-    for statement in text.statements:
-        for base, name, value in _set(statement.node):
-            function = _bound(value, base)
+    for statement in source_file.statements:
+        for base, name, value in _iter_assignments(statement.node):
+            function = _extract_bound_function(value, base)
             if function is None:
-                target = _target(base, name, statement.scope, text, megatron)
+                target = _resolve_target(base, name, statement.scope, source_file, megatron)
             else:
-                target = _of_an_object(name, statement, text, megatron)
-            if target is None or (target[0], name) not in wanted:
+                target = _resolve_method_target(name, statement, source_file, megatron)
+            if target is None or (target[0], name) not in wanted_names:
                 continue
-            code = _code(function or value, statement.scope, text, package)
-            conditions, called = _way(statement, text, texts)
+            code = _find_code(function or value, statement.scope, source_file, package)
+            conditions, call_sites = _trace_calls(statement, source_file, source_files)
             if function is not None:
                 conditions = (*conditions, f"this {target[1].partition('.')[0]} is given to it")
             yield MonkeyPatch(
                 package.name,
                 *target,
-                f"{text.place}:{statement.node.lineno}",
+                f"{source_file.path}:{statement.node.lineno}",
                 code,
                 code is not None and _wraps(code, name, statement.scope),
                 conditions,
-                called,
+                call_sites,
             )
 
 
-def _set(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]]:
+def _iter_assignments(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]]:
     """(object, attribute, value) of what a statement sets: `a.b = c` or `setattr(a, "b", c)`."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -217,111 +222,120 @@ def _set(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]]:
                 yield call.args[0], name.value, call.args[2]
 
 
-def _dotted(value: ast.expr, scope: _Scope, text: _Text, hops: int = 8) -> str | None:
+def _resolve_dotted_name(
+    value: ast.expr, scope: _Scope, source_file: _SourceFile, hops: int = 8
+) -> str | None:
     """The dotted name of what an expression is, by the imports of its file; None where they do not tell."""
     if hops == 0:
         return None
     if isinstance(value, ast.Attribute):
-        base = _dotted(value.value, scope, text, hops - 1)
+        base = _resolve_dotted_name(value.value, scope, source_file, hops - 1)
         return f"{base}.{value.attr}" if base else None
     if isinstance(value, ast.Call | ast.Subscript):  # importlib.import_module("..."), sys.modules["..."]
         argument = value.args[0] if isinstance(value, ast.Call) and value.args else None
-        said = value.slice if isinstance(value, ast.Subscript) else argument
-        asked = ast.unparse(value).partition("(")[0].partition("[")[0]
-        known = asked in ("importlib.import_module", "import_module", "sys.modules", "sys.modules.get")
-        return str(said.value) if known and isinstance(said, ast.Constant) else None
+        key_node = value.slice if isinstance(value, ast.Subscript) else argument
+        callee = ast.unparse(value).partition("(")[0].partition("[")[0]
+        known = callee in ("importlib.import_module", "import_module", "sys.modules", "sys.modules.get")
+        return str(key_node.value) if known and isinstance(key_node, ast.Constant) else None
     if not isinstance(value, ast.Name):
         return None
-    for node in reversed(scope.statements(value.id)):
+    for node in reversed(scope.find_bindings(value.id)):
         if isinstance(node, ast.ImportFrom):
-            return f"{absolute(node, text.package)}.{node.names[0].name}"
+            return f"{resolve_import(node, source_file.package)}.{node.names[0].name}"
         if isinstance(node, ast.Import):
             return node.names[0].name if node.names[0].asname else value.id
         if isinstance(node, ast.Assign):
-            return _dotted(node.value, scope, text, hops - 1)
+            return _resolve_dotted_name(node.value, scope, source_file, hops - 1)
     return None
 
 
-def _target(
-    base: ast.expr, name: str, scope: _Scope, text: _Text, megatron: Definitions
+def _resolve_target(
+    base: ast.expr, name: str, scope: _Scope, source_file: _SourceFile, megatron: Definitions
 ) -> tuple[str, str] | None:
     """(module, name in it) of an attribute that is set, where the object is megatron-core's; else None."""
-    dotted = _dotted(base, scope, text)
+    dotted = _resolve_dotted_name(base, scope, source_file)
     if dotted is None or not dotted.startswith("megatron.core."):
         return None
     try:
-        if megatron.tree.module(dotted) is not None:
+        if megatron.tree.find_module(dotted) is not None:
             return dotted, name
         module, _, owner = dotted.rpartition(".")
-        defined = megatron[f"{module}:{owner}"] if megatron.tree.module(module) else None
-    except Unreadable:
+        definition = megatron[f"{module}:{owner}"] if megatron.tree.find_module(module) else None
+    except UnreadableSource:
         return None
-    classes = [node for node in defined.nodes if isinstance(node, ast.ClassDef)] if defined else []
-    return (defined.module, f"{classes[0].name}.{name}") if defined and classes else None
+    classes = [node for node in definition.nodes if isinstance(node, ast.ClassDef)] if definition else []
+    return (definition.module, f"{classes[0].name}.{name}") if definition and classes else None
 
 
-def _bound(value: ast.expr, owner: ast.expr) -> ast.expr | None:
+def _extract_bound_function(value: ast.expr, owner: ast.expr) -> ast.expr | None:
     """The function in a method of one object, `f.__get__(owner)` or `MethodType(f, owner)`; else None."""
     if not isinstance(value, ast.Call):
         return None
     if isinstance(value.func, ast.Attribute) and value.func.attr == "__get__":
-        function, given = value.func.value, value.args[:1]
+        function, bound_to = value.func.value, value.args[:1]
     elif ast.unparse(value.func).rpartition(".")[2] == "MethodType" and len(value.args) == 2:
-        function, given = value.args[0], value.args[1:]
+        function, bound_to = value.args[0], value.args[1:]
     else:
         return None
-    return function if [ast.unparse(arg) for arg in given] == [ast.unparse(owner)] else None
+    return function if [ast.unparse(arg) for arg in bound_to] == [ast.unparse(owner)] else None
 
 
-def _of_an_object(
-    name: str, statement: _Statement, text: _Text, megatron: Definitions
+def _resolve_method_target(
+    name: str, statement: _Statement, source_file: _SourceFile, megatron: Definitions
 ) -> tuple[str, str] | None:
     """(module, name in it) of an object's method, by the class that it is asked to be of; None for none.
 
     Who says `isinstance(model, GPTModel)`, or calls a function of the file that does, has one in hand.
     """
-    function = _around(statement)[1]
+    function = _find_enclosing(statement)[1]
     if function is None:
         return None
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    near = {function.name, *(call.id for call in calls if isinstance(call, ast.Name))}
-    asked = [
+    function_names = {function.name, *(call.id for call in calls if isinstance(call, ast.Name))}
+    checked_classes = [
         (call.args[1], other.scope)
-        for other in text.statements
-        if isinstance(other.node, ast.If) and getattr(_around(other)[1], "name", None) in near
+        for other in source_file.statements
+        if isinstance(other.node, ast.If)
+        and getattr(_find_enclosing(other)[1], "name", None) in function_names
         for call in ast.walk(other.node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance" and len(call.args) == 2
     ]
-    targets = {_target(owner, name, scope, text, megatron) for owner, scope in asked}
-    having = [target for target in targets if target and megatron[":".join(target)] is not None]
-    return having[0] if len(having) == 1 else None
+    targets = {_resolve_target(owner, name, scope, source_file, megatron) for owner, scope in checked_classes}
+    candidates = [target for target in targets if target and megatron[":".join(target)] is not None]
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _code(value: ast.expr, scope: _Scope, text: _Text, package: Package) -> Function | None:
+def _find_code(value: ast.expr, scope: _Scope, source_file: _SourceFile, package: Package) -> CodeNode | None:
     """The function or class that a value is, in this file or in another of the package."""
     if isinstance(value, ast.Call) and len(value.args) == 1 and ast.unparse(value.func) == "staticmethod":
         value = value.args[0]
     if isinstance(value, ast.Name):
-        for node in reversed(scope.statements(value.id)):
+        for node in reversed(scope.find_bindings(value.id)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 return node
-    dotted = _dotted(value, scope, text) if isinstance(value, ast.Name | ast.Attribute) else None
+    dotted = (
+        _resolve_dotted_name(value, scope, source_file)
+        if isinstance(value, ast.Name | ast.Attribute)
+        else None
+    )
     if dotted is None or package.path is None:
         return None
     module, _, name = dotted.rpartition(".")
     try:
-        defined = Definitions(SourceTree(_root(package.path)))[f"{module}:{name}"]
-    except Unreadable:
+        definition = Definitions(SourceTree(_find_root(package.path)))[f"{module}:{name}"]
+    except UnreadableSource:
         return None
-    codes = [node for node in defined.nodes if isinstance(node, Function)] if defined else []
+    codes = [node for node in definition.nodes if isinstance(node, CodeNode)] if definition else []
     return codes[-1] if codes else None
 
 
-def _wraps(code: Function, name: str, scope: _Scope) -> bool:
+def _wraps(code: CodeNode, name: str, scope: _Scope) -> bool:
     """Whether the code mentions what was saved of the attribute before, in this scope or one around it."""
     saved: set[str] = set()
-    for around in scope.chain():
-        for node in ast.walk(around.node) if not isinstance(around.node, ast.Module) else around.node.body:
+    for enclosing in scope.iter_enclosing():
+        for node in (
+            ast.walk(enclosing.node) if not isinstance(enclosing.node, ast.Module) else enclosing.node.body
+        ):
             if isinstance(node, ast.Assign) and _reads(node.value, name):
                 saved |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in node.targets}
     mentioned = {n.id if isinstance(n, ast.Name) else getattr(n, "attr", "") for n in ast.walk(code)}
@@ -332,63 +346,74 @@ def _reads(value: ast.expr, name: str) -> bool:
     """Whether a value is `something.name`, or `getattr(something, "name", ...)`."""
     if isinstance(value, ast.Attribute):
         return value.attr == name
-    asked = isinstance(value, ast.Call) and ast.unparse(value.func) == "getattr" and len(value.args) > 1
-    return asked and isinstance(value.args[1], ast.Constant) and value.args[1].value == name  # type: ignore[attr-defined]
+    is_getattr = isinstance(value, ast.Call) and ast.unparse(value.func) == "getattr" and len(value.args) > 1
+    return is_getattr and isinstance(value.args[1], ast.Constant) and value.args[1].value == name  # type: ignore[attr-defined]
 
 
-def _way(statement: _Statement, text: _Text, texts: list[_Text]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _trace_calls(
+    statement: _Statement, source_file: _SourceFile, source_files: list[_SourceFile]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(conditions, places of the calls) on the way to a statement; no places where an import leads to it."""
-    conditions, function = _around(statement)
+    conditions, function = _find_enclosing(statement)
     if function is None:
         return conditions, ()
-    calls = _calls(function.name, text, texts)
+    calls = _find_calls(function.name, source_file, source_files)
     if not calls:
-        said = [f"@{ast.unparse(decorator)}".partition(",")[0] for decorator in function.decorator_list]
-        return (*conditions, f"{said[0]}...) says so" if said else f"{function.name}() is called"), ()
-    called = tuple(f"{by.place}:{call.node.lineno}" for call, by in calls)
-    for hop in range(_HOPS):
-        ways = [(*_around(call), by) for call, by in calls]
-        nearest, function, text = min(ways, key=lambda way: (len(way[0]), way[1] is not None))
+        decorators = [f"@{ast.unparse(decorator)}".partition(",")[0] for decorator in function.decorator_list]
+        return (
+            *conditions,
+            f"{decorators[0]}...) says so" if decorators else f"{function.name}() is called",
+        ), ()
+    call_sites = tuple(f"{file.path}:{call.node.lineno}" for call, file in calls)
+    for hop in range(_MAX_HOPS):
+        callers = [(*_find_enclosing(call), file) for call, file in calls]
+        nearest, function, source_file = min(callers, key=lambda way: (len(way[0]), way[1] is not None))
         if hop == 0 or function is None:
             conditions = (*nearest, *conditions)
         if function is None:
             return tuple(dict.fromkeys(conditions)), ()
-        calls = _calls(function.name, text, texts)
+        calls = _find_calls(function.name, source_file, source_files)
         if not calls:
             break
-    return tuple(dict.fromkeys(conditions)), called
+    return tuple(dict.fromkeys(conditions)), call_sites
 
 
-def _around(statement: _Statement) -> tuple[tuple[str, ...], Function | None]:
+def _find_enclosing(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
     """(conditions, the outermost function) around a statement; None at the top of its module."""
     conditions, function = statement.conditions, None
-    for scope in statement.scope.chain():
+    for scope in statement.scope.iter_enclosing():
         if not isinstance(scope.node, ast.Module):
             conditions, function = (*scope.conditions, *conditions), scope.node
     return conditions, function
 
 
-def _calls(name: str, home: _Text, texts: list[_Text]) -> list[tuple[_Statement, _Text]]:
+def _find_calls(
+    name: str, definition_file: _SourceFile, source_files: list[_SourceFile]
+) -> list[tuple[_Statement, _SourceFile]]:
     """The statements that call the function of that name in that file, with their files."""
     return [
-        (statement, text)
-        for text in texts
-        if f"{name}(" in text.text
-        for statement in text.statements
+        (statement, source_file)
+        for source_file in source_files
+        if f"{name}(" in source_file.text
+        for statement in source_file.statements
         if isinstance(statement.node, ast.Expr | ast.Assign | ast.Return)
         and isinstance(statement.node.value, ast.Call)
-        and _is(statement.node.value.func, name, statement.scope, text, home)
+        and _is_call_of(statement.node.value.func, name, statement.scope, source_file, definition_file)
     ]
 
 
-def _is(called: ast.expr, name: str, scope: _Scope, text: _Text, home: _Text) -> bool:
-    """Whether what is called is the function of that name in the file `home`, as far as its name tells."""
+def _is_call_of(
+    called: ast.expr, name: str, scope: _Scope, source_file: _SourceFile, definition_file: _SourceFile
+) -> bool:
+    """Whether what is called is the function of that name in the file `definition_file`, as far as its
+    name tells.
+    """
     if ast.unparse(called).rpartition(".")[2] != name:
         return False
-    if isinstance(called, ast.Name) and any(isinstance(n, Function) for n in scope.statements(name)):
-        return text is home
-    dotted = _dotted(called, scope, text)
+    if isinstance(called, ast.Name) and any(isinstance(n, CodeNode) for n in scope.find_bindings(name)):
+        return source_file is definition_file
+    dotted = _resolve_dotted_name(called, scope, source_file)
     if dotted is None:  # a method of an object, where the function is a method
-        return isinstance(called, ast.Attribute) and text is home
+        return isinstance(called, ast.Attribute) and source_file is definition_file
     # A package may hand it on: verl.models.mcore for verl.models.mcore.patch.
-    return home.module.startswith(dotted.rpartition(".")[0])
+    return definition_file.module.startswith(dotted.rpartition(".")[0])

@@ -8,45 +8,45 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bundle.environment.packages import Copy, Packages
-from bundle.errors import PatchError, UsageError, did_you_mean, nearest
-from bundle.files import json_digest
-from bundle.patches import deciding, mindspeed, source
+from bundle.environment.packages import MegatronCopy, Packages
+from bundle.errors import PatchError, UsageError, find_nearest, format_suggestion
+from bundle.files import digest_json
+from bundle.patches import decision_rules, mindspeed, source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.deciding import PatchContext
+from bundle.patches.decision_rules import PatchContext
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import Action, Decision, Replacement
+from bundle.patches.entry import Decision, PatchAction, Replacement
+from bundle.patches.megatron_core import MegatronCore, ReviewTable
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import Subject, Table
 
-_BUNDLE = Path(__file__).parents[2]  # what holds the package `bundle`
+_PACKAGE_ROOT = Path(__file__).parents[2]  # what holds the package `bundle`
 
 
 class Survey(NamedTuple):
     """The decisions, the megatron-core that they are about, and the modules that were read for them."""
 
-    subject: Subject
+    core: MegatronCore
     decisions: tuple[Decision, ...]
-    read: tuple[str, ...] = ()
+    read_modules: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
         stopping = [decision for decision in self.decisions if decision.stops]
-        if traps := [decision.problem for decision in stopping if decision.action is Action.TRAP]:
+        if traps := [decision.problem for decision in stopping if decision.action is PatchAction.TRAP]:
             raise UsageError("This recipe meets known defects of this megatron-core:", traps)
         if stopping:
             problems = [decision.problem for decision in stopping]
             raise PatchError("The job needs patches that cannot be applied:", problems)
 
     @property
-    def applied(self) -> tuple[Decision, ...]:
+    def patches_to_apply(self) -> tuple[Decision, ...]:
         """The patches to apply."""
-        return tuple(decision for decision in self.decisions if decision.action is Action.APPLY)
+        return tuple(decision for decision in self.decisions if decision.action is PatchAction.APPLY)
 
 
-def survey(
-    of: Subject,
-    table: Table,
+def survey_patches(
+    core: MegatronCore,
+    table: ReviewTable,
     stack: Packages,
     *,
     backend: str | None = None,
@@ -61,58 +61,62 @@ def survey(
     import neither MindSpeed nor MegatronAdaptor, whether they are installed or not, but for the job whose
     recipe asks for it.
     """
-    known = {patch.id: patch for patch in PATCHES}
-    _check_ids({*requested, *allowed, *(vouched or ())}, known)
-    job = context(of, stack, backend=backend, features=features)
-    adapted = vouched is None and features is not None and "mindspeed" in features
-    theirs = vouched is not None or adapted
+    patches_by_id = {patch.id: patch for patch in PATCHES}
+    _check_ids({*requested, *allowed, *(vouched or ())}, patches_by_id)
+    job = build_context(core, stack, backend=backend, features=features)
+    trains_with_mindspeed = vouched is None and features is not None and "mindspeed" in features
+    may_have_mindspeed = vouched is not None or trains_with_mindspeed
     job = replace(
         job,
-        mindspeed=(job.mindspeed or _to_come(of.version, adapted=adapted)) if theirs else None,
-        adapted=adapted,
-        unread=job.unread if theirs else None,
+        mindspeed=(
+            job.mindspeed or _predict_commit(core.version, trains_with_mindspeed=trains_with_mindspeed)
+        )
+        if may_have_mindspeed
+        else None,
+        trains_with_mindspeed=trains_with_mindspeed,
+        unread_patcher=job.unread_patcher if may_have_mindspeed else None,
         requested=frozenset(requested),
         allowed=frozenset(allowed),
         vouched=None if vouched is None else frozenset(vouched),
     )
-    reader = of.reader(table)
-    decisions = [deciding.decide(patch, reader.read(patch), job) for patch in PATCHES]
-    others = [deciding.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
-    others += [deciding.decide_seam(seam, reader.look(seam), job) for seam in SEAMS]
-    decisions += [decision for decision in others if decision is not None]
-    return Survey(of, deciding.exclude(decisions, known), reader.read_so_far())
+    reader = core.build_reader(table)
+    decisions = [decision_rules.decide(patch, reader.read(patch), job) for patch in PATCHES]
+    other_decisions = [decision_rules.decide_trap(trap, reader.read(trap), job) for trap in TRAPS]
+    other_decisions += [decision_rules.decide_seam(seam, reader.read_seam(seam), job) for seam in SEAMS]
+    decisions += [decision for decision in other_decisions if decision is not None]
+    return Survey(core, decision_rules.mark_conflicts(decisions, patches_by_id), reader.list_read_modules())
 
 
-def context(
-    of: Subject, stack: Packages, *, backend: str | None = None, features: frozenset[str] | None = None
+def build_context(
+    core: MegatronCore, stack: Packages, *, backend: str | None = None, features: frozenset[str] | None = None
 ) -> PatchContext:
     """What decisions about a megatron depend on, beside its own code."""
     return PatchContext(
-        version=of.version,
+        version=core.version,
         backend=backend,
-        features=_assumed(features, backend),
-        packages=_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
-        mindspeed=(found.commit,) if (found := stack.package("mindspeed")) else None,
-        unread=f"MegatronAdaptor {a.version or 'of no version'}"
-        if (a := stack.package("megatron-adaptor"))
+        features=_with_assumed_features(features, backend),
+        packages=_read_versions(stack, {name for patch in PATCHES for name, _ in patch.requires}),
+        mindspeed=(package.commit,) if (package := stack.find_package("mindspeed")) else None,
+        unread_patcher=f"MegatronAdaptor {adaptor.version or 'of no version'}"
+        if (adaptor := stack.find_package("megatron-adaptor"))
         else None,
-        conflict=of.conflict,
+        conflict=core.conflict,
     )
 
 
-def _to_come(version: str | None, *, adapted: bool) -> tuple[str] | None:
+def _predict_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
     """The commit of the MindSpeed that a job of ours would have where none is installed."""
-    branch = mindspeed.made_for(version) if adapted and version else None
+    branch = mindspeed.find_branch(version) if trains_with_mindspeed and version else None
     return (branch.commit,) if branch else None
 
 
-def _versions(stack: Packages, names: Collection[str]) -> dict[str, str]:
+def _read_versions(stack: Packages, names: Collection[str]) -> dict[str, str]:
     """The versions of those of these packages that are installed."""
-    found = {name: stack.package(name) for name in names}
-    return {name: package.version for name, package in found.items() if package and package.version}
+    packages = {name: stack.find_package(name) for name in names}
+    return {name: package.version for name, package in packages.items() if package and package.version}
 
 
-def _assumed(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:
+def _with_assumed_features(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:
     """The features, with what `attention: auto` is taken for: an accelerator's kernels are flash kernels."""
     if features is None or "attention-auto" not in features or backend == "cpu":
         return features
@@ -120,13 +124,15 @@ def _assumed(features: frozenset[str] | None, backend: str | None) -> frozenset[
 
 
 def _check_ids(ids: Collection[str], known: Collection[str]) -> None:
-    unknown = [f"{name}{did_you_mean(nearest(name, known))}" for name in sorted(ids) if name not in known]
+    unknown = [
+        f"{name}{format_suggestion(find_nearest(name, known))}" for name in sorted(ids) if name not in known
+    ]
     if unknown:
         raise UsageError("There are no patches with these ids; `patches list` names them all:", unknown)
 
 
 @dataclass(frozen=True)
-class Step:
+class PatchStep:
     """One target and its wrapper, with what must be found there when it is applied. Files are relative."""
 
     patch: str
@@ -140,7 +146,7 @@ class Step:
     everywhere: bool  # modules that imported it by value get the replacement too
 
 
-_KINDS = {item.name: item.type for item in fields(Step)}
+_STEP_TYPES = {item.name: item.type for item in fields(PatchStep)}
 
 
 @dataclass(frozen=True)
@@ -150,112 +156,122 @@ class PatchPlan:
     version: str | None
     commit: str | None
     decisions: tuple[tuple[str, str], ...]  # (id, action)
-    steps: tuple[Step, ...]
-    read: tuple[tuple[str, str], ...] = ()  # (module, digest of its file) of all that was read; "": not there
+    steps: tuple[PatchStep, ...]
+    module_digests: tuple[
+        tuple[str, str], ...
+    ] = ()  # (module, digest of its file) of all that was read; "": not there
 
-    def fields(self) -> dict[str, str]:
+    def get_agreed_fields(self) -> dict[str, str]:
         """What every rank must agree on, by name: no paths, no host names."""
-        found = {"megatron-core": _name(self.version, self.commit)}
+        agreed = {"megatron-core": _format_version(self.version, self.commit)}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
-            found[f"patch {patch_id}"] = f"{action} {json_digest(steps)}" if steps else action
-        return {**found, "files that the patches were decided by": json_digest(self.read)}
+            agreed[f"patch {patch_id}"] = f"{action} {digest_json(steps)}" if steps else action
+        return {**agreed, "files that the patches were decided by": digest_json(self.module_digests)}
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits over all fields."""
-        return json_digest(self.fields())
+        return digest_json(self.get_agreed_fields())
 
-    def misfits(self, core: Copy) -> Iterator[str]:
+    def find_mismatches(self, core: MegatronCopy) -> Iterator[str]:
         """Every way in which a megatron-core, or this package, is not what the plan was made with."""
-        here, planned = _name(core.version, core.commit), _name(self.version, self.commit)
-        if here != planned:
-            yield f"megatron-core: {planned} in the job, {here} here"
+        actual, expected = (
+            _format_version(core.version, core.commit),
+            _format_version(self.version, self.commit),
+        )
+        if actual != expected:
+            yield f"megatron-core: {expected} in the job, {actual} here"
             return
-        for module, digest in self.read:
-            if source.digest(core.root, module) != digest:
-                file = source.module_file(core.root, module) or f"{module.replace('.', '/')}.py"
+        for module, digest in self.module_digests:
+            if source.compute_digest(core.root, module) != digest:
+                file = source.find_module_file(core.root, module) or f"{module.replace('.', '/')}.py"
                 yield f"{file} is not the file that the patches were planned for"
-        ours = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
+        known_steps = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
         for step in self.steps:
-            if (step.patch, step.target, step.wrapper) not in ours:
+            if (step.patch, step.target, step.wrapper) not in known_steps:
                 yield f"{step.patch}: not a patch of this mcore-bundle"
-            elif source.digest(_BUNDLE, step.wrapper.partition(":")[0]) != step.wrapper_digest:
+            elif source.compute_digest(_PACKAGE_ROOT, step.wrapper.partition(":")[0]) != step.wrapper_digest:
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} is another one here"
 
     def dump(self) -> dict[str, Any]:
-        """The plan as plain JSON values; `load` makes an equal plan of them."""
+        """The plan as plain JSON values; `load_patch_plan` makes an equal plan of them."""
         return {
             "schema": 2,
             "megatron-core": {"version": self.version, "commit": self.commit},
             "decisions": [list(decision) for decision in self.decisions],
             "steps": [asdict(step) for step in self.steps],
-            "read": dict(self.read),
+            "read": dict(self.module_digests),
         }
 
 
-def load(document: Mapping[str, Any]) -> PatchPlan:
+def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
     """The plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
     try:
         if document["schema"] != 2:
             raise ValueError(f"schema {document['schema']}")
-        of = document["megatron-core"]
+        version_info = document["megatron-core"]
         decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
-        steps = tuple(Step(**step) for step in document["steps"])
-        if wrong := [
-            name for step in steps for name, value in asdict(step).items() if type(value) is not _KINDS[name]
+        steps = tuple(PatchStep(**step) for step in document["steps"])
+        if wrong_fields := [
+            name
+            for step in steps
+            for name, value in asdict(step).items()
+            if type(value) is not _STEP_TYPES[name]
         ]:
-            raise ValueError(f"steps: {wrong[0]} is of another kind")
-        read = tuple((str(module), str(digest)) for module, digest in document["read"].items())
-        return PatchPlan(of["version"], of["commit"], decisions, steps, read)
+            raise ValueError(f"steps: {wrong_fields[0]} is of another kind")
+        module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
+        return PatchPlan(version_info["version"], version_info["commit"], decisions, steps, module_digests)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
 
 
-def _name(version: str | None, commit: str | None) -> str:
+def _format_version(version: str | None, commit: str | None) -> str:
     return f"{version} {commit or ''}".strip()
 
 
-def make(decided: Survey) -> PatchPlan:
+def build_patch_plan(patch_survey: Survey) -> PatchPlan:
     """The plan that the survey of a tree leads to. Raises as `Survey.check`, and PatchError for no tree."""
-    decided.check()
-    root = decided.subject.root
+    patch_survey.check()
+    root = patch_survey.core.root
     if root is None:
-        raise PatchError(f"megatron-core {decided.subject.version} is a version without a tree to patch")
-    applied = {decision.id for decision in decided.applied}
+        raise PatchError(f"megatron-core {patch_survey.core.version} is a version without a tree to patch")
+    applied_ids = {decision.id for decision in patch_survey.patches_to_apply}
     definitions = Definitions(SourceTree(root))
     steps = [
         step
         for patch in PATCHES
-        if patch.id in applied
+        if patch.id in applied_ids
         for replacement in patch.replacements
-        if (step := _step(patch.id, replacement, definitions)) is not None
+        if (step := _build_step(patch.id, replacement, definitions)) is not None
     ]
-    decisions = tuple((decision.id, decision.action.value) for decision in decided.decisions)
-    modules = sorted({*decided.read, *(step.target.partition(":")[0] for step in steps)})
-    read = tuple((module, source.digest(root, module)) for module in modules)
-    return PatchPlan(decided.subject.version, decided.subject.commit, decisions, tuple(steps), read)
+    decisions = tuple((decision.id, decision.action.value) for decision in patch_survey.decisions)
+    modules = sorted({*patch_survey.read_modules, *(step.target.partition(":")[0] for step in steps)})
+    module_digests = tuple((module, source.compute_digest(root, module)) for module in modules)
+    return PatchPlan(
+        patch_survey.core.version, patch_survey.core.commit, decisions, tuple(steps), module_digests
+    )
 
 
-def _step(patch_id: str, replacement: Replacement, definitions: Definitions) -> Step | None:
+def _build_step(patch_id: str, replacement: Replacement, definitions: Definitions) -> PatchStep | None:
     """The step for a target; None where an optional one is not there."""
-    found = definitions[replacement.target]
-    if found is None:
+    definition = definitions[replacement.target]
+    if definition is None:
         return None
     module, _, name = replacement.target.partition(":")
     root = definitions.tree.root
     wrapper_module = replacement.wrapper.partition(":")[0]
-    wrapper_digest = source.digest(_BUNDLE, wrapper_module)
+    wrapper_digest = source.compute_digest(_PACKAGE_ROOT, wrapper_module)
     if not wrapper_digest:
         raise PatchError(f"{patch_id}: there is no module {wrapper_module}")
-    return Step(
+    return PatchStep(
         patch=patch_id,
         target=replacement.target,
         wrapper=replacement.wrapper,
-        file=source.module_file(root, module) or "",
-        file_digest=source.digest(root, module),
-        code_file=found.file,
-        fingerprint=found.fingerprint,
+        file=source.find_module_file(root, module) or "",
+        file_digest=source.compute_digest(root, module),
+        code_file=definition.file,
+        fingerprint=definition.fingerprint,
         wrapper_digest=wrapper_digest,
-        everywhere="." not in name and found.module == module and found.is_code,
+        everywhere="." not in name and definition.module == module and definition.is_code,
     )

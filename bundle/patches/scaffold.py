@@ -7,10 +7,10 @@ from ruamel.yaml import YAML
 
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.subject import DEFAULT
+from bundle.patches.megatron_core import DEFAULT_RELEASE
 
 
-def create(patch_id: str, checkout: Path) -> str:
+def create_patch_files(patch_id: str, checkout: Path) -> str:
     """Writes the files into a checkout of this project; returns what to do next.
 
     Raises UsageError for an id that is taken or none, and where a file is there already.
@@ -25,10 +25,10 @@ def create(patch_id: str, checkout: Path) -> str:
         raise UsageError(f"{checkout} is no checkout of mcore-bundle: go to one")
     module = patch_id.replace("-", "_")
     title = patch_id.replace("-", " ").capitalize()
-    names = {"patch_id": patch_id, "module": module, "title": title, "having": DEFAULT}
+    values = {"patch_id": patch_id, "module": module, "title": title, "having": DEFAULT_RELEASE}
     paths = {
         "entry": f"bundle/patches/catalogue/{module}.py",
-        "wrapper": f"bundle/wrappers/{module}.py",
+        "wrapper": f"bundle/replacements/{module}.py",
         "measurement": f"bundle/verification/measurements/{module}.py",
         "test": f"tests/upstream/test_{module}.py",
     }
@@ -38,5 +38,5 @@ def create(patch_id: str, checkout: Path) -> str:
     templates = YAML(typ="safe").load(Path(__file__).with_name("scaffold.yaml"))
     for kind, path in paths.items():
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / path).write_text(templates[kind].format(**names), "utf-8")
-    return str(templates["steps"]).format(files=", ".join(paths.values()), **paths, **names)
+        (checkout / path).write_text(templates[kind].format(**values), "utf-8")
+    return str(templates["steps"]).format(files=", ".join(paths.values()), **paths, **values)

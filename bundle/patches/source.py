@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from bundle import files
 
-_LIMIT = 1 << 20  # bytes of one module; the largest of megatron-core is 160 kB
+_MAX_MODULE_BYTES = 1 << 20  # bytes of one module; the largest of megatron-core is 160 kB
 # What one tree may have us parse: decisions about 0.19 read 38 modules of 1.7 MB; a MiB takes 3 s at worst.
-_MOST_MODULES = 256
-_MOST_BYTES = 3 << 20
+_MAX_MODULES = 256
+_MAX_TREE_BYTES = 3 << 20
 
 
-class Unreadable(Exception):
+class UnreadableSource(Exception):
     """A source file that cannot be parsed here; the message says which and why."""
 
 
@@ -27,7 +27,7 @@ class Module(NamedTuple):
     file: str
     package: str  # what a relative import starts from
     bindings: dict[str, list[ast.stmt]]
-    stars: tuple[str, ...]  # modules whose every name is imported
+    star_imports: tuple[str, ...]  # modules whose every name is imported
 
 
 @dataclass(frozen=True)
@@ -38,46 +38,48 @@ class SourceTree:
     _modules: dict[str, Module | None] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)  # of the files that were parsed, in bytes
 
-    def module(self, name: str) -> Module | None:
+    def find_module(self, name: str) -> Module | None:
         """The parsed module by its dotted name; None where the tree has no such file."""
         if name not in self._modules:
-            self._modules[name] = self._parse(name)
+            self._modules[name] = self._parse_file(name)
         return self._modules[name]
 
-    def asked(self) -> tuple[str, ...]:
+    def list_read_modules(self) -> tuple[str, ...]:
         """The names of the modules that were asked for, those that are not there too."""
         return tuple(sorted(self._modules))
 
-    def _parse(self, name: str) -> Module | None:
-        file = module_file(self.root, name)
+    def _parse_file(self, name: str) -> Module | None:
+        file = find_module_file(self.root, name)
         if file is None:
             return None
-        source = files.read_bytes(self.root / file, _LIMIT)
+        source = files.read_bytes(self.root / file, _MAX_MODULE_BYTES)
         if source is None:
-            raise Unreadable(f"{file} is no regular file below {_LIMIT >> 20} MiB that can be read")
-        self._sizes[name] = len(source)
-        if len(self._sizes) > _MOST_MODULES or sum(self._sizes.values()) > _MOST_BYTES:
-            many = f"{_MOST_MODULES} modules or {_MOST_BYTES >> 20} MiB"
-            raise Unreadable(
-                f"{file} is not read: more than {many} lead to one another, as in no megatron-core"
+            raise UnreadableSource(
+                f"{file} is no regular file below {_MAX_MODULE_BYTES >> 20} MiB that can be read"
             )
-        return parsed(name, file, source)
+        self._sizes[name] = len(source)
+        if len(self._sizes) > _MAX_MODULES or sum(self._sizes.values()) > _MAX_TREE_BYTES:
+            limits = f"{_MAX_MODULES} modules or {_MAX_TREE_BYTES >> 20} MiB"
+            raise UnreadableSource(
+                f"{file} is not read: more than {limits} lead to one another, as in no megatron-core"
+            )
+        return parse_module(name, file, source)
 
 
-def parsed(name: str, file: str, source: bytes) -> Module:
+def parse_module(name: str, file: str, source: bytes) -> Module:
     """The module that a file's bytes make. Raises Unreadable."""
     try:
         with warnings.catch_warnings(action="ignore"):  # their invalid escapes are not our user's business
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise Unreadable(f"{file} cannot be parsed: {type(error).__name__}: {error}") from None
+        raise UnreadableSource(f"{file} cannot be parsed: {type(error).__name__}: {error}") from None
     package = name if file.endswith("__init__.py") else name.rpartition(".")[0]
-    imports = [node for node in statements(tree.body) if isinstance(node, ast.ImportFrom)]
-    stars = [absolute(node, package) for node in imports if node.names[0].name == "*"]
-    return Module(name, file, package, bindings(tree.body), tuple(stars))
+    imports = [node for node in iter_statements(tree.body) if isinstance(node, ast.ImportFrom)]
+    stars = [resolve_import(node, package) for node in imports if node.names[0].name == "*"]
+    return Module(name, file, package, collect_bindings(tree.body), tuple(stars))
 
 
-def module_file(root: Path, name: str) -> str | None:
+def find_module_file(root: Path, name: str) -> str | None:
     """The module's file relative to the root of its tree, a package before a module of the same name."""
     stem = name.replace(".", "/")
     for file in (f"{stem}/__init__.py", f"{stem}.py"):
@@ -86,20 +88,20 @@ def module_file(root: Path, name: str) -> str | None:
     return None
 
 
-def digest(root: Path, name: str) -> str:
+def compute_digest(root: Path, name: str) -> str:
     """16 hexadecimal digits over the bytes of a module's file; "" where there is none that can be read."""
-    file = module_file(root, name)
-    data = files.read_bytes(root / file, _LIMIT) if file else None
+    file = find_module_file(root, name)
+    data = files.read_bytes(root / file, _MAX_MODULE_BYTES) if file else None
     return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
-def absolute(node: ast.ImportFrom, package: str) -> str:
+def resolve_import(node: ast.ImportFrom, package: str) -> str:
     """The dotted name of the module that a `from ... import` statement of `package` reads."""
     base = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def iter_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run in this scope, those under if, try, with and loops among them, in order."""
     stack = list(reversed(body))
     while stack:
@@ -115,16 +117,18 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             stack += reversed(inner)
 
 
-def bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
+def collect_bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     """The statements that bind each name of a scope: definitions, imports and assignments, narrowed to it."""
-    found: dict[str, list[ast.stmt]] = {}
-    for node in statements(body):
-        for name, statement in bound(node):
-            found.setdefault(name, []).append(statement)
-    return found
+    bound_statements: dict[str, list[ast.stmt]] = {}
+    for node in iter_statements(body):
+        for name, statement in iter_bound_names(node):
+            bound_statements.setdefault(name, []).append(statement)
+    return bound_statements
 
 
-def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[ast.Name, ast.expr | None]]:
+def _unpack_assignment(
+    target: ast.Tuple | ast.List, value: ast.expr
+) -> Iterator[tuple[ast.Name, ast.expr | None]]:
     """The names in `a, b = x, y`, each with its own value; None where they cannot be told apart."""
     values: list[ast.expr | None] = [None] * len(target.elts)
     if (
@@ -133,12 +137,12 @@ def _unpacked(target: ast.Tuple | ast.List, value: ast.expr) -> Iterator[tuple[a
         and not any(isinstance(element, ast.Starred) for element in (*target.elts, *value.elts))
     ):
         values = list(value.elts)
-    for name, own in zip(target.elts, values, strict=True):
+    for name, bound_value in zip(target.elts, values, strict=True):
         if isinstance(name, ast.Name):
-            yield name, own
+            yield name, bound_value
 
 
-def bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+def iter_bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
     """The names that one statement binds in its own scope, each with the statement narrowed to it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
@@ -154,5 +158,5 @@ def bound(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
             if isinstance(target, ast.Name):
                 yield target.id, node
             elif isinstance(target, ast.Tuple | ast.List):
-                for name, value in _unpacked(target, node.value):
+                for name, value in _unpack_assignment(target, node.value):
                     yield name.id, ast.Assign([name], value) if value else node

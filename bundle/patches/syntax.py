@@ -11,7 +11,7 @@ _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_param
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def fingerprint(nodes: Sequence[ast.AST]) -> str:
+def fingerprint_code(nodes: Sequence[ast.AST]) -> str:
     """16 hexadecimal digits over the nodes' code: no positions, docstrings, empty fields or type parameters.
 
     Our own walk, because `ast.dump` of one source differs between Python 3.11, 3.12 and 3.13. A stack of our
@@ -26,27 +26,27 @@ def fingerprint(nodes: Sequence[ast.AST]) -> str:
         elif isinstance(item, ast.AST):
             digest.update(b"(%s" % type(item).__name__.encode())
             stack.append(b")")
-            for name, value in reversed(_fields(item)):
+            for name, value in reversed(_list_fields(item)):
                 stack += [value, b"." + name.encode()]
         elif isinstance(item, list):
             digest.update(b"[")
             stack.append(b"]")
             stack += reversed(item)
         else:
-            text = _constant(item)
+            text = _encode_constant(item)
             digest.update(b"%d:%s" % (len(text), text))
     return digest.hexdigest()[:16]
 
 
-def signature(nodes: Sequence[ast.AST]) -> str:
+def fingerprint_signature(nodes: Sequence[ast.AST]) -> str:
     """16 hexadecimal digits over how functions are called: parameters, defaults, decorators; no annotations.
 
     What is no function counts with all its code.
     """
-    return fingerprint([_called(node) for node in nodes])
+    return fingerprint_code([_strip_to_signature(node) for node in nodes])
 
 
-def _called(node: ast.AST) -> ast.AST:
+def _strip_to_signature(node: ast.AST) -> ast.AST:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return node
     arguments = copy.copy(node.args)
@@ -58,15 +58,15 @@ def _called(node: ast.AST) -> ast.AST:
     return type(node)(node.name, arguments, [], node.decorator_list)
 
 
-def _fields(node: ast.AST) -> list[tuple[str, object]]:
+def _list_fields(node: ast.AST) -> list[tuple[str, object]]:
     fields = []
     for name in node._fields:
         value = getattr(node, name, None)
         if name == "body" and isinstance(node, _WITH_DOCSTRING):
             value = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         elif name == "values" and isinstance(node, ast.JoinedStr):
-            value = _pieces(node.values)
-        elif name == "format_spec" and isinstance(value, ast.JoinedStr) and not _pieces(value.values):
+            value = _join_literals(node.values)
+        elif name == "format_spec" and isinstance(value, ast.JoinedStr) and not _join_literals(value.values):
             continue  # f"{x:}"
         # the value of a constant counts even when it is None
         if name not in _IGNORED and (value not in (None, []) or isinstance(node, ast.Constant)):
@@ -74,7 +74,7 @@ def _fields(node: ast.AST) -> list[tuple[str, object]]:
     return fields
 
 
-def _pieces(values: list[ast.expr]) -> list[ast.expr]:
+def _join_literals(values: list[ast.expr]) -> list[ast.expr]:
     """The parts of an f-string, neighbouring literals joined: parsers before 3.12 split them elsewhere."""
     pieces: list[ast.expr] = []
     for value in values:
@@ -86,7 +86,7 @@ def _pieces(values: list[ast.expr]) -> list[ast.expr]:
     return pieces
 
 
-def _constant(value: object) -> bytes:
+def _encode_constant(value: object) -> bytes:
     """A constant with its type. Not by repr: that of a string depends on Python's Unicode tables."""
     if isinstance(value, str):
         return b"s" + value.encode("utf-8", "surrogatepass")
@@ -99,44 +99,48 @@ def _constant(value: object) -> bytes:
     return f"{type(value).__name__}{value!r}".encode()
 
 
-ANY = "_"  # in a pattern: any expression
+WILDCARD = "_"  # in a pattern: any expression
 
 
 @cache
-def pattern(code: str) -> ast.AST:
+def parse_pattern(code: str) -> ast.AST:
     """The tree of one expression or statement, in which `_` is anything and `f(...)` has any arguments."""
     (statement,) = ast.parse(code).body
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def matches(wanted: ast.AST, node: ast.AST) -> bool:
+def matches(pattern_node: ast.AST, node: ast.AST) -> bool:
     """Whether the node is what the pattern says. Recursion is as deep as the pattern, whatever the node."""
-    if isinstance(wanted, ast.Name) and wanted.id == ANY:
+    if isinstance(pattern_node, ast.Name) and pattern_node.id == WILDCARD:
         return isinstance(node, ast.expr)
-    if type(wanted) is not type(node):
+    if type(pattern_node) is not type(node):
         return False
-    if isinstance(wanted, ast.Call) and isinstance(node, ast.Call) and _takes_any(wanted):
-        return matches(wanted.func, node.func)
+    if isinstance(pattern_node, ast.Call) and isinstance(node, ast.Call) and _takes_any(pattern_node):
+        return matches(pattern_node.func, node.func)
     return all(
-        _same(value, getattr(node, name, None))
-        for name, value in ast.iter_fields(wanted)
+        _matches_value(value, getattr(node, name, None))
+        for name, value in ast.iter_fields(pattern_node)
         if name not in ("ctx", "kind", "type_comment")
     )
 
 
-def _same(wanted: object, found: object) -> bool:
-    if isinstance(wanted, ast.AST):
-        return isinstance(found, ast.AST) and matches(wanted, found)
-    if isinstance(wanted, list):
-        return isinstance(found, list) and len(wanted) == len(found) and all(map(_same, wanted, found))
-    return type(wanted) is type(found) and wanted == found
+def _matches_value(expected: object, actual: object) -> bool:
+    if isinstance(expected, ast.AST):
+        return isinstance(actual, ast.AST) and matches(expected, actual)
+    if isinstance(expected, list):
+        return (
+            isinstance(actual, list)
+            and len(expected) == len(actual)
+            and all(map(_matches_value, expected, actual))
+        )
+    return type(expected) is type(actual) and expected == actual
 
 
 def _takes_any(call: ast.Call) -> bool:
     return len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and call.args[0].value is ...
 
 
-def found(code: str, nodes: Iterable[ast.AST]) -> list[ast.AST]:
+def find_matches(code: str, nodes: Iterable[ast.AST]) -> list[ast.AST]:
     """Those of the nodes that are what the pattern says."""
-    wanted = pattern(code)
-    return [node for node in nodes if matches(wanted, node)]
+    pattern_node = parse_pattern(code)
+    return [node for node in nodes if matches(pattern_node, node)]

@@ -1,17 +1,17 @@
 """All that will happen, before it happens: layout, memory, patches, environment, and what is against it."""
 
 from bundle.planning.output import to_json, to_text
-from bundle.planning.plan import Plan, Target, plan_for, plan_on
-from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.planning.plan import MegatronVersion, Plan, assemble_plan, build_plan
+from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 
 __all__ = [
+    "MegatronVersion",
     "Plan",
     "Problem",
-    "Target",
-    "hardware_problem",
-    "plan_for",
-    "plan_on",
-    "recipe_problem",
+    "assemble_plan",
+    "build_plan",
+    "to_hardware_problem",
     "to_json",
+    "to_recipe_problem",
     "to_text",
 ]

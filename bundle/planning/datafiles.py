@@ -13,50 +13,52 @@ from typing import NamedTuple
 
 from bundle import files, hub
 from bundle.errors import UsageError
-from bundle.recipe.data import Kind
+from bundle.recipe.data import DataKind
 
 STDLIB = "stdlib"
 MEGATRON = "megatron"
 # Tests hold deliberately broken sources, and what pip installed is not the standard library.
-LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-JSON = (".jsonl", ".ndjson", ".json")
+SKIPPED_DIRECTORIES = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # By the end of its name a file is of a kind, where the recipe names none.
-SUFFIXES: dict[Kind, tuple[str, ...]] = {
+SUFFIXES: dict[DataKind, tuple[str, ...]] = {
     "text": (".txt",),
-    "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON),
+    "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON_SUFFIXES),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".idx",),
 }
 # Files of the library `datasets` that hold no rows: of a directory of save_to_disk, and of a repository.
-STATE, SPLITS = "state.json", "dataset_dict.json"
-WITHOUT_ROWS = frozenset({STATE, SPLITS, "dataset_info.json", "dataset_infos.json"})
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+ROWLESS_FILES = frozenset({STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"})
 _STATE_BYTES = 2**24
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
 
 
-class Source(NamedTuple):
+class DataFile(NamedTuple):
     """One file, and the name under which messages and digests know it."""
 
     path: Path
     name: str
-    kind: Kind
+    kind: DataKind
     may_be_empty: bool = False
 
 
-def needs_pyarrow(source: Source) -> bool:
+def needs_pyarrow(source: DataFile) -> bool:
     """Return whether pyarrow reads the file."""
     return source.kind in ("parquet", "arrow") or source.name.endswith(".zst")
 
 
-def expand(paths: Sequence[str], kind: Kind | None, key: str = "data.path") -> tuple[Source, ...]:
+def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") -> tuple[DataFile, ...]:
     """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
 
     All are of one kind: `kind` is what the recipe names; None: found from the files' names. megatron's are
     named by their index, their tokens or what both begin with; here they are the index. Raises UsageError
     naming every path that means no file, and the `key` of the recipe that it stands under.
     """
-    found: dict[Path, Source] = {}
+    data_files: dict[Path, DataFile] = {}
     violations = []
     for path in paths:
         if Path(path).is_absolute() and os.path.normpath(path) == Path(path).anchor:
@@ -64,7 +66,7 @@ def expand(paths: Sequence[str], kind: Kind | None, key: str = "data.path") -> t
             continue
         unreadable: list[str] = []
         try:
-            sources = list(_stdlib() if path == STDLIB else _find_sources(path, kind, unreadable))
+            sources = list(_find_stdlib_files() if path == STDLIB else _find_sources(path, kind, unreadable))
         except UsageError as error:
             violations.append(f"{key} {path}: {error}")
             continue
@@ -81,25 +83,25 @@ def expand(paths: Sequence[str], kind: Kind | None, key: str = "data.path") -> t
         ]
         if not sources:
             has_ending = files.is_directory(Path(path)) and kind != "text"
-            ending = f" ending in {_endings(kind)}" if has_ending else ""
+            ending = f" ending in {_format_endings(kind)}" if has_ending else ""
             violations.append(f"{key} {path}: no such file, or no files{ending}")
         for source in sources:
-            found.setdefault(source.path.resolve(), source)
-    kinds = {source.kind: source.name for source in reversed(found.values())}
+            data_files.setdefault(source.path.resolve(), source)
+    kinds = {source.kind: source.name for source in reversed(data_files.values())}
     if len(kinds) > 1:
         first = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
         violations.append(f"{key}: files of several kinds: {first}. Name files of one kind")
     if violations:
         raise UsageError("the data cannot be found", violations)
-    return tuple(found.values())
+    return tuple(data_files.values())
 
 
-def interpreter() -> str:
+def describe_interpreter() -> str:
     """The interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
-def find_index(path: str, kind: Kind | None) -> str:
+def find_index(path: str, kind: DataKind | None) -> str:
     """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
     is_named = kind == MEGATRON or path.endswith((".bin", ".idx")) or not files.is_file(Path(path))
     if kind not in (None, MEGATRON) or not is_named or files.is_directory(Path(path)):
@@ -108,34 +110,38 @@ def find_index(path: str, kind: Kind | None) -> str:
     return index if files.is_file(Path(index)) else path
 
 
-def _stdlib() -> Iterator[Source]:
+def _find_stdlib_files() -> Iterator[DataFile]:
     root = Path(sysconfig.get_path("stdlib"))
     for directory, inside, names in os.walk(root):
-        inside[:] = sorted(set(inside) - LEFT_OUT)  # the walk goes on through what is left here
+        inside[:] = sorted(set(inside) - SKIPPED_DIRECTORIES)  # the walk goes on through what is left here
         for name in sorted(name for name in names if name.endswith(".py")):
             path = Path(directory) / name
             name = f"{STDLIB}/{path.relative_to(root).as_posix()}"
-            yield Source(path, name, "text", may_be_empty=True)
+            yield DataFile(path, name, "text", may_be_empty=True)
 
 
-def _find_sources(path: str, kind: Kind | None, unreadable: list[str]) -> Iterator[Source]:
+def _find_sources(path: str, kind: DataKind | None, unreadable: list[str]) -> Iterator[DataFile]:
     """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
     is_repository = hub.is_reference(path, "dataset")
-    path = hub.local_path(path, "dataset")
-    place = Path(find_index(path, kind))
-    if files.is_file(place):
-        yield Source(place, str(place), kind or _find_kind(place.name))
-    elif files.is_directory(place) and kind in (None, "arrow") and (saved := _find_saved(place)) is not None:
-        yield from (Source(each, str(each), "arrow") for each in saved)
-    elif files.is_directory(place):
-        inside = sorted(_walk(place, _endings_of(kind), unreadable), key=lambda p: p.as_posix())
-        for each in _find_training_split(inside, place) if is_repository else inside:
-            yield Source(each, str(each), kind or _find_kind(each.name))
+    path = hub.find_local_path(path, "dataset")
+    location = Path(find_index(path, kind))
+    if files.is_file(location):
+        yield DataFile(location, str(location), kind or _find_kind(location.name))
+    elif (
+        files.is_directory(location)
+        and kind in (None, "arrow")
+        and (saved_files := _find_saved_files(location)) is not None
+    ):
+        yield from (DataFile(file_path, str(file_path), "arrow") for file_path in saved_files)
+    elif files.is_directory(location):
+        inside = sorted(_walk(location, _list_endings(kind), unreadable), key=lambda p: p.as_posix())
+        for file_path in _find_training_split(inside, location) if is_repository else inside:
+            yield DataFile(file_path, str(file_path), kind or _find_kind(file_path.name))
     else:
         names = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
         for name in names:
             if files.is_file(Path(name)):
-                yield Source(Path(name), name, kind or _find_kind(name))
+                yield DataFile(Path(name), name, kind or _find_kind(name))
 
 
 def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
@@ -149,44 +155,44 @@ def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
     return splits.get("train", paths)
 
 
-def _find_kind(name: str) -> Kind:
+def _find_kind(name: str) -> DataKind:
     """Return the kind of a file by the end of its name. Raise UsageError where it says none."""
     for kind, endings in SUFFIXES.items():
         if name.endswith(endings):
             return kind
-    raise UsageError(f"{name} does not end in {_endings(None)}. Say its kind with data.source")
+    raise UsageError(f"{name} does not end in {_format_endings(None)}. Say its kind with data.source")
 
 
-def _endings_of(kind: Kind | None) -> tuple[str, ...]:
+def _list_endings(kind: DataKind | None) -> tuple[str, ...]:
     """Return the ends of the names of the files that are read of a directory; text named so is any file."""
     if kind == "text":
         return ("",)
     return SUFFIXES[kind] if kind else tuple(ending for endings in SUFFIXES.values() for ending in endings)
 
 
-def _endings(kind: Kind | None) -> str:
-    return ", ".join(ending for ending in _endings_of(kind) if not ending.endswith((".gz", ".zst")))
+def _format_endings(kind: DataKind | None) -> str:
+    return ", ".join(ending for ending in _list_endings(kind) if not ending.endswith((".gz", ".zst")))
 
 
-def _find_saved(directory: Path) -> list[Path] | None:
+def _find_saved_files(directory: Path) -> list[Path] | None:
     """Return the files of a directory that `datasets` saved (save_to_disk), in order; None for any other.
 
     Raise UsageError for one of several splits, and for one that cannot be read.
     """
-    if files.is_file(directory / SPLITS):
-        splits = _read_list(directory / SPLITS, "splits")
+    if files.is_file(directory / SPLITS_FILE):
+        splits = _read_list(directory / SPLITS_FILE, "splits")
         if len(splits) != 1:
             raise UsageError(f"has the splits {', '.join(splits)}. Name one: {directory / splits[0]}")
-        return _find_saved(directory / splits[0])
-    if not files.is_file(directory / STATE):
+        return _find_saved_files(directory / splits[0])
+    if not files.is_file(directory / STATE_FILE):
         return None
-    return [directory / name for name in _read_list(directory / STATE, "_data_files")]
+    return [directory / name for name in _read_list(directory / STATE_FILE, "_data_files")]
 
 
 def _read_list(path: Path, key: str) -> list[str]:
     """Return the names of files or directories under `key` of a file of `datasets`."""
     try:
-        entries = json.loads(files.content(path, _STATE_BYTES))[key]
+        entries = json.loads(files.read_content(path, _STATE_BYTES))[key]
         names = [entry["filename"] if isinstance(entry, dict) else entry for entry in entries]
         if names and all(isinstance(name, str) and name == Path(name).name for name in names):
             return names
@@ -202,7 +208,7 @@ def _walk(root: Path, endings: tuple[str, ...], unreadable: list[str]) -> Iterat
         unreadable.append(f"{error.filename}: {error.strerror}")
 
     for folder, _, names in os.walk(root, onerror=note):
-        named = (name for name in names if name.endswith(endings) and name not in WITHOUT_ROWS)
+        named = (name for name in names if name.endswith(endings) and name not in ROWLESS_FILES)
         for path in (Path(folder, name) for name in named if name[0] != "."):
             try:
                 if stat.S_ISREG(path.stat().st_mode):

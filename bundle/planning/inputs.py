@@ -12,184 +12,191 @@ from bundle import files, hub, pretrained
 from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
-from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.rewards import find_reward_problems
-from bundle.pretrained.directory import unread_tokenizer
+from bundle.pretrained.directory import explain_unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
-from bundle.recipe.rules import unfit_source
+from bundle.recipe.rules import explain_unfit_source
 
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 
-class Weights(NamedTuple):
+class InitialWeights(NamedTuple):
     """What a model begins with, for people; "" where that cannot be loaded: then there are problems."""
 
-    described: str
+    description: str
     problems: tuple[Problem, ...] = ()
-    loaded: bool = False  # from model.path
+    is_loaded: bool = False  # from model.path
 
 
-def weights(recipe: Recipe) -> Weights:
+def inspect_weights(recipe: Recipe) -> InitialWeights:
     """What the recipe's model begins with, by the headers of its files."""
-    described, found = "", None
+    description, pretrained_weights = "", None
     problems: list[Problem] = []
     try:
-        found = pretrained.of_recipe(recipe)
-        described = pretrained.described(recipe, found)
-        problems += _package("safetensors", "model.path with weights") if found else ()
+        pretrained_weights = pretrained.find_recipe_weights(recipe)
+        description = pretrained.describe_weights(recipe, pretrained_weights)
+        problems += (
+            _find_package_problems("safetensors", "model.path with weights") if pretrained_weights else ()
+        )
     except UsageError as error:
-        problems += problems_of(error, "model.path: ")
+        problems += to_problems(error, "model.path: ")
     try:
-        pretrained.adapter_of_recipe(recipe)
+        pretrained.find_recipe_adapter(recipe)
     except UsageError as error:
-        problems += problems_of(error, "model.lora.path: ")
-    return Weights(described, tuple(problems), found is not None)
+        problems += to_problems(error, "model.lora.path: ")
+    return InitialWeights(description, tuple(problems), pretrained_weights is not None)
 
 
-def problems_of(error: UsageError, before: str = "") -> Iterator[Problem]:
+def to_problems(error: UsageError, prefix: str = "") -> Iterator[Problem]:
     """What an error says, a problem a line, each behind the same words."""
     for line in (str(error).partition("\n")[0], *error.violations):
-        yield recipe_problem(f"{before}{line}")
+        yield to_recipe_problem(f"{prefix}{line}")
 
 
-def input_problems(recipe: Recipe, directory: Path, begins: Weights | None = None) -> Iterator[Problem]:
+def find_input_problems(
+    recipe: Recipe, directory: Path, initial_weights: InitialWeights | None = None
+) -> Iterator[Problem]:
     """Everything that is not there or cannot be used; `directory` is where the run would live.
 
-    `begins` is what the model begins with, where that has been looked at before.
+    `initial_weights` is what the model begins with, where that has been looked at before.
     """
-    yield from missing_files(recipe)
-    yield from (begins or weights(recipe)).problems
+    yield from find_missing_files(recipe)
+    yield from (initial_weights or inspect_weights(recipe)).problems
     yield from _find_write_problems("run directory", directory, "--run-directory")
     if recipe.data.cache is not None:
         yield from _find_write_problems("data.cache", Path(recipe.data.cache), "data.cache")
 
 
-def missing_files(recipe: Recipe) -> Iterator[Problem]:
+def find_missing_files(recipe: Recipe) -> Iterator[Problem]:
     """The data and the tokenizer that are not here: of another machine they may be, or are to be mounted."""
-    yield from _data(recipe)
-    yield from _tokenizer(recipe)
+    yield from _find_data_problems(recipe)
+    yield from _find_tokenizer_problems(recipe)
     yield from find_reward_problems(recipe)
 
 
-def absent_inputs(recipe: Recipe) -> Iterator[Problem]:
+def find_absent_inputs(recipe: Recipe) -> Iterator[Problem]:
     """Yield what is wrong with the data, the tokenizer and the weights here; other machines may have them.
 
     A package that is not installed here says nothing of another machine.
     """
-    problems = (*missing_files(recipe), *weights(recipe).problems)
+    problems = (*find_missing_files(recipe), *inspect_weights(recipe).problems)
     yield from (problem for problem in problems if problem.code is ExitCode.USAGE)
 
 
-class Input(NamedTuple):
+class JobInput(NamedTuple):
     """What of a job's inputs is here: the key that names it, the name, and what that means."""
 
     key: str
-    written: str
+    value: str
     paths: tuple[Path, ...]
 
 
-def found(recipe: Recipe, origin: Path | None = None) -> Iterator[Input]:
+def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[JobInput]:
     """The inputs of a job that are on this machine, `origin` being the checkpoint that it begins with."""
     kind, _, tokenizer = recipe.data.tokenizer.partition(":")
     lora = recipe.model.lora
-    named = (
+    named_values = (
         ("model.path", recipe.model.path),
         ("model.lora.path", lora.path if lora else None),
         ("data.tokenizer", tokenizer if kind == "hf" else None),
         ("--from", str(origin) if origin else None),
     )
-    for key, written in named:
-        if written and _here(Path(written)):
-            yield Input(key, written, (Path(written),))
-    for key, data in _read(recipe).items():
-        for written in data.path:
-            one = find_index(written, data.source)
-            paths = [one] if _here(Path(one)) else glob.glob(one, recursive=True)  # noqa: PTH207
-            if paths and written != STDLIB:
-                yield Input(key, written, tuple(map(Path, paths)))
+    for key, value in named_values:
+        if value and _is_present(Path(value)):
+            yield JobInput(key, value, (Path(value),))
+    for key, data in _list_data(recipe).items():
+        for value in data.path:
+            index_path = find_index(value, data.source)
+            paths = [index_path] if _is_present(Path(index_path)) else glob.glob(index_path, recursive=True)  # noqa: PTH207
+            if paths and value != STDLIB:
+                yield JobInput(key, value, tuple(map(Path, paths)))
 
 
-def _here(path: Path) -> bool:
+def _is_present(path: Path) -> bool:
     return files.is_directory(path) or files.is_file(path)
 
 
-def _read(recipe: Recipe) -> dict[str, Data]:
+def _list_data(recipe: Recipe) -> dict[str, Data]:
     """All data that a job reads, by the key of its paths."""
     sets = {f"data.validation_sets.{name}.path": name for name in recipe.data.validation_sets}
-    data = {"data.path": recipe.data} | {key: recipe.validating(name).data for key, name in sets.items()}
+    data = {"data.path": recipe.data} | {
+        key: recipe.with_validation_data(name).data for key, name in sets.items()
+    }
     if recipe.rl is not None and (settings := recipe.rl.evaluation) is not None:
-        only = {"path": settings.path, "source": settings.source or recipe.data.source, "weights": None}
-        data["rl.evaluation.path"] = recipe.data.model_copy(update=only)
+        changes = {"path": settings.path, "source": settings.source or recipe.data.source, "weights": None}
+        data["rl.evaluation.path"] = recipe.data.model_copy(update=changes)
     return data
 
 
-def _data(recipe: Recipe) -> Iterator[Problem]:
-    for key, data in _read(recipe).items():
+def _find_data_problems(recipe: Recipe) -> Iterator[Problem]:
+    for key, data in _list_data(recipe).items():
         for paths in data.data_sets:
             try:
                 sources = expand([path for path in paths if path != STDLIB], data.source, key)
             except UsageError as error:
-                yield from map(recipe_problem, error.violations)
+                yield from map(to_recipe_problem, error.violations)
                 continue
             if any(needs_pyarrow(source) for source in sources):
-                yield from _package("pyarrow", f"{key}: {sources[0].name}")
+                yield from _find_package_problems("pyarrow", f"{key}: {sources[0].name}")
             kind = sources[0].kind if sources else "text"
-            if data.source is None and (reason := unfit_source(recipe.task, kind)):
-                yield recipe_problem(f"{key}: {reason}, and these are {kind} files")
+            if data.source is None and (reason := explain_unfit_source(recipe.task, kind)):
+                yield to_recipe_problem(f"{key}: {reason}, and these are {kind} files")
 
 
-def _tokenizer(recipe: Recipe) -> Iterator[Problem]:
+def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
     """Why there is no tokenizer, or its ids do not fit; files that say nothing of these are left to ranks."""
-    kind, _, place = recipe.data.tokenizer.partition(":")
-    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.local_path(place))
+    kind, _, location = recipe.data.tokenizer.partition(":")
+    vocabulary, directory = recipe.architecture.vocab_size, Path(hub.find_local_path(location))
     if kind != "hf":
         return
     if not files.is_directory(directory):
-        yield recipe_problem(
-            f"data.tokenizer: {place} is no directory. Name one, or a repository of the Hub: hf:ORG/NAME"
+        yield to_recipe_problem(
+            f"data.tokenizer: {location} is no directory. Name one, or a repository of the Hub: hf:ORG/NAME"
         )
-    elif why := unread_tokenizer(directory):
-        yield recipe_problem(f"data.tokenizer: {why}")
+    elif reason := explain_unread_tokenizer(directory):
+        yield to_recipe_problem(f"data.tokenizer: {reason}")
     elif not has_tokenizer(directory):
-        yield recipe_problem(f"data.tokenizer: {place} holds no tokenizer (tokenizer.json, ...)")
-    yield from _package("transformers", "data.tokenizer: hf:")
-    if (highest := _highest_id(directory / "tokenizer.json")) >= vocabulary:
-        yield recipe_problem(
-            f"data.tokenizer: {place} has ids up to {highest}, the model's vocab_size is {vocabulary}"
+        yield to_recipe_problem(f"data.tokenizer: {location} holds no tokenizer (tokenizer.json, ...)")
+    yield from _find_package_problems("transformers", "data.tokenizer: hf:")
+    if (highest := _find_highest_id(directory / "tokenizer.json")) >= vocabulary:
+        yield to_recipe_problem(
+            f"data.tokenizer: {location} has ids up to {highest}, the model's vocab_size is {vocabulary}"
         )
 
 
-def _highest_id(path: Path) -> int:
+def _find_highest_id(path: Path) -> int:
     """The highest id in a tokenizer.json, added tokens included; -1 where nothing says."""
     try:
-        found = json.loads(files.content(path, _TOKENIZER_BYTES))
-        vocabulary: Any = found["model"]["vocab"]
+        tokenizer = json.loads(files.read_content(path, _TOKENIZER_BYTES))
+        vocabulary: Any = tokenizer["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token["id"] for token in found.get("added_tokens") or ()]
+        added = [token["id"] for token in tokenizer.get("added_tokens") or ()]
         return max((number for number in (*ids, *added) if isinstance(number, int)), default=-1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return -1
 
 
-def _package(name: str, what: str) -> Iterator[Problem]:
+def _find_package_problems(name: str, purpose: str) -> Iterator[Problem]:
     if importlib.util.find_spec(name) is None:
-        yield hardware_problem(f"{what} needs {name}: pip install 'mcore-bundle[data]'")
+        yield to_hardware_problem(f"{purpose} needs {name}: pip install 'mcore-bundle[data]'")
 
 
-def _find_write_problems(what: str, directory: Path, key: str) -> Iterator[Problem]:
+def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Problem]:
     """Why a directory, which need not be there yet, cannot be written to."""
     try:
-        there = next(path for path in (directory, *directory.parents) if _exists(path))
-        usable = there.is_dir()
+        existing_path = next(path for path in (directory, *directory.parents) if _exists(path))
+        is_usable = existing_path.is_dir()
     except (OSError, ValueError) as error:
-        yield recipe_problem(f"{what} {str(directory)[:200]}: {error}")
+        yield to_recipe_problem(f"{label} {str(directory)[:200]}: {error}")
         return
-    if not usable:
-        yield recipe_problem(f"{what} {directory}: {there} is no directory")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield hardware_problem(
-            f"{what} {directory}: {there} may not be written to, by this user or on this file system; "
+    if not is_usable:
+        yield to_recipe_problem(f"{label} {directory}: {existing_path} is no directory")
+    elif not os.access(existing_path, os.W_OK | os.X_OK):
+        yield to_hardware_problem(
+            f"{label} {directory}: {existing_path} may not be written to, by this user or on this file"
+            " system; "
             f"name another place with {key}"
         )
 

@@ -1,7 +1,7 @@
 """The layout of a job over its ranks: which of them form which group, and which stage holds which layers.
 
 The order of ranks is megatron-core's default in every release from 0.12 to 0.19, tp-cp-ep-dp-pp
-(parallel_state.RankGenerator); what a stage holds says `Parallel.stages`.
+(parallel_state.RankGenerator); what a stage holds says `Parallel.compute_stages`.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from bundle.architectures import Architecture
 from bundle.environment import MOST_RANKS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
-from bundle.recipe.stages import Held
+from bundle.recipe.stages import ChunkContents
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """One model chunk of a pipeline stage: without interleaving each stage has one."""
 
     stage: int
@@ -30,25 +30,25 @@ class Chunk:
     losses: int  # that the head has to compute, its own and one of each MTP layer; 0 without it
 
     @property
-    def embedding_copy(self) -> bool:
+    def has_embedding_copy(self) -> bool:
         """Whether the chunk holds a second embedding, which its MTP layers read and the first stage owns."""
         return self.mtp_layers > 0 and not self.embedding
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class RankAxis:
     """One kind of process group: `size` ranks, each `stride` after the one before."""
 
     name: str
     size: int
     stride: int
 
-    def group(self, rank: int) -> tuple[int, ...]:
+    def list_group_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a group with `rank`, in the group's order."""
-        first = rank - self.index(rank) * self.stride
+        first = rank - self.find_group_index(rank) * self.stride
         return tuple(first + i * self.stride for i in range(self.size))
 
-    def index(self, rank: int) -> int:
+    def find_group_index(self, rank: int) -> int:
         """The place of `rank` in its group."""
         return rank // self.stride % self.size
 
@@ -59,21 +59,21 @@ class RankLayout(NamedTuple):
     """
 
     world: int
-    axes: tuple[Axis, ...]
-    stages: tuple[tuple[Chunk, ...], ...]
+    axes: tuple[RankAxis, ...]
+    stages: tuple[tuple[ModelChunk, ...], ...]
     microbatches: int  # of one step, on every data-parallel rank; rounded up where the batch does not divide
 
-    def axis(self, name: str) -> Axis:
+    def find_axis(self, name: str) -> RankAxis:
         """The axis called `name`: tp, cp, dp, pp, etp, ep or expert-dp."""
         return next(axis for axis in self.axes if axis.name == name)
 
-    def size(self, name: str) -> int:
+    def find_axis_size(self, name: str) -> int:
         """The number of ranks in a group of that axis."""
-        return self.axis(name).size
+        return self.find_axis(name).size
 
-    def chunks(self, rank: int) -> tuple[Chunk, ...]:
+    def find_chunks(self, rank: int) -> tuple[ModelChunk, ...]:
         """The model chunks that `rank` holds."""
-        return self.stages[self.axis("pp").index(rank)]
+        return self.stages[self.find_axis("pp").find_group_index(rank)]
 
     @property
     def bubble(self) -> float:
@@ -84,10 +84,10 @@ class RankLayout(NamedTuple):
         Megatron-LM", 2021, section 2.2, which divides by the work alone). Chunks count as equally long, and
         what they send as free: of uneven stages the shorter ones wait longer.
         """
-        waits, chunks = self.size("pp") - 1, len(self.stages[0])
+        waits, chunks = self.find_axis_size("pp") - 1, len(self.stages[0])
         return waits / (self.microbatches * chunks + waits)
 
-    def all_chunks(self) -> Iterator[Chunk]:
+    def iterate_chunks(self) -> Iterator[ModelChunk]:
         """The chunks of every stage."""
         return (chunk for chunks in self.stages for chunk in chunks)
 
@@ -97,58 +97,64 @@ def can_lay_out(recipe: Recipe, world: int) -> bool:
     return world <= MOST_RANKS and recipe.parallel.fits(world)
 
 
-def rank_layout(recipe: Recipe, world: int) -> RankLayout:
+def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:
     """The layout of a recipe on `world` ranks. Raises UsageError with every reason why there is none."""
     parallel = recipe.parallel
     if not can_lay_out(recipe, world):
-        raise UsageError(f"recipe {recipe.name} does not fit {world} ranks", recipe.layout_violations(world))
-    dp = parallel.dp(world)
-    dense = _axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", dp), ("pp", parallel.pp))
-    expert = _axes(("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.expert_dp(world)))
+        raise UsageError(
+            f"recipe {recipe.name} does not fit {world} ranks", recipe.find_layout_violations(world)
+        )
+    dp = parallel.compute_dp(world)
+    dense = _build_axes(("tp", parallel.tp), ("cp", parallel.cp), ("dp", dp), ("pp", parallel.pp))
+    expert = _build_axes(
+        ("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.compute_expert_dp(world))
+    )
     microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size * dp))
-    held = parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
-    assert held is not None, "the rules of a recipe have asked"
-    return RankLayout(world, (*dense, *expert), _stages(recipe.architecture, held), microbatches)
+    stage_contents = parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
+    assert stage_contents is not None, "the rules of a recipe have asked"
+    return RankLayout(
+        world, (*dense, *expert), _build_stages(recipe.architecture, stage_contents), microbatches
+    )
 
 
-def whole_model(architecture: Architecture) -> Chunk:
+def build_single_chunk(architecture: Architecture) -> ModelChunk:
     """All of a model as one chunk."""
-    held = Held(architecture.num_layers, True, architecture.mtp_layers, True)
-    ((chunk,),) = _stages(architecture, ((held,),))
+    contents = ChunkContents(architecture.num_layers, True, architecture.mtp_layers, True)
+    ((chunk,),) = _build_stages(architecture, ((contents,),))
     return chunk
 
 
-def _axes(*sizes: tuple[str, int]) -> list[Axis]:
+def _build_axes(*sizes: tuple[str, int]) -> list[RankAxis]:
     axes, stride = [], 1
     for name, size in sizes:
-        axes.append(Axis(name, size, stride))
+        axes.append(RankAxis(name, size, stride))
         stride *= size
     return axes
 
 
-def _stages(
-    architecture: Architecture, stages: tuple[tuple[Held, ...], ...]
-) -> tuple[tuple[Chunk, ...], ...]:
+def _build_stages(
+    architecture: Architecture, stages: tuple[tuple[ChunkContents, ...], ...]
+) -> tuple[tuple[ModelChunk, ...], ...]:
     """The chunks of each stage: layers are numbered round by round, a round being a chunk of each stage."""
-    each = [held.layers for chunks in zip(*stages, strict=True) for held in chunks]
-    starts = [0, *itertools.accumulate(each)]
+    layer_counts = [contents.layers for chunks in zip(*stages, strict=True) for contents in chunks]
+    starts = [0, *itertools.accumulate(layer_counts)]
     depth = architecture.mtp_layers
 
-    def chunk(stage: int, index: int, held: Held) -> Chunk:
+    def build_chunk(stage: int, index: int, contents: ChunkContents) -> ModelChunk:
         first = starts[index * len(stages) + stage]
-        layers = tuple(range(first, first + held.layers))
-        return Chunk(
+        layers = tuple(range(first, first + contents.layers))
+        return ModelChunk(
             stage=stage,
             index=index,
             layers=layers,
-            embedding=held.embedding,
-            head=held.head,
-            mtp_layers=held.mtp_layers,
-            final_norm=architecture.num_layers - 1 in layers if depth else held.head,
-            losses=1 + depth if held.head else 0,
+            embedding=contents.embedding,
+            head=contents.head,
+            mtp_layers=contents.mtp_layers,
+            final_norm=architecture.num_layers - 1 in layers if depth else contents.head,
+            losses=1 + depth if contents.head else 0,
         )
 
     return tuple(
-        tuple(chunk(stage, index, held) for index, held in enumerate(chunks))
+        tuple(build_chunk(stage, index, contents) for index, contents in enumerate(chunks))
         for stage, chunks in enumerate(stages)
     )

@@ -19,16 +19,16 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from bundle.capabilities import LayerTraits
-from bundle.environment.machine import Fact
+from bundle.environment.machine import DetectedValue
 from bundle.environment.packages import MegatronCode, SourcePredicate
-from bundle.errors import bytes_shown
-from bundle.planning.activations import ActivationBytes, activations
-from bundle.planning.layout import Chunk, RankLayout
-from bundle.planning.size import BF16, FP32, MULTIPLIED, Parameter, parameters, trained
+from bundle.errors import format_bytes
+from bundle.planning.activations import ActivationBytes, estimate_activations
+from bundle.planning.layout import ModelChunk, RankLayout
+from bundle.planning.size import BF16, FP8_WEIGHTS, FP32, Parameter, list_parameters, list_trained_parameters
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
-_BYTES = {"fp32": FP32, "bf16": BF16}
+_DTYPE_BYTES = {"fp32": FP32, "bf16": BF16}
 # Experts whose tensor parallel size is not the dense one get the experts' groups even at ep 1; before, their
 # gradients are reduced like dense ones.
 EXPERT_GROUPS_BY_ETP = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
@@ -74,61 +74,61 @@ class MemoryEstimate(NamedTuple):
         return self.states.total + self.activations.total
 
 
-def estimates(
+def estimate_memory(
     recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode
 ) -> tuple[MemoryEstimate, ...]:
     """The estimate of every pipeline stage."""
-    buffers = StateBuffers.of(recipe, layout, traits, code)
+    buffers = StateBuffers.from_recipe(recipe, layout, traits, code)
     return tuple(
         MemoryEstimate(
             stage=stage,
-            states=buffers.largest(stage),
-            activations=activations(recipe, layout, stage, traits, code),
+            states=buffers.compute_largest_bytes(stage),
+            activations=estimate_activations(recipe, layout, stage, traits, code),
         )
         for stage in range(len(layout.stages))
     )
 
 
-def memory_note(stages: Sequence[MemoryEstimate], device: Fact[int]) -> str | None:
+def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValue[int]) -> str | None:
     """A warning where the job fits by numbers but leaves little for what is not counted."""
     worst = max((estimate.total for estimate in stages), default=0)
     if device.value is None or not device.value * (1 - HEADROOM) < worst <= device.value:
         return None
     return (
-        f"memory is tight: {bytes_shown(worst)} of {bytes_shown(device.value)}, and the device's context, "
+        f"memory is tight: {format_bytes(worst)} of {format_bytes(device.value)}, and the device's context, "
         "communication buffers and fragmentation are not counted"
     )
 
 
 def advise_micro_batch_size(
-    recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode, device: Fact[int]
+    recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode, device: DetectedValue[int]
 ) -> str | None:
     """Return a note that names the micro-batch of 2, 4 .. times the size that fits, for a model with experts.
 
     The products of experts are small, and there are as many for a small micro-batch as for a large one. A
     pipeline keeps its size, because fewer micro-batches leave its stages idle for longer.
     """
-    train, dp = recipe.train, layout.size("dp")
+    train, dp = recipe.train, layout.find_axis_size("dp")
     if recipe.architecture.moe is None or device.value is None:
         return None
-    if recipe.data.packed or layout.size("pp") > 1:
+    if recipe.data.packed or layout.find_axis_size("pp") > 1:
         return None
     size, note = 2 * train.micro_batch_size, None
     while train.global_batch_size % (size * dp) == 0 and size * recipe.data.sequence_length <= MOST_TOKENS:
         larger = train.model_copy(update={"micro_batch_size": size})
-        stages = estimates(recipe.model_copy(update={"train": larger}), layout, traits, code)
+        stages = estimate_memory(recipe.model_copy(update={"train": larger}), layout, traits, code)
         needed = max(stage.total for stage in stages)
         if needed > device.value * (1 - HEADROOM):
             break
         note = (
-            f"train.micro_batch_size: {size} fits as well ({bytes_shown(needed)} of"
-            f" {bytes_shown(device.value)}) and is faster than {train.micro_batch_size} with experts"
+            f"train.micro_batch_size: {size} fits as well ({format_bytes(needed)} of"
+            f" {format_bytes(device.value)}) and is faster than {train.micro_batch_size} with experts"
         )
         size *= 2
     return note
 
 
-class Span(NamedTuple):
+class BufferSpan(NamedTuple):
     """The elements [start, end) of a buffer that hold one parameter."""
 
     parameter: Parameter
@@ -136,52 +136,52 @@ class Span(NamedTuple):
     end: int
 
 
-class Buffer(NamedTuple):
+class ParameterBuffer(NamedTuple):
     """One buffer of one model chunk, whose every bucket is divided equally between `ranks` data-parallel
     ranks.
     """
 
     ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[BufferSpan, ...]
     buckets: tuple[tuple[int, int], ...]  # [start, end) of each
 
     @classmethod
-    def of(
+    def from_parameters(
         cls,
         parameters: Sequence[Parameter],
         ranks: int,
         bucket_size: int | None = None,
         *,
-        divided: bool = True,
+        is_divided: bool = True,
     ) -> Self:
         """The buffer of these parameters (in registration order); `bucket_size` None: all in one bucket.
 
         A bucket closes once it holds `bucket_size` elements. An embedding that two stages share has a bucket
-        of its own. Only what is `divided` between ranks is padded.
+        of its own. Only what is `is_divided` between ranks is padded.
         """
         multiple, start_multiple = (
-            (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_MULTIPLE) if divided else (1, 1)
+            (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_MULTIPLE) if is_divided else (1, 1)
         )
-        spans: list[Span] = []
+        spans: list[BufferSpan] = []
         buckets: list[tuple[int, int]] = []
-        start = opened = 0
+        start = bucket_start = 0
 
-        def close(end: int) -> int:
-            buckets.append((opened, _up(end, multiple)))
+        def close_bucket(end: int) -> int:
+            buckets.append((bucket_start, _round_up(end, multiple)))
             return buckets[-1][1]
 
         for parameter in reversed(parameters):
-            start = _up(start, start_multiple)
-            if parameter.shared_embedding and start > opened:
-                start = opened = close(start)
+            start = _round_up(start, start_multiple)
+            if parameter.shared_embedding and start > bucket_start:
+                start = bucket_start = close_bucket(start)
             end = start + parameter.elements
-            spans.append(Span(parameter, start, end))
-            full = bucket_size is not None and end - opened >= bucket_size
+            spans.append(BufferSpan(parameter, start, end))
+            is_full = bucket_size is not None and end - bucket_start >= bucket_size
             start = end
-            if full or parameter.shared_embedding:
-                start = opened = close(end)
-        if start > opened:
-            close(start)
+            if is_full or parameter.shared_embedding:
+                start = bucket_start = close_bucket(end)
+        if start > bucket_start:
+            close_bucket(start)
         return cls(ranks, tuple(spans), tuple(buckets))
 
     @property
@@ -189,7 +189,7 @@ class Buffer(NamedTuple):
         """The size of the buffer, padding included."""
         return self.buckets[-1][1] if self.buckets else 0
 
-    def changes(self) -> Iterator[tuple[int, int, int]]:
+    def find_share_changes(self) -> Iterator[tuple[int, int, int]]:
         """What a rank keeps optimizer state for beyond the rank before it: (rank, elements, tensors).
 
         Nothing is counted rank by rank: between the ends of a tensor all keep alike, however many they are.
@@ -214,115 +214,133 @@ class StateBuffers(NamedTuple):
     """The buffers of every stage, from which any rank's bytes follow."""
 
     layout: RankLayout
-    stages: tuple[tuple[tuple[Buffer, Buffer], ...], ...]  # stage, chunk, (dense, expert)
-    bf16: bool
+    stages: tuple[tuple[tuple[ParameterBuffer, ParameterBuffer], ...], ...]  # stage, chunk, (dense, expert)
+    is_bf16: bool
     optimizer: Optimizer
     traits: LayerTraits
-    frozen: tuple[int, ...]  # weights beside the buffers of every stage, which stay as they are
-    multiplied: tuple[int, ...]  # weights of every stage's FP8 products
+    frozen_elements: tuple[int, ...]  # weights beside the buffers of every stage, which stay as they are
+    fp8_elements: tuple[int, ...]  # weights of every stage's FP8 products
 
     @classmethod
-    def of(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
+    def from_recipe(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
         """The buffers of a recipe on this code of megatron-core, with a backend's layers."""
         stages = tuple(
-            tuple(_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
+            tuple(_build_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
         )
-        frozen, multiplied = (
-            tuple(sum(of(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
-            for of in (_frozen, _multiplied)
+        frozen_elements, fp8_elements = (
+            tuple(sum(count_elements(recipe, chunk, traits) for chunk in chunks) for chunks in layout.stages)
+            for count_elements in (_count_frozen_elements, _count_fp8_elements)
         )
-        return cls(layout, stages, recipe.model.dtype == "bf16", recipe.optimizer, traits, frozen, multiplied)
+        return cls(
+            layout,
+            stages,
+            recipe.model.dtype == "bf16",
+            recipe.optimizer,
+            traits,
+            frozen_elements,
+            fp8_elements,
+        )
 
-    def rank(self, rank: int) -> StateBytes:
+    def compute_rank_bytes(self, rank: int) -> StateBytes:
         """The bytes of one rank."""
-        pp = self.layout.axis("pp")
-        stage, inside = pp.index(rank), rank % pp.stride
-        *_, kept = (kept for first, *kept in self._steps(stage) if first <= inside)
-        return self._states(stage, *kept)
+        pp = self.layout.find_axis("pp")
+        stage, rank_in_stage = pp.find_group_index(rank), rank % pp.stride
+        *_, sizes = (sizes for first, *sizes in self._list_shares(stage) if first <= rank_in_stage)
+        return self._compute_bytes(stage, *sizes)
 
-    def largest(self, stage: int) -> StateBytes:
+    def compute_largest_bytes(self, stage: int) -> StateBytes:
         """The bytes of the rank of a stage that needs most: the padding falls on the others."""
-        every = (self._states(stage, *kept) for _, *kept in self._steps(stage))
-        return max(every, key=lambda states: states.total)
+        candidates = (self._compute_bytes(stage, *sizes) for _, *sizes in self._list_shares(stage))
+        return max(candidates, key=lambda states: states.total)
 
-    def _elements(self, stage: int) -> int:
+    def _count_elements(self, stage: int) -> int:
         """The sizes of a stage's buffers together, padding included."""
         return sum(buffer.elements for buffers in self.stages[stage] for buffer in buffers)
 
-    def _steps(self, stage: int) -> list[tuple[int, int, int]]:
+    def _list_shares(self, stage: int) -> list[tuple[int, int, int]]:
         """(rank, elements, tensors) that ranks of a stage keep optimizer state for, from that rank on."""
         if not self.optimizer.use_distributed_optimizer:
             spans = [span for buffers in self.stages[stage] for buffer in buffers for span in buffer.spans]
             return [(0, sum(span.parameter.elements for span in spans), len(spans))]
         # Ranks that differ in tp alone keep the same share of dense buffers; of experts', in etp or ep.
-        strides = self.layout.axis("cp").stride, self.layout.axis("expert-dp").stride
+        strides = self.layout.find_axis("cp").stride, self.layout.find_axis("expert-dp").stride
         changes = {0: (0, 0)}
         for buffers in self.stages[stage]:
             for buffer, stride in zip(buffers, strides, strict=True):
-                for share, elements, tensors in buffer.changes():
+                for share, elements, tensors in buffer.find_share_changes():
                     before = changes.get(share * stride, (0, 0))
                     changes[share * stride] = before[0] + elements, before[1] + tensors
-        kept = accumulate(
+        totals = accumulate(
             (changes[rank] for rank in sorted(changes)), lambda a, b: (a[0] + b[0], a[1] + b[1])
         )
-        there = self.layout.axis("pp").stride
-        return [(rank, *sizes) for rank, sizes in zip(sorted(changes), kept, strict=True) if rank < there]
+        stage_ranks = self.layout.find_axis("pp").stride
+        return [
+            (rank, *sizes) for rank, sizes in zip(sorted(changes), totals, strict=True) if rank < stage_ranks
+        ]
 
-    def _states(self, stage: int, own: int, tensors: int) -> StateBytes:
-        elements, optimizer = self._elements(stage), self.optimizer
-        adam, states = optimizer.name == "adam", len(optimizer.states)
-        master, moments = FP32 if self.bf16 else 0, states * FP32
+    def _compute_bytes(self, stage: int, share: int, tensors: int) -> StateBytes:
+        elements, optimizer = self._count_elements(stage), self.optimizer
+        is_adam, states = optimizer.name == "adam", len(optimizer.state_names)
+        master, moments = FP32 if self.is_bf16 else 0, states * FP32
         offloaded = 0
         if optimizer.optimizer_cpu_offload:  # whole tensors of a rank's share, until it is as much or more
-            offloaded = math.ceil(own * optimizer.optimizer_offload_fraction)
+            offloaded = math.ceil(share * optimizer.optimizer_offload_fraction)
         elif optimizer.use_precision_aware_optimizer:
-            moments = sum(_BYTES[of] for of in optimizer.types.values())
+            moments = sum(_DTYPE_BYTES[dtype] for dtype in optimizer.moment_types.values())
         return StateBytes(
-            parameters=(elements + self.frozen[stage]) * (BF16 if self.bf16 else FP32),
+            parameters=(elements + self.frozen_elements[stage]) * (BF16 if self.is_bf16 else FP32),
             gradients=elements * FP32,
-            master=(own - offloaded) * master,
-            moments=(own - offloaded) * moments,
-            counters=tensors * FP32 if adam and self.traits.adam_counters else 0,
-            quantized=self.multiplied[stage] * self.traits.fp8_copies,
+            master=(share - offloaded) * master,
+            moments=(share - offloaded) * moments,
+            counters=tensors * FP32 if is_adam and self.traits.adam_counters else 0,
+            quantized=self.fp8_elements[stage] * self.traits.fp8_copy_bytes,
             host=offloaded * (master + moments + FP32),
         )
 
 
-def _frozen(recipe: Recipe, chunk: Chunk, traits: LayerTraits) -> int:
+def _count_frozen_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
     """The elements of a chunk's weights that have no gradient."""
-    of_chunk = recipe.architecture, recipe.parallel, chunk, traits
-    learning = {of.name for of in trained(*of_chunk, recipe.model)}
-    return sum(of.elements for of in parameters(*of_chunk) if of.name not in learning)
-
-
-def _multiplied(recipe: Recipe, chunk: Chunk, traits: LayerTraits) -> int:
-    """The elements of a chunk's weights that FP8 products take; 0 without any."""
-    if recipe.model.fp8 is None:
-        return 0
-    of_chunk = parameters(recipe.architecture, recipe.parallel, chunk, traits)
-    return sum(of.elements for of in of_chunk if MULTIPLIED.search(of.name))
-
-
-def _buffers(
-    recipe: Recipe, layout: RankLayout, chunk: Chunk, traits: LayerTraits, code: MegatronCode
-) -> tuple[Buffer, Buffer]:
-    """(dense, expert) buffers of one chunk; either may be empty."""
-    parallel, ranks = recipe.parallel, layout.size("dp") * layout.size("cp")
-    by_etp = recipe.model.lora is not None or code.has(EXPERT_GROUPS_BY_ETP)  # adapters are marked by us
-    apart = parallel.ep > 1 or (parallel.etp != parallel.tp and by_etp)
-    all_of_them = trained(recipe.architecture, parallel, chunk, traits, recipe.model)
-    experts = [p for p in all_of_them if p.expert and apart]
-    dense = [p for p in all_of_them if not (p.expert and apart)]
-    bucket = _bucket_size(recipe, layout, chunk)
-    divided = recipe.optimizer.use_distributed_optimizer
-    return (
-        Buffer.of(dense, ranks, bucket, divided=divided),
-        Buffer.of(experts, layout.size("expert-dp"), bucket, divided=divided),
+    chunk_arguments = recipe.architecture, recipe.parallel, chunk, traits
+    learning = {parameter.name for parameter in list_trained_parameters(*chunk_arguments, recipe.model)}
+    return sum(
+        parameter.elements
+        for parameter in list_parameters(*chunk_arguments)
+        if parameter.name not in learning
     )
 
 
-def _bucket_size(recipe: Recipe, layout: RankLayout, chunk: Chunk) -> int | None:
+def _count_fp8_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
+    """The elements of a chunk's weights that FP8 products take; 0 without any."""
+    if recipe.model.fp8 is None:
+        return 0
+    chunk_parameters = list_parameters(recipe.architecture, recipe.parallel, chunk, traits)
+    return sum(parameter.elements for parameter in chunk_parameters if FP8_WEIGHTS.search(parameter.name))
+
+
+def _build_buffers(
+    recipe: Recipe, layout: RankLayout, chunk: ModelChunk, traits: LayerTraits, code: MegatronCode
+) -> tuple[ParameterBuffer, ParameterBuffer]:
+    """(dense, expert) buffers of one chunk; either may be empty."""
+    parallel, ranks = recipe.parallel, layout.find_axis_size("dp") * layout.find_axis_size("cp")
+    has_etp_groups = recipe.model.lora is not None or code.has(
+        EXPERT_GROUPS_BY_ETP
+    )  # adapters are marked by us
+    has_expert_buffer = parallel.ep > 1 or (parallel.etp != parallel.tp and has_etp_groups)
+    trained_parameters = list_trained_parameters(recipe.architecture, parallel, chunk, traits, recipe.model)
+    experts = [p for p in trained_parameters if p.expert and has_expert_buffer]
+    dense = [p for p in trained_parameters if not (p.expert and has_expert_buffer)]
+    bucket = _choose_bucket_size(recipe, layout, chunk)
+    is_divided = recipe.optimizer.use_distributed_optimizer
+    return (
+        ParameterBuffer.from_parameters(dense, ranks, bucket, is_divided=is_divided),
+        ParameterBuffer.from_parameters(
+            experts, layout.find_axis_size("expert-dp"), bucket, is_divided=is_divided
+        ),
+    )
+
+
+def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -> int | None:
     """Elements of a bucket: only the first chunk of the first stage has several, and only with overlap.
 
     Elsewhere the pipeline hides the reduction anyway (DistributedDataParallel.__init__).
@@ -330,7 +348,7 @@ def _bucket_size(recipe: Recipe, layout: RankLayout, chunk: Chunk) -> int | None
     options = recipe.distributed
     if not options.overlap_grad_reduce or chunk.stage > 0 or chunk.index > 0:
         return None
-    return options.bucket_size or max(40_000_000, 1_000_000 * layout.size("dp"))
+    return options.bucket_size or max(40_000_000, 1_000_000 * layout.find_axis_size("dp"))
 
 
 def splits_shared_embedding(parameters: Sequence[Parameter], ranks: int) -> bool:
@@ -341,12 +359,12 @@ def splits_shared_embedding(parameters: Sequence[Parameter], ranks: int) -> bool
     """
     start = 0
     for parameter in reversed(parameters):
-        start = _up(start, PARAMETER_MULTIPLE)
+        start = _round_up(start, PARAMETER_MULTIPLE)
         if parameter.shared_embedding:
             return start % ranks == 0 and start % math.lcm(ranks, BUCKET_MULTIPLE) != 0
         start += parameter.elements
     return False
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from bundle import capabilities
-from bundle.environment.machine import plain
-from bundle.errors import bytes_shown
-from bundle.patches import Action
-from bundle.planning.layout import Chunk, RankLayout
+from bundle.environment.machine import to_json_value
+from bundle.errors import format_bytes
+from bundle.patches import PatchAction
+from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.memory import MemoryEstimate
 from bundle.planning.plan import Plan
-from bundle.planning.size import Disk, ModelSize
+from bundle.planning.size import DiskUsage, ModelSize
 from bundle.recipe import Recipe
-from bundle.recipe.completion import describe
+from bundle.recipe.completion import list_settings
 
 SCHEMA = 1
-_WIDTH = 13
+_LABEL_WIDTH = 13
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -25,50 +25,54 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "recipe": plan.recipe.dump(),
-        "hardware": plain(plan.hardware),
-        "megatron": plain(plan.target),
+        "hardware": to_json_value(plan.hardware),
+        "megatron": to_json_value(plan.megatron),
         "layout": {
             "nodes": plan.nodes,
             "per_node": plan.per_node,
             "world": plan.world,
-            **(_axes(plan.layout) if plan.layout else {}),
+            **(_build_axes_json(plan.layout) if plan.layout else {}),
         },
         "model": {
             "parameters": plan.size.parameters,
-            "active_parameters": plan.size.active,
-            "mtp_parameters": plan.size.mtp,
+            "active_parameters": plan.size.active_parameters,
+            "mtp_parameters": plan.size.mtp_parameters,
         },
         "weights": plan.weights or None,
-        "settings": settings_json(plan.recipe),
-        "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": plain(plan.peak)},
+        "settings": build_settings_json(plan.recipe),
+        "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": to_json_value(plan.peak)},
         "checkpoint": {"bytes": plan.checkpoint_bytes},
         "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
-        "balancing": _balancing_json(plan.recipe),
-        "stages": [_stage(chunks, memory) for chunks, memory in _stages(plan)],
-        "attention": plain(plan.attention),
-        "patches": [plain(decision) for decision in plan.patches.decisions],
+        "balancing": _build_balancing_json(plan.recipe),
+        "stages": [_build_stage_json(chunks, memory) for chunks, memory in _pair_stages(plan)],
+        "attention": to_json_value(plan.attention),
+        "patches": [to_json_value(decision) for decision in plan.patches.decisions],
         "environment": [
-            {"name": variable.name, "value": variable.value, "why": variable.why}
+            {"name": variable.name, "value": variable.value, "why": variable.reason}
             for variable in plan.environment
         ],
         "notes": list(plan.notes),
         "problems": [{"code": int(problem.code), "text": problem.text} for problem in plan.problems],
-        "exit_code": int(plan.code),
+        "exit_code": int(plan.exit_code),
     }
 
 
-def _axes(layout: RankLayout) -> dict[str, Any]:
+def _build_axes_json(layout: RankLayout) -> dict[str, Any]:
     return {
         "microbatches": layout.microbatches,
         "bubble": layout.bubble,
         "axes": {
-            axis.name: {"size": axis.size, "stride": axis.stride, "first_group": list(axis.group(0))}
+            axis.name: {
+                "size": axis.size,
+                "stride": axis.stride,
+                "first_group": list(axis.list_group_ranks(0)),
+            }
             for axis in layout.axes
         },
     }
 
 
-def _balancing_json(recipe: Recipe) -> dict[str, Any] | None:
+def _build_balancing_json(recipe: Recipe) -> dict[str, Any] | None:
     """How experts are balanced; None where there are none."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
@@ -81,109 +85,140 @@ def _balancing_json(recipe: Recipe) -> dict[str, Any] | None:
     }
 
 
-def _stages(plan: Plan) -> Iterator[tuple[tuple[Chunk, ...], MemoryEstimate]]:
+def _pair_stages(plan: Plan) -> Iterator[tuple[tuple[ModelChunk, ...], MemoryEstimate]]:
     """What each pipeline stage holds, and its memory."""
     return zip(plan.layout.stages if plan.layout else (), plan.memory, strict=True)
 
 
-def _stage(chunks: tuple[Chunk, ...], memory: MemoryEstimate) -> dict[str, Any]:
+def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) -> dict[str, Any]:
     return {
         "index": memory.stage,
-        "chunks": plain(chunks),
+        "chunks": to_json_value(chunks),
         "bytes": {
-            **plain(memory.states),
-            "activations_held": memory.activations.held,
-            "activations_passing": memory.activations.passing,
+            **to_json_value(memory.states),
+            "activations_held": memory.activations.saved,
+            "activations_passing": memory.activations.transient,
             "total": memory.total,
         },
         "in_flight": list(memory.activations.in_flight),
     }
 
 
-def to_text(plan: Plan, run: str, starts: str) -> str:
+def to_text(plan: Plan, run_command: str, start_text: str) -> str:
     """The plan in sections; the problems come last, where they are read."""
     sections: list[tuple[str, list[str]]] = [
         ("job", [f"{plan.recipe.name}: {plan.recipe.task} on {plan.hardware.backend}"]),
-        ("model", [_model(plan.size)]),
+        ("model", [_format_model(plan.size)]),
         ("weights", [plan.weights] if plan.weights else []),
         ("hardware", [plan.hardware.reason]),
-        ("megatron", [f"megatron-core {plan.target.version} ({plan.target.origin})"]),
-        ("attention", list(_attention(plan))),
-        ("operators", list(_operators(plan))),
-        ("layout", list(_layout(plan))),
-        ("length", [_length(plan)]),
-        ("settings", settings_lines(plan.recipe)),
-        ("validation", [_validation(plan.recipe)]),
-        ("step", [_step(plan), *_bubble(plan.layout)]),
-        ("experts", list(_experts(plan.recipe))),
-        ("stages", [f"{of.stage}: {'; '.join(map(_chunk, chunks))}" for chunks, of in _stages(plan)]),
-        ("memory", list(_memory(plan))),
-        ("checkpoint", [_checkpoint(plan)]),
-        ("export", list(_export(plan))),
-        ("patches", list(_patches(plan))),
-        ("environment", [f"{each.name}={each.value or repr('')}  {each.why}" for each in plan.environment]),
-        ("run", [run] if run else []),
-        ("starts", starts.splitlines()),
+        ("megatron", [f"megatron-core {plan.megatron.version} ({plan.megatron.origin})"]),
+        ("attention", list(_format_attention(plan))),
+        ("operators", list(_format_operators(plan))),
+        ("layout", list(_format_layout(plan))),
+        ("length", [_format_length(plan)]),
+        ("settings", format_settings(plan.recipe)),
+        ("validation", [_format_validation(plan.recipe)]),
+        ("step", [_format_step(plan), *_format_bubble(plan.layout)]),
+        ("experts", list(_format_experts(plan.recipe))),
+        (
+            "stages",
+            [
+                f"{memory.stage}: {'; '.join(map(_format_chunk, chunks))}"
+                for chunks, memory in _pair_stages(plan)
+            ],
+        ),
+        ("memory", list(_format_memory(plan))),
+        ("checkpoint", [_format_checkpoint(plan)]),
+        ("export", list(_format_exports(plan))),
+        ("patches", list(_format_patches(plan))),
+        (
+            "environment",
+            [
+                f"{variable.name}={variable.value or repr('')}  {variable.reason}"
+                for variable in plan.environment
+            ],
+        ),
+        ("run", [run_command] if run_command else []),
+        ("starts", start_text.splitlines()),
         ("notes", list(plan.notes)),
         ("problems", [f"{problem.text} (exit {int(problem.code)})" for problem in plan.problems]),
     ]
     lines = [
-        f"{name if first else '':<{_WIDTH}}{line}"
+        f"{name if first else '':<{_LABEL_WIDTH}}{line}"
         for name, body in sections
         for first, line in ((index == 0, line) for index, line in enumerate(body))
     ]
     return "\n".join(lines)
 
 
-def _validation(recipe: Recipe) -> str:
+def _format_validation(recipe: Recipe) -> str:
     """What is evaluated on."""
     share, named = recipe.data.validation, ", ".join(recipe.data.validation_sets)
-    held = f"{100 * share:g} % of the data is held out (data.validation)" if share else "no data is held out"
-    return f"{held}; data.validation_sets: {named}" if named else held
+    held_out = (
+        f"{100 * share:g} % of the data is held out (data.validation)" if share else "no data is held out"
+    )
+    return f"{held_out}; data.validation_sets: {named}" if named else held_out
 
 
-def _attention(plan: Plan) -> Iterator[str]:
+def _format_attention(plan: Plan) -> Iterator[str]:
     yield f"{plan.attention.value}: {plan.attention.why}"
-    kernels = {one.name: one for one in capabilities.of(plan.hardware.backend, plan.recipe.features).kernels}
+    kernels = {
+        candidate.name: candidate
+        for candidate in capabilities.find_capabilities(plan.hardware.backend, plan.recipe.features).kernels
+    }
     kernel, parallel = kernels.get(plan.attention.value), plan.recipe.parallel
-    if plan.recipe.data.packed and kernel is not None and (most := kernel.most_in_a_pack(parallel.cp)):
-        yield f"a pack holds at most {most:,} sequences ({kernel.what})"
+    if plan.recipe.data.packed and kernel is not None and (most := kernel.compute_pack_limit(parallel.cp)):
+        yield f"a pack holds at most {most:,} sequences ({kernel.implementation})"
 
 
-def _operators(plan: Plan) -> Iterator[str]:
-    can = capabilities.of(plan.hardware.backend, plan.recipe.features)
-    for operator in can.operators_of(plan.recipe):
-        chosen = can.computes(plan.recipe, operator.name)
+def _format_operators(plan: Plan) -> Iterator[str]:
+    can = capabilities.find_capabilities(plan.hardware.backend, plan.recipe.features)
+    for operator in can.list_operators(plan.recipe):
+        chosen = can.uses_operator(plan.recipe, operator.name)
         left_out = "torch's own, since model.operators leaves it out"
-        yield f"{operator.name}: {f'{operator.what}: {operator.why}' if chosen else left_out}"
+        yield f"{operator.name}: {f'{operator.implementation}: {operator.reason}' if chosen else left_out}"
 
 
-def _model(size: ModelSize) -> str:
-    active = f", {_decimal(size.active, 'KMBT')} active" if size.active < size.parameters else ""
-    mtp = f"; {_decimal(size.mtp, 'KMBT')} more in MTP layers" if size.mtp else ""
-    trained = f"; {_decimal(size.adapters, 'KMBT')} of adapters are trained" if size.adapters else ""
-    frozen = f"; {_decimal(size.frozen, 'KMBT')} of the vision tower are frozen" if size.frozen else ""
-    return f"{_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}{frozen}"
+def _format_model(size: ModelSize) -> str:
+    active = (
+        f", {_format_decimal(size.active_parameters, 'KMBT')} active"
+        if size.active_parameters < size.parameters
+        else ""
+    )
+    mtp = (
+        f"; {_format_decimal(size.mtp_parameters, 'KMBT')} more in MTP layers" if size.mtp_parameters else ""
+    )
+    trained = (
+        f"; {_format_decimal(size.adapter_parameters, 'KMBT')} of adapters are trained"
+        if size.adapter_parameters
+        else ""
+    )
+    frozen = (
+        f"; {_format_decimal(size.frozen_parameters, 'KMBT')} of the vision tower are frozen"
+        if size.frozen_parameters
+        else ""
+    )
+    return f"{_format_decimal(size.parameters, 'KMBT')} parameters{active}{mtp}{trained}{frozen}"
 
 
-def _step(plan: Plan) -> str:
+def _format_step(plan: Plan) -> str:
     """Tokens and work of a step, and how long it takes at least where that can be said."""
-    work = f"up to {plan.step_tokens:,} tokens, {_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
+    work = f"up to {plan.step_tokens:,} tokens, {_format_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
     work += " beside the vision tower's" if plan.recipe.architecture.vision else ""
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
     shown = f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
-    return f"{work}: {shown} s at the devices' peak of {_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
+    return f"{work}: {shown} s at the devices' peak of {_format_decimal(plan.peak.bf16, 'KMGTPEZY')}FLOP/s"
 
 
-def _bubble(layout: RankLayout | None) -> Iterator[str]:
-    if layout is not None and layout.size("pp") > 1:
+def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
+    if layout is not None and layout.find_axis_size("pp") > 1:
         schedule = "1F1B" if len(layout.stages[0]) == 1 else "interleaved 1F1B"
         yield f"pipeline bubble: stages wait {layout.bubble:.0%} of a step ({schedule}, even stages)"
 
 
-def _length(plan: Plan) -> str:
+def _format_length(plan: Plan) -> str:
     """How long the job is, as far as that is known before its data is read."""
     train = plan.recipe.train
     if train.epochs is not None:
@@ -191,55 +226,63 @@ def _length(plan: Plan) -> str:
     return f"{train.steps:,} steps, {train.steps * train.global_batch_size:,} samples"
 
 
-def _checkpoint(plan: Plan) -> str:
+def _format_checkpoint(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
-    whole = bytes_shown(size * plan.recipe.checkpoint.most)
-    return f"{bytes_shown(size)}, of which {keep} stay and one more is written: {whole} of disk"
+    total_size = format_bytes(size * plan.recipe.checkpoint.max_checkpoints)
+    return f"{format_bytes(size)}, of which {keep} stay and one more is written: {total_size} of disk"
 
 
-def settings_json(recipe: Recipe) -> list[dict[str, Any]]:
+def build_settings_json(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the settings that decide how a recipe trains, and where each comes from."""
-    return [plain(setting) for setting in describe(recipe.dump(), recipe.origins)]
+    return [to_json_value(setting) for setting in list_settings(recipe.dump(), recipe.origins)]
 
 
-def settings_lines(recipe: Recipe) -> list[str]:
+def format_settings(recipe: Recipe) -> list[str]:
     """Return the same for people, a line for each."""
-    settings = list(describe(recipe.dump(), recipe.origins))
+    settings = list(list_settings(recipe.dump(), recipe.origins))
     width = max(len(setting.key) for setting in settings)
-    return [f"{each.key:<{width}}  {_plain_value(each.value)}  ({each.origin})" for each in settings]
+    return [f"{item.key:<{width}}  {_format_value(item.value)}  ({item.origin})" for item in settings]
 
 
-def _plain_value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as a recipe has it."""
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
 
 
-def _export(plan: Plan) -> Iterator[str]:
+def _format_exports(plan: Plan) -> Iterator[str]:
     """What the run writes for others, if anything."""
-    kept, train = plan.recipe.checkpoint, plan.recipe.train
-    if kept.export is None:
+    checkpoint, train = plan.recipe.checkpoint, plan.recipe.train
+    if checkpoint.export is None:
         return
-    most = "at most " if kept.export == "hf-fp8" else ""
-    each = f"{kept.export}, {most}{bytes_shown(plan.export_bytes)}"
-    if not kept.export_interval:
-        yield f"{each}, at the end"
+    most = "at most " if checkpoint.export == "hf-fp8" else ""
+    export_text = f"{checkpoint.export}, {most}{format_bytes(plan.export_bytes)}"
+    if not checkpoint.export_interval:
+        yield f"{export_text}, at the end"
         return
-    count = "" if train.epochs is not None else f": {kept.exports(train.steps):,} of them, which all stay"
-    yield f"{each}, every {kept.export_interval:,} steps and at the end{count}"
+    count = (
+        ""
+        if train.epochs is not None
+        else f": {checkpoint.count_exports(train.steps):,} of them, which all stay"
+    )
+    yield f"{export_text}, every {checkpoint.export_interval:,} steps and at the end{count}"
 
 
-def disk_shown(room: Disk, directory: Path) -> str:
+def format_disk(disk: DiskUsage, directory: Path) -> str:
     """What a run leaves on the disk where it lives, and whether that has the room."""
-    needed = f"{bytes_shown(room.checkpoints)} of checkpoints, {bytes_shown(room.checkpoint)} each"
-    if room.exports:
-        needed += f", {bytes_shown(room.exports)} of exports"
-    if room.there:
-        needed += f", {bytes_shown(room.there)} of it there"
-    short = "" if room.suffices else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
-    return f"{needed}; {bytes_shown(room.free)} free for {directory}{short}"
+    needed = f"{format_bytes(disk.checkpoints)} of checkpoints, {format_bytes(disk.checkpoint)} each"
+    if disk.exports:
+        needed += f", {format_bytes(disk.exports)} of exports"
+    if disk.written:
+        needed += f", {format_bytes(disk.written)} of it there"
+    short = (
+        ""
+        if disk.is_sufficient
+        else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
+    )
+    return f"{needed}; {format_bytes(disk.free)} free for {directory}{short}"
 
 
-def _decimal(amount: float, prefixes: str) -> str:
+def _format_decimal(amount: float, prefixes: str) -> str:
     """A number for people, by thousands: 30.5 B, 12.0 T; the prefix stands last."""
     power = 0
     while amount >= 999.95 and power < len(prefixes):
@@ -247,32 +290,32 @@ def _decimal(amount: float, prefixes: str) -> str:
     return f"{amount:.1f} {prefixes[power - 1]}" if power else f"{amount:.0f} "
 
 
-def _layout(plan: Plan) -> Iterator[str]:
+def _format_layout(plan: Plan) -> Iterator[str]:
     nodes = "1 node" if plan.nodes == 1 else f"{plan.nodes} nodes x {plan.per_node}"
     yield f"{plan.world} ranks on {nodes}"
     if plan.layout is None:
         return
     train, data = plan.recipe.train, plan.recipe.data
-    count, rows = plan.layout.microbatches, plan.recipe.rows
-    if count * train.micro_batch_size * plan.layout.size("dp") == train.global_batch_size:
+    count, rows = plan.layout.microbatches, plan.recipe.micro_batch_rows
+    if count * train.micro_batch_size * plan.layout.find_axis_size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         yield f"{batches} a step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None
     for axis in plan.layout.axes:
         if axis.size > 1 and (experts or axis.name in ("tp", "cp", "dp", "pp")):
-            group = axis.group(0)
+            group = axis.list_group_ranks(0)
             ranks = " ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "")
             yield f"{axis.name} {axis.size}: ranks {ranks}"
 
 
-def _experts(recipe: Recipe) -> Iterator[str]:
+def _format_experts(recipe: Recipe) -> Iterator[str]:
     """How experts are balanced, where there are any."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
         return
     if moe.aux_loss_coeff:
-        of = "sequence" if moe.aux_loss_per_sequence else "micro-batch"
-        yield f"balancing loss {moe.aux_loss_coeff:g} over each {of}"
+        extent = "sequence" if moe.aux_loss_per_sequence else "micro-batch"
+        yield f"balancing loss {moe.aux_loss_coeff:g} over each {extent}"
     elif moe.unused_aux_loss_coeff:
         yield (
             f"no balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
@@ -286,8 +329,10 @@ def _experts(recipe: Recipe) -> Iterator[str]:
         yield f"steering bias moves by {chosen.bias_update_rate:g} a step"
 
 
-def _chunk(chunk: Chunk) -> str:
-    parts = ["embedding"] if chunk.embedding else ["embedding (copy for MTP)"] if chunk.embedding_copy else []
+def _format_chunk(chunk: ModelChunk) -> str:
+    parts = (
+        ["embedding"] if chunk.embedding else ["embedding (copy for MTP)"] if chunk.has_embedding_copy else []
+    )
     if chunk.layers:
         first, last = chunk.layers[0], chunk.layers[-1]
         parts.append(f"layer {first}" if first == last else f"layers {first}-{last}")
@@ -296,29 +341,29 @@ def _chunk(chunk: Chunk) -> str:
     return ", ".join([*parts, "head"] if chunk.head else parts)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _format_memory(plan: Plan) -> Iterator[str]:
     """One line per stage: what its fullest rank needs."""
     for stage in plan.memory:
-        states, flying = stage.states, stage.activations
+        states, activations = stage.states, stage.activations
         parts = [
-            f"weights {bytes_shown(states.parameters)}",
-            *([f"their FP8 copies {bytes_shown(states.quantized)}"] if states.quantized else []),
-            f"gradients {bytes_shown(states.gradients)}",
-            f"optimizer {bytes_shown(states.master + states.moments + states.counters)}",
-            f"activations {bytes_shown(flying.held)} ({max(flying.in_flight)} in flight)",
-            f"passing {bytes_shown(flying.passing)}",
+            f"weights {format_bytes(states.parameters)}",
+            *([f"their FP8 copies {format_bytes(states.quantized)}"] if states.quantized else []),
+            f"gradients {format_bytes(states.gradients)}",
+            f"optimizer {format_bytes(states.master + states.moments + states.counters)}",
+            f"activations {format_bytes(activations.saved)} ({max(activations.in_flight)} in flight)",
+            f"passing {format_bytes(activations.transient)}",
         ]
         if states.host:
-            parts.append(f"and on the host {bytes_shown(states.host)}")
-        yield f"{stage.stage}: {bytes_shown(stage.total)} = {', '.join(parts)}"
+            parts.append(f"and on the host {format_bytes(states.host)}")
+        yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}"
     size = plan.hardware.device_memory
     if plan.memory and size.value is not None:
         worst = max(stage.total for stage in plan.memory)
-        yield f"fullest rank: {worst / size.value:.0%} of {bytes_shown(size.value)} ({size.reason})"
+        yield f"fullest rank: {worst / size.value:.0%} of {format_bytes(size.value)} ({size.reason})"
 
 
-def _patches(plan: Plan) -> Iterator[str]:
-    silent = (Action.SKIP,)
+def _format_patches(plan: Plan) -> Iterator[str]:
+    silent = (PatchAction.SKIP,)
     for decision in plan.patches.decisions:
         if decision.action not in silent:
             unproven = "" if decision.proven else " (unproven)"

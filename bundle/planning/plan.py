@@ -6,45 +6,50 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.architectures.config import IGNORED
-from bundle.capabilities import Capabilities, Choice, Peak, Variable
+from bundle.architectures.config import IGNORED_KEYS
+from bundle.capabilities import Capabilities, EnvVariable, KernelChoice, Peak
 from bundle.environment import packages
-from bundle.environment.hardware import NAMES, detect, preset
+from bundle.environment.hardware import PRESET_NAMES, build_preset, detect
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, Packages
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, PatchError, UsageError
-from bundle.patches import mindspeed, subject
-from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import DEFAULT, Subject, Table
-from bundle.planning.layout import RankLayout, can_lay_out, rank_layout
-from bundle.planning.memory import MemoryEstimate, advise_micro_batch_size, estimates, memory_note
+from bundle.patches import megatron_core, mindspeed
+from bundle.patches.megatron_core import DEFAULT_RELEASE, MegatronCore, ReviewTable
+from bundle.patches.plan import Survey, survey_patches
+from bundle.planning.layout import RankLayout, build_rank_layout, can_lay_out
+from bundle.planning.memory import (
+    MemoryEstimate,
+    advise_micro_batch_size,
+    describe_tight_memory,
+    estimate_memory,
+)
 from bundle.planning.problems import (
     Problem,
-    backend_problems,
-    devices_problems,
-    environment_problems,
-    layout_problems,
-    memory_problems,
-    mindspeed_problems,
-    patch_problems,
-    recipe_problem,
+    find_backend_problems,
+    find_device_problems,
+    find_environment_problems,
+    find_layout_problems,
+    find_memory_problems,
+    find_mindspeed_problems,
+    find_patch_problems,
+    to_recipe_problem,
 )
-from bundle.planning.size import ModelSize, model_size
+from bundle.planning.size import ModelSize, compute_model_size
 from bundle.recipe import Recipe
 
 if TYPE_CHECKING:
     from bundle.patches.plan import PatchPlan
 
 # The gravest first: a recipe has to be changed before a machine is worth looking for.
-_ERRORS: dict[ExitCode, type[BundleError]] = {
+_ERROR_BY_CODE: dict[ExitCode, type[BundleError]] = {
     ExitCode.USAGE: UsageError,
     ExitCode.ENVIRONMENT_UNFIT: EnvironmentUnfit,
     ExitCode.PATCHES: PatchError,
 }
-_ORDER = tuple(_ERRORS)
+_CODE_ORDER = tuple(_ERROR_BY_CODE)
 
 
-class Target(NamedTuple):
+class MegatronVersion(NamedTuple):
     """The megatron-core that is planned for: its version, and where that was read."""
 
     version: str
@@ -61,16 +66,16 @@ class Plan(NamedTuple):
 
     recipe: Recipe
     hardware: Hardware
-    target: Target
+    megatron: MegatronVersion
     nodes: int
     per_node: int
     size: ModelSize
     peak: Peak | None  # of a device, where it is known
     layout: RankLayout | None
     memory: tuple[MemoryEstimate, ...]  # of every pipeline stage
-    attention: Choice
+    attention: KernelChoice
     patches: Survey
-    environment: tuple[Variable, ...]
+    environment: tuple[EnvVariable, ...]
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
     weights: str = ""  # what the model begins with; "": not looked at, or not to be loaded
@@ -82,10 +87,10 @@ class Plan(NamedTuple):
         return self.nodes * self.per_node
 
     @property
-    def code(self) -> ExitCode:
+    def exit_code(self) -> ExitCode:
         """What a command that was asked to run this should end with."""
         codes = {problem.code for problem in self.problems}
-        return next((code for code in _ORDER if code in codes), ExitCode.OK)
+        return next((code for code in _CODE_ORDER if code in codes), ExitCode.OK)
 
     @property
     def step_tokens(self) -> int:
@@ -95,18 +100,18 @@ class Plan(NamedTuple):
     @property
     def step_flops(self) -> int:
         """FLOPs of such a step, if every sample is one sequence (see `ModelSize`)."""
-        of_one = self.size.training_flops([self.recipe.data.sequence_length])
-        return self.recipe.train.global_batch_size * of_one
+        sample_flops = self.size.count_training_flops([self.recipe.data.sequence_length])
+        return self.recipe.train.global_batch_size * sample_flops
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint, over all ranks."""
-        return self.size.checkpoint_bytes(self.recipe.model.dtype, self.recipe.optimizer)
+        return self.size.count_checkpoint_bytes(self.recipe.model.dtype, self.recipe.optimizer)
 
     @property
     def export_bytes(self) -> int:
         """Bytes of one export at most; 0 where none is asked for."""
-        return self.size.export_bytes(self.recipe.model.dtype, self.recipe.checkpoint.export)
+        return self.size.count_export_bytes(self.recipe.model.dtype, self.recipe.checkpoint.export)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -117,9 +122,9 @@ class Plan(NamedTuple):
     def patch_plan(self) -> "PatchPlan":
         """What will be patched in the target, of which there must be a tree. Raises PatchError."""
         # Who only asks for a plan does not read megatron's sources: that takes as long as all the rest.
-        from bundle.patches.plan import make
+        from bundle.patches.plan import build_patch_plan
 
-        return make(self.patches)
+        return build_patch_plan(self.patches)
 
     def refuse(self) -> None:
         """Raises what `refuse` does."""
@@ -128,7 +133,7 @@ class Plan(NamedTuple):
 
 def refuse(recipe: Recipe, problems: Sequence[Problem]) -> None:
     """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
-    for code, error in _ERRORS.items():
+    for code, error in _ERROR_BY_CODE.items():
         if any(problem.code is code for problem in problems):
             raise error(f"recipe {recipe.name} cannot run here", [problem.text for problem in problems])
 
@@ -138,84 +143,84 @@ def with_kernel(features: frozenset[str], attention: str) -> frozenset[str]:
     return features - {"attention-auto"} | {f"attention-{attention}"}
 
 
-def plan_for(
+def build_plan(
     recipe: Recipe,
     *,
     backend: str | None = None,
-    named: str | None = None,
+    hardware_name: str | None = None,
     mcore: str = "",
     allow_drift: Sequence[str] = (),
     nodes: int | None = None,
     per_node: int | None = None,
-    beside: Sequence[Problem] = (),
+    extra_problems: Sequence[Problem] = (),
     weights: str = "",
-    others: Packages | None = None,
+    other_packages: Packages | None = None,
 ) -> Plan:
     """The plan of a recipe; what is None comes from the recipe and from this machine.
 
-    `named` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what is
-    installed, `others` the packages of another place, `beside` problems and `weights` what the model begins
-    with, that were found elsewhere. Raises
+    `hardware_name` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what
+    is installed, `other_packages` the packages of another place, `extra_problems` problems and `weights` what
+    the model begins with, that were found elsewhere. Raises
     UsageError and EnvironmentUnfit where there is nothing to plan with.
     """
-    hardware, notes = machine(recipe.backend, backend, named)
-    can = capabilities.of(hardware.backend, recipe.features)
-    kernel = can.attention(recipe, hardware.generation.value).value
+    hardware, notes = choose_hardware(recipe.backend, backend, hardware_name)
+    can = capabilities.find_capabilities(hardware.backend, recipe.features)
+    kernel = can.choose_attention(recipe, hardware.generation.value).value
     features = with_kernel(recipe.features, kernel)
-    target, decided = _megatron(features, hardware, mcore, allow_drift, others)
-    code = MegatronCode(target.release, decided.subject.root)
-    there = others or (packages.detect() if named is None else None)
-    made = plan_on(
+    megatron, patch_survey = _choose_megatron(features, hardware, mcore, allow_drift, other_packages)
+    code = MegatronCode(megatron.release, patch_survey.core.root)
+    target_packages = other_packages or (packages.detect() if hardware_name is None else None)
+    plan = assemble_plan(
         recipe,
         hardware,
-        target,
-        decided,
+        megatron,
+        patch_survey,
         nodes=nodes,
         per_node=per_node,
         notes=notes,
-        beside=(*beside, *mindspeed_problems(recipe, can, code, there)),
-        installed=others or packages.detect(),
+        extra_problems=(*extra_problems, *find_mindspeed_problems(recipe, can, code, target_packages)),
+        installed=other_packages or packages.detect(),
     )
-    return made._replace(weights=weights, allow_drift=tuple(allow_drift))
+    return plan._replace(weights=weights, allow_drift=tuple(allow_drift))
 
 
-def plan_on(
+def assemble_plan(
     recipe: Recipe,
     hardware: Hardware,
-    target: Target,
-    decided: Survey,
+    megatron: MegatronVersion,
+    patch_survey: Survey,
     *,
     nodes: int | None = None,
     per_node: int | None = None,
     notes: Sequence[str] = (),
-    beside: Sequence[Problem] = (),
+    extra_problems: Sequence[Problem] = (),
     installed: Packages | None = None,
 ) -> Plan:
     """The plan for a machine and a megatron-core that are known, with every problem in it.
 
-    `nodes` and `per_node` override the recipe, `beside` are problems that somebody else found, `installed`
-    are the packages there, where they are known.
+    `nodes` and `per_node` override the recipe, `extra_problems` are problems that somebody else found,
+    `installed` are the packages there, where they are known.
     """
-    can = capabilities.of(hardware.backend, recipe.features)
-    code = MegatronCode(target.release, decided.subject.root)
+    can = capabilities.find_capabilities(hardware.backend, recipe.features)
+    code = MegatronCode(megatron.release, patch_survey.core.root)
     nodes = nodes or recipe.devices.nodes
-    per_node = per_node or recipe.devices.per_node or _all_devices(recipe, hardware, nodes)
+    per_node = per_node or recipe.devices.per_node or _count_devices(recipe, hardware, nodes)
     world = nodes * per_node
-    layout = rank_layout(recipe, world) if can_lay_out(recipe, world) else None
-    traits = can.layers_of(recipe, hardware.generation.value)
-    stages = () if layout is None else estimates(recipe, layout, traits, code)
+    layout = build_rank_layout(recipe, world) if can_lay_out(recipe, world) else None
+    traits = can.choose_layer_traits(recipe, hardware.generation.value)
+    stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
     device = hardware.device_memory
-    own = (
-        memory_note(stages, device),
+    extra_notes = (
+        describe_tight_memory(stages, device),
         None if layout is None else advise_micro_batch_size(recipe, layout, traits, code, device),
-        _caution(can, installed),
-        _triton(can, target, decided),
-        _mindspeed(recipe, can, target),
-        _delta_nets(recipe, can),
+        _describe_emulation(can, installed),
+        _describe_triton(can, megatron, patch_survey),
+        _describe_mindspeed(recipe, can, megatron),
+        _describe_delta_nets(recipe, can),
         _note_ignored_keys(recipe),
     )
     processors = hardware.host.processors.value
-    environment = can.variables(
+    environment = can.list_variables(
         recipe.features,
         nodes,
         recipe.environment,
@@ -223,36 +228,36 @@ def plan_on(
         cores_per_rank=None if processors is None else processors / per_node,
     )
     problems = (
-        *beside,
-        *map(recipe_problem, recipe.layout_violations(world)),
-        *backend_problems(recipe, can, hardware, code),
-        *environment_problems(can, environment),
-        *(() if layout is None else layout_problems(recipe, can, layout, decided.decisions)),
-        *patch_problems(decided.decisions),
-        *devices_problems(hardware, per_node),
-        *memory_problems(recipe, stages, hardware, per_node),
+        *extra_problems,
+        *map(to_recipe_problem, recipe.find_layout_violations(world)),
+        *find_backend_problems(recipe, can, hardware, code),
+        *find_environment_problems(can, environment),
+        *(() if layout is None else find_layout_problems(recipe, can, layout, patch_survey.decisions)),
+        *find_patch_problems(patch_survey.decisions),
+        *find_device_problems(hardware, per_node),
+        *find_memory_problems(recipe, stages, hardware, per_node),
     )
     return Plan(
         recipe=recipe,
         hardware=hardware,
-        target=target,
+        megatron=megatron,
         nodes=nodes,
         per_node=per_node,
-        size=model_size(recipe.architecture, recipe.model),
-        peak=can.peak(hardware.devices[0].name) if hardware.devices else None,
+        size=compute_model_size(recipe.architecture, recipe.model),
+        peak=can.find_peak(hardware.devices[0].name) if hardware.devices else None,
         layout=layout,
         memory=stages,
-        attention=can.attention(recipe, hardware.generation.value),
-        patches=decided,
+        attention=can.choose_attention(recipe, hardware.generation.value),
+        patches=patch_survey,
         environment=environment,
-        notes=(*notes, *hardware.notes, *filter(None, own)),
-        problems=tuple(sorted(problems, key=lambda problem: _ORDER.index(problem.code))),
+        notes=(*notes, *hardware.notes, *filter(None, extra_notes)),
+        problems=tuple(sorted(problems, key=lambda problem: _CODE_ORDER.index(problem.code))),
     )
 
 
 def _note_ignored_keys(recipe: Recipe) -> str:
     """Which keys of the model's config a user may take for settings, and the recipe has its own for."""
-    names = sorted(name for name in IGNORED if recipe.model.config.get(name))
+    names = sorted(name for name in IGNORED_KEYS if recipe.model.config.get(name))
     if not names:
         return ""
     return (
@@ -261,9 +266,9 @@ def _note_ignored_keys(recipe: Recipe) -> str:
     )
 
 
-def _delta_nets(recipe: Recipe, can: Capabilities) -> str:
+def _describe_delta_nets(recipe: Recipe, can: Capabilities) -> str:
     """What computes gated delta nets where that depends on what ranks can import."""
-    if recipe.architecture.delta_net is None or can.backend == "cpu" or not can.delta_nets:
+    if recipe.architecture.delta_net is None or can.backend == "cpu" or not can.has_delta_nets:
         return ""
     return (
         "gated delta nets: torch alone computes them, slowly, and keeps what is counted; where ranks can"
@@ -271,112 +276,158 @@ def _delta_nets(recipe: Recipe, can: Capabilities) -> str:
     )
 
 
-def _caution(can: Capabilities, here: Packages | None) -> str:
+def _describe_emulation(can: Capabilities, installed_packages: Packages | None) -> str:
     """What a device of this backend has met, and in which versions: another one is not covered by them."""
-    if can.emulated is None:
+    if can.emulated_device is None:
         return ""
     from bundle.environment import compatibility  # a table that few plans ask
 
-    package, device, unseen = can.emulated
+    package, device, untested_parts = can.emulated_device
     table = compatibility.load()
-    accepted, emulated = (
-        compatibility.versions_met(table, can.backend, package, hardware=real) for real in (True, False)
+    accepted_versions, emulated_versions = (
+        compatibility.list_tested_versions(table, can.backend, package, hardware=real)
+        for real in (True, False)
     )
-    said = "; ".join(
-        f"accepted on {seen.hardware} with {package} {version} and megatron-core"
-        f" {seen.version('megatron-core')}, {seen.date}"
-        for version, seen in accepted.items()
+    experience = "; ".join(
+        f"accepted on {record.hardware} with {package} {version} and megatron-core"
+        f" {record.get_version('megatron-core')}, {record.date}"
+        for version, record in accepted_versions.items()
     )
-    only = f"trained on emulated {device}s only ({package} {', '.join(emulated)})"
-    said = said or f"{only}: {unseen} have met no {device}"
-    installed = here.package(package) if here else None
-    where, versions = "here it is", {installed.version} if installed else set()
+    emulated_text = f"trained on emulated {device}s only ({package} {', '.join(emulated_versions)})"
+    experience = experience or f"{emulated_text}: {untested_parts} have met no {device}"
+    installed = installed_packages.find_package(package) if installed_packages else None
+    where_text, versions = "here it is", {installed.version} if installed else set()
     if installed is None:
-        where, versions = "images have", {image.version(package) for image in table.images_of(can.backend)}
-    others = sorted(version for version in versions if version and version not in (accepted or emulated))
-    more = f"; {where} {package} {', '.join(others)}, which has met nothing" if others else ""
-    return f"{can.backend}: {said}{more}"
+        where_text, versions = (
+            "images have",
+            {image.get_version(package) for image in table.list_images(can.backend)},
+        )
+    untested_versions = sorted(
+        version for version in versions if version and version not in (accepted_versions or emulated_versions)
+    )
+    more = (
+        f"; {where_text} {package} {', '.join(untested_versions)}, which has met nothing"
+        if untested_versions
+        else ""
+    )
+    return f"{can.backend}: {experience}{more}"
 
 
-def _mindspeed(recipe: Recipe, can: Capabilities, target: Target) -> str:
+def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVersion) -> str:
     """Which MindSpeed a job goes through, and what of that was ever run."""
-    of = mindspeed.made_for(target.version) if recipe.backend_options.mindspeed else None
-    if of is None or can.emulated is None:
+    branch = mindspeed.find_branch(megatron.version) if recipe.backend_options.mindspeed else None
+    if branch is None or can.emulated_device is None:
         return ""
-    imports = f"; it imports triton, which {packages.triton_of(can.backend)} brings" * (
-        of.imports == "triton"
+    imports = f"; it imports triton, which {packages.get_triton_distribution(can.backend)} brings" * (
+        branch.imports == "triton"
     )
     fp8 = "; its FP8 was run nowhere" * (recipe.model.fp8 is not None)
     return (
-        f"MindSpeed {of.branch} ({of.commit[:12]}) computes linear layers, experts and AdamW, attention and"
-        f" norms are ours: it trained on emulated {can.emulated.device}s{imports}{fp8}"
+        f"MindSpeed {branch.branch} ({branch.commit[:12]}) computes linear layers, experts and AdamW,"
+        " attention and"
+        f" norms are ours: it trained on emulated {can.emulated_device.device}s{imports}{fp8}"
     )
 
 
-def _triton(can: Capabilities, target: Target, decided: Survey) -> str:
+def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
     """Whose triton a megatron-core imports where that is not the one of the same name."""
-    brings = packages.triton_of(can.backend)
-    imports, said_by = packages.imports_triton(decided.subject.root, target.release)
+    brings = packages.get_triton_distribution(can.backend)
+    imports, evidence = packages.check_triton_import(patch_survey.core.root, megatron.release)
     if brings == "triton" or not imports:
         return ""
     return (
-        f"megatron-core {target.version} imports triton ({said_by}), which {brings} brings to {can.backend}"
+        f"megatron-core {megatron.version} imports triton ({evidence}), which {brings} brings to"
+        f" {can.backend}"
     )
 
 
-def machine(asked: str, backend: str | None, named: str | None) -> tuple[Hardware, tuple[str, ...]]:
+def choose_hardware(
+    recipe_backend: str, backend: str | None, hardware_name: str | None
+) -> tuple[Hardware, tuple[str, ...]]:
     """The hardware to plan for and what is odd about it.
 
-    `asked` is the recipe's backend, `backend` and `named` are the flags --backend and --hardware. A named
-    machine wins over the recipe's backend, since the question is then what would happen there. Raises
-    UsageError for flags that contradict each other, EnvironmentUnfit where this machine does not have the
-    backend.
+    `recipe_backend` is the recipe's backend, `backend` and `hardware_name` are the flags --backend and
+    --hardware. A named machine wins over the recipe's backend, since the question is then what would happen
+    there. Raises UsageError for flags that contradict each other, EnvironmentUnfit where this machine does
+    not have the backend.
     """
-    if named is None:
+    if hardware_name is None:
         try:
-            return detect(backend or asked), ()
+            return detect(backend or recipe_backend), ()
         except EnvironmentUnfit as error:
-            hint = f"to plan for another machine: --hardware {'|'.join(NAMES)}"
+            hint = f"to plan for another machine: --hardware {'|'.join(PRESET_NAMES)}"
             raise EnvironmentUnfit(f"{error}\n{hint}") from error
-    hardware = preset(named)
-    notes = [f"for {named}: neither this machine nor the files of the job were looked at"]
+    hardware = build_preset(hardware_name)
+    notes = [f"for {hardware_name}: neither this machine nor the files of the job were looked at"]
     if backend not in (None, "auto", hardware.backend):
-        raise UsageError(f"--hardware {named} is a machine for {hardware.backend}, --backend says {backend}")
-    if backend is None and asked not in ("auto", hardware.backend):
-        notes.append(f"the recipe says backend: {asked}; on {named} the command says otherwise")
+        raise UsageError(
+            f"--hardware {hardware_name} is a machine for {hardware.backend}, --backend says {backend}"
+        )
+    if backend is None and recipe_backend not in ("auto", hardware.backend):
+        notes.append(
+            f"the recipe says backend: {recipe_backend}; on {hardware_name} the command says otherwise"
+        )
     return hardware, tuple(notes)
 
 
-def _all_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
+def _count_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
     """All devices of a node; on the cpu, the fewest ranks that fit the layout."""
     if hardware.backend == "cpu":
         return -(-recipe.parallel.minimal_world // nodes)
     return len(hardware.devices)
 
 
-def _megatron(
-    features: frozenset[str], on: Hardware, mcore: str, allowed: Sequence[str], others: Packages | None
-) -> tuple[Target, Survey]:
+def _choose_megatron(
+    features: frozenset[str],
+    hardware: Hardware,
+    mcore: str,
+    allowed_drift: Sequence[str],
+    other_packages: Packages | None,
+) -> tuple[MegatronVersion, Survey]:
     """The megatron-core that is named, installed or else the default, and the decisions about it."""
-    here, reviewed = packages.detect(), subject.load()
+    local_packages, review_table = packages.detect(), megatron_core.load_review_table()
     if mcore:
-        of, origin = subject.named(mcore, reviewed), "--mcore"
-        _check_minor(of, reviewed)
+        megatron_subject, origin = megatron_core.find_named_core(mcore, review_table), "--mcore"
+        _check_minor(megatron_subject, review_table)
     else:
-        of = subject.installed(here, reviewed)
-        origin = f"{of.root}, {of.origin}" if of.root else of.origin
-    decided = survey(of, reviewed, others or here, backend=on.backend, features=features, allowed=allowed)
-    known = of.version is not None and packages.base_version(of.version) is not None
-    unread = "" if known else f"; its version cannot be read, taken for {DEFAULT}"
-    return Target(of.version if known and of.version else DEFAULT, origin + unread), decided
+        megatron_subject = megatron_core.find_installed_core(local_packages, review_table)
+        origin = (
+            f"{megatron_subject.root}, {megatron_subject.origin}"
+            if megatron_subject.root
+            else megatron_subject.origin
+        )
+    patch_survey = survey_patches(
+        megatron_subject,
+        review_table,
+        other_packages or local_packages,
+        backend=hardware.backend,
+        features=features,
+        allowed=allowed_drift,
+    )
+    is_known = (
+        megatron_subject.version is not None
+        and packages.parse_base_version(megatron_subject.version) is not None
+    )
+    unread_note = "" if is_known else f"; its version cannot be read, taken for {DEFAULT_RELEASE}"
+    return MegatronVersion(
+        megatron_subject.version if is_known and megatron_subject.version else DEFAULT_RELEASE,
+        origin + unread_note,
+    ), patch_survey
 
 
-def _check_minor(of: Subject, reviewed: Table) -> None:
+def _check_minor(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
     """Raises UsageError for a mere version of a minor that nobody has reviewed: there may be none such."""
-    known = [minor for reference in reviewed.references if (minor := packages.minor_version(reference))]
-    if of.root is None and of.version is not None and packages.minor_version(of.version) not in known:
-        first, last = (".".join(map(str, minor)) for minor in (known[0], known[-1]))
+    known_minors = [
+        minor for reference in review_table.references if (minor := packages.parse_minor_version(reference))
+    ]
+    if (
+        megatron_subject.root is None
+        and megatron_subject.version is not None
+        and packages.parse_minor_version(megatron_subject.version) not in known_minors
+    ):
+        first, last = (".".join(map(str, minor)) for minor in (known_minors[0], known_minors[-1]))
         raise UsageError(
-            f"--mcore {of.version}: no megatron-core of that number is known, only {first} to {last}; for "
+            f"--mcore {megatron_subject.version}: no megatron-core of that number is known, only"
+            f" {first} to {last}; for "
             "another one give the directory of its source"
         )

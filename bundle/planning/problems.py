@@ -5,35 +5,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bundle.capabilities import Capabilities, Variable
-from bundle.environment import MOST_PER_NODE
+from bundle.capabilities import Capabilities, EnvVariable
+from bundle.environment import MOST_RANKS_PER_NODE
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
-from bundle.errors import ExitCode, bytes_shown
+from bundle.errors import ExitCode, format_bytes
 from bundle.fp8 import SCALINGS, Scaling
-from bundle.patches import Action, Decision, mindspeed
-from bundle.planning.activations import MTP_AGAIN
+from bundle.patches import Decision, PatchAction, mindspeed
+from bundle.planning.activations import MTP_RECOMPUTATION
 from bundle.planning.layout import RankLayout
 from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
-from bundle.planning.size import MULTIPLIED, parameters, trained
+from bundle.planning.size import FP8_WEIGHTS, list_parameters, list_trained_parameters
 from bundle.recipe import Recipe
 
-SHARED_EMBEDDING = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
-BF16_FROM = (8, 0)  # Transformer Engine's support matrix
+SHARED_EMBEDDING_PATCH = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
+BF16_CAPABILITY = (8, 0)  # Transformer Engine's support matrix
 # Modules that discard their output ask a name of Transformer Engine whether there is FP8.
 DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
-SHARED_EXPERTS_AGAIN = SourcePredicate("transformer/transformer_config.py", '"shared_experts"', "0.14")
+SHARED_EXPERTS_RECOMPUTATION = SourcePredicate(
+    "transformer/transformer_config.py", '"shared_experts"', "0.14"
+)
 SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
 DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
-LAYOUT = SourcePredicate("transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13")
-_DEALING = "transformer/pipeline_parallel_layer_layout.py"
-LAYOUT_OF_MTP = SourcePredicate(_DEALING, "mtp_num_layers", "0.14")
-MTP_APART = SourcePredicate(_DEALING, "mtp_standalone", "0.16")  # from the last layer, or from the head
+LAYOUT_STRING = SourcePredicate("transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13")
+_LAYOUT_FILE = "transformer/pipeline_parallel_layer_layout.py"
+MTP_LAYOUT = SourcePredicate(_LAYOUT_FILE, "mtp_num_layers", "0.14")
+STANDALONE_MTP = SourcePredicate(
+    _LAYOUT_FILE, "mtp_standalone", "0.16"
+)  # from the last layer, or from the head
 
 
 BLOCKWISE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
 # Before it no release recomputes these beside FP8; 0.12 does not refuse them.
-AGAIN_IN_FP8 = SourcePredicate(
+FP8_RECOMPUTATION = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
 )
 # Before it uniform recomputation asks for layers that the last unit of a chunk has not.
@@ -43,22 +47,22 @@ SHORTER_UNIT = (
 )
 
 
-class Need(NamedTuple):
+class MegatronFeature(NamedTuple):
     """What a family needs that not every supported megatron-core has, and what tells one that has it."""
 
-    what: str
-    sign: SourcePredicate
+    description: str
+    predicate: SourcePredicate
 
 
-_OF_HYBRIDS = Need("gated delta nets", DELTA_NETS)
+_HYBRID_FEATURE = MegatronFeature("gated delta nets", DELTA_NETS)
 # Every other family is computed with every supported megatron-core.
-NEEDED = {
-    "gpt_oss": Need("learned sinks, windows in some layers and clamped gate", SINKS),
-    "qwen3_next": _OF_HYBRIDS,
-    "qwen3_5_text": _OF_HYBRIDS,
-    "qwen3_5_moe_text": _OF_HYBRIDS,
+FEATURE_BY_FAMILY = {
+    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and clamped gate", SINKS),
+    "qwen3_next": _HYBRID_FEATURE,
+    "qwen3_5_text": _HYBRID_FEATURE,
+    "qwen3_5_moe_text": _HYBRID_FEATURE,
 }
-_NUMBERS = r"\.\d+|\d+$"
+_NUMBER_PATTERN = r"\.\d+|\d+$"
 
 
 class Problem(NamedTuple):
@@ -68,206 +72,220 @@ class Problem(NamedTuple):
     text: str
 
 
-def lacking(family: str, code: MegatronCode) -> Need | None:
+def find_missing_feature(family: str, code: MegatronCode) -> MegatronFeature | None:
     """What a family needs and this megatron-core has not; None: it computes the family."""
-    need = NEEDED.get(family)
-    return None if need is None or code.has(need.sign) else need
+    need = FEATURE_BY_FAMILY.get(family)
+    return None if need is None or code.has(need.predicate) else need
 
 
-def recipe_problem(text: str) -> Problem:
+def to_recipe_problem(text: str) -> Problem:
     """The recipe asks for something that cannot be done, wherever it runs."""
     return Problem(ExitCode.USAGE, text)
 
 
-def hardware_problem(text: str) -> Problem:
+def to_hardware_problem(text: str) -> Problem:
     """This machine cannot run it; another one could."""
     return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
 
 
-def environment_problems(can: Capabilities, environment: Sequence[Variable]) -> Iterator[Problem]:
+def find_environment_problems(can: Capabilities, environment: Sequence[EnvVariable]) -> Iterator[Problem]:
     """Variables of a rank that do not go together."""
     values = {variable.name: variable.value for variable in environment}
-    yield from (recipe_problem(f"environment: {why}") for why in can.conflicts_of(values))
+    yield from (to_recipe_problem(f"environment: {reason}") for reason in can.list_conflicts(values))
 
 
-def backend_problems(
+def find_backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
     """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
     if recipe.task == "rl":
-        yield recipe_problem("task: rl is checked, and no command trains it yet. Use sft or dpo.")
-    refused = can.attention_refusals(recipe, hardware.generation.value)
-    yield from (recipe_problem(f"model.attention: {why}") for why in refused)
-    yield from (recipe_problem(f"model.operators: {why}") for why in can.operator_refusals(recipe))
+        yield to_recipe_problem("task: rl is checked, and no command trains it yet. Use sft or dpo.")
+    refused = can.list_attention_refusals(recipe, hardware.generation.value)
+    yield from (to_recipe_problem(f"model.attention: {reason}") for reason in refused)
+    yield from (
+        to_recipe_problem(f"model.operators: {reason}") for reason in can.list_operator_refusals(recipe)
+    )
     model, capability = recipe.model, hardware.capability
-    if model.dtype == "bf16" and capability is not None and capability < BF16_FROM:
+    if model.dtype == "bf16" and capability is not None and capability < BF16_CAPABILITY:
         has = ".".join(map(str, capability))
-        yield hardware_problem(f"bf16 needs compute capability 8.0; this device has {has}: use dtype fp32")
+        yield to_hardware_problem(f"bf16 needs compute capability 8.0; this device has {has}: use dtype fp32")
     if model.fp8 is not None:
-        why = can.fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
-        if why is not None:
-            yield hardware_problem(f"model.fp8: {why}")
+        reason = can.explain_fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
+        if reason is not None:
+            yield to_hardware_problem(f"model.fp8: {reason}")
         if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE):
-            yield recipe_problem(
+            yield to_recipe_problem(
                 f"model.fp8.scaling: megatron-core {code.release} has no blockwise"
-                f" ({code.said_by(BLOCKWISE)}); {BLOCKWISE.since} has"
+                f" ({code.describe_evidence(BLOCKWISE)}); {BLOCKWISE.since} has"
             )
     if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
-        yield recipe_problem(
+        yield to_recipe_problem(
             f"optimizer.sgd_momentum: 0, but SGD on {can.backend} keeps a momentum all the same, which"
             " neither memory nor checkpoints count: more than 0"
         )
     family = recipe.architecture.model_type
-    if lacks := lacking(family, code):
-        yield recipe_problem(
-            f"model.config: megatron-core {code.release} has no {lacks.what} ({code.said_by(lacks.sign)}),"
-            f" which {family} needs; {lacks.sign.since} has"
+    if missing_feature := find_missing_feature(family, code):
+        yield to_recipe_problem(
+            f"model.config: megatron-core {code.release} has no {missing_feature.description}"
+            f" ({code.describe_evidence(missing_feature.predicate)}),"
+            f" which {family} needs; {missing_feature.predicate.since} has"
         )
-    if recipe.architecture.zero_centered_norms and not can.delta_nets:
-        yield recipe_problem(
+    if recipe.architecture.zero_centered_norms and not can.has_delta_nets:
+        yield to_recipe_problem(
             f"model.config: gated delta nets, which {family} needs, are not computed on {can.backend}: its"
             " norms know no weights to which one is added"
         )
-    yield from stage_problems(recipe, code)
-    yield from _optimizer(recipe, can)
-    yield from _recomputation(recipe, can, code)
+    yield from find_stage_problems(recipe, code)
+    yield from _find_optimizer_problems(recipe, can)
+    yield from _find_recomputation_problems(recipe, can, code)
 
 
-def stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
+def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
     """What a release does not build of a layout string."""
     layout = recipe.parallel.layout
     if not layout:
         return
-    predicting = "m" in "".join(layout)
-    for asked, predicate, what in (
-        (True, LAYOUT, "has no layout string"),
-        (predicting, LAYOUT_OF_MTP, "builds no MTP layers (m) by it"),
+    has_mtp = "m" in "".join(layout)
+    for is_used, predicate, limitation in (
+        (True, LAYOUT_STRING, "has no layout string"),
+        (has_mtp, MTP_LAYOUT, "builds no MTP layers (m) by it"),
         (
-            predicting and not {"t", "m"} <= set(layout[-1]),
-            MTP_APART,
+            has_mtp and not {"t", "m"} <= set(layout[-1]),
+            STANDALONE_MTP,
             "builds MTP layers (m) beside the last layer of the decoder (t) and the head (L) alone",
         ),
     ):
-        if asked and not code.has(predicate):
-            yield recipe_problem(
-                f"parallel.pipeline_model_parallel_layout: megatron-core {code.release} {what}"
-                f" ({code.said_by(predicate)}); {predicate.since} does"
+        if is_used and not code.has(predicate):
+            yield to_recipe_problem(
+                f"parallel.pipeline_model_parallel_layout: megatron-core {code.release} {limitation}"
+                f" ({code.describe_evidence(predicate)}); {predicate.since} does"
             )
             return
 
 
-def mindspeed_problems(
-    recipe: Recipe, can: Capabilities, code: MegatronCode, there: Packages | None
+def find_mindspeed_problems(
+    recipe: Recipe, can: Capabilities, code: MegatronCode, installed: Packages | None
 ) -> Iterator[Problem]:
-    """What is against MindSpeed's layers, where a recipe asks for them; `there`: packages, where known."""
+    """What is against MindSpeed's layers, where a recipe asks for them; `installed`.
+
+    Packages, where known.
+    """
     if not recipe.backend_options.mindspeed:
         return
     key, release = "backend_options.mindspeed", str(code.release)
     if can.backend != "ascend":
-        yield recipe_problem(f"{key}: backend {can.backend} has no MindSpeed, ascend has: leave it out")
+        yield to_recipe_problem(f"{key}: backend {can.backend} has no MindSpeed, ascend has: leave it out")
         return
-    wanted = mindspeed.made_for(release)
-    if wanted is None:
-        has = ", ".join(f"{of.branch} for {of.megatron}" for of in mindspeed.ADAPTED)
-        yield hardware_problem(
+    branch = mindspeed.find_branch(release)
+    if branch is None:
+        has = ", ".join(
+            f"{known_branch.branch} for {known_branch.megatron_range}"
+            for known_branch in mindspeed.TRAINING_BRANCHES
+        )
+        yield to_hardware_problem(
             f"{key}: there is no MindSpeed for megatron-core {release} that was read; there is {has}: install"
             " one of these, or leave it out"
         )
-    elif there is not None:
-        yield from _installed_mindspeed(key, release, wanted, there, code.root)
+    elif installed is not None:
+        yield from _check_installed_mindspeed(key, release, branch, installed, code.root)
     if recipe.architecture.moe is not None and recipe.model.dtype == "fp32":
-        yield recipe_problem(
+        yield to_recipe_problem(
             f"{key}: MindSpeed multiplies experts by npu_grouped_matmul, which takes float32 from one tensor"
             " and not from one for each expert: model.dtype bf16"
         )
-    for name, asked in (
+    for name, value in (
         ("model.lora", recipe.model.lora),
         ("vision_config", recipe.architecture.vision),
         ("parallel.pipeline_model_parallel_layout", recipe.parallel.pipeline_model_parallel_layout),
     ):
-        if asked is not None:
-            yield recipe_problem(
+        if value is not None:
+            yield to_recipe_problem(
                 f"{key}: {name} was never tried with MindSpeed's layers: leave one of them out"
             )
 
 
-def _installed_mindspeed(
-    key: str, release: str, wanted: mindspeed.Adapted, there: Packages, root: Path | None
+def _check_installed_mindspeed(
+    key: str, release: str, branch: mindspeed.MindSpeedBranch, installed: Packages, root: Path | None
 ) -> Iterator[Problem]:
     """Why the MindSpeed that is there is not this megatron-core's, or cannot be imported beside it."""
-    found = there.package("mindspeed")
-    install = f"install it at {wanted.commit[:12]}, the head of {wanted.branch}"
-    if found is None:
-        yield hardware_problem(f"{key}: MindSpeed is not installed: {install}")
-    elif found.commit != wanted.commit:
-        commit = (found.commit or "")[:12] or "an unknown commit"
-        of = mindspeed.BRANCHES.get(found.commit or "", "which was not read")
-        yield hardware_problem(
-            f"{key}: MindSpeed is here at {commit} ({of}), and jobs with megatron-core {release} were proven"
+    package = installed.find_package("mindspeed")
+    install = f"install it at {branch.commit[:12]}, the head of {branch.branch}"
+    if package is None:
+        yield to_hardware_problem(f"{key}: MindSpeed is not installed: {install}")
+    elif package.commit != branch.commit:
+        commit = (package.commit or "")[:12] or "an unknown commit"
+        branch_text = mindspeed.BRANCH_BY_COMMIT.get(package.commit or "", "which was not read")
+        yield to_hardware_problem(
+            f"{key}: MindSpeed is here at {commit} ({branch_text}), and jobs with megatron-core"
+            f" {release} were proven"
             f" with another: {install}"
         )
     if (
-        wanted.imports == "megatron.training"
+        branch.imports == "megatron.training"
         and root is not None
         and not (root / "megatron/training").is_dir()
     ):
-        yield hardware_problem(
-            f"{key}: {wanted.branch} imports megatron.training, which is not beside this megatron-core"
+        yield to_hardware_problem(
+            f"{key}: {branch.branch} imports megatron.training, which is not beside this megatron-core"
             f" ({root}): put Megatron-LM at the tag core_v{release} on the path, not the package"
         )
 
 
-def _optimizer(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:
+def _find_optimizer_problems(recipe: Recipe, can: Capabilities) -> Iterator[Problem]:
     optimizer = recipe.optimizer
     if optimizer.use_precision_aware_optimizer and not can.layers.typed_adam:
-        yield hardware_problem(
+        yield to_hardware_problem(
             "optimizer.use_precision_aware_optimizer: needs Transformer Engine's FusedAdam, which backend"
             f" {can.backend} does not have: false"
         )
     if optimizer.optimizer_cpu_offload and can.device == "cpu":
-        yield hardware_problem("optimizer.optimizer_cpu_offload: backend cpu is on the host already: false")
+        yield to_hardware_problem(
+            "optimizer.optimizer_cpu_offload: backend cpu is on the host already: false"
+        )
 
 
-def layout_problems(
+def find_layout_problems(
     recipe: Recipe, can: Capabilities, layout: RankLayout, decisions: Sequence[Decision]
 ) -> Iterator[Problem]:
     """What does not fit where the layout puts it: FP8's multiples, and buckets where no patch mends them."""
     if recipe.model.fp8 is not None:
-        yield from _fp8_weights(recipe, can, layout, recipe.model.fp8.scaling)
+        yield from _find_fp8_weight_problems(recipe, can, layout, recipe.model.fp8.scaling)
         if not recipe.data.packed:  # a pack is padded
-            yield from _fp8_rows(recipe, recipe.model.fp8.scaling)
+            yield from _find_fp8_row_problems(recipe, recipe.model.fp8.scaling)
     if recipe.model.lora is not None:
-        yield from _without_adapters(recipe, can, layout)
+        yield from _find_untrained_chunks(recipe, can, layout)
         return  # the embedding is frozen, and in no bucket
-    unmended = (Action.OWNED, Action.DRIFT, Action.CONFLICT)
-    divided = recipe.optimizer.use_distributed_optimizer
-    if divided and any(d.id == SHARED_EMBEDDING and d.action in unmended for d in decisions):
-        yield from _shared_embedding(recipe, can, layout)
+    unmended_actions = (PatchAction.OWNED, PatchAction.DRIFT, PatchAction.CONFLICT)
+    is_divided = recipe.optimizer.use_distributed_optimizer
+    if is_divided and any(d.id == SHARED_EMBEDDING_PATCH and d.action in unmended_actions for d in decisions):
+        yield from _find_split_embedding(recipe, can, layout)
 
 
-def patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
+def find_patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
     """A known trap is the recipe's problem, a patch that cannot be applied is its own."""
     for decision in decisions:
         if decision.stops:
-            code = ExitCode.USAGE if decision.action is Action.TRAP else ExitCode.PATCHES
+            code = ExitCode.USAGE if decision.action is PatchAction.TRAP else ExitCode.PATCHES
             yield Problem(code, decision.problem)
 
 
-def devices_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
+def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
     """Too few devices, ones that are not for training, or more ranks than a machine can start."""
     present = len(hardware.devices)
-    if per_node > MOST_PER_NODE:
-        yield recipe_problem(f"devices.per_node: {per_node} ranks on one machine, {MOST_PER_NODE} at most")
+    if per_node > MOST_RANKS_PER_NODE:
+        yield to_recipe_problem(
+            f"devices.per_node: {per_node} ranks on one machine, {MOST_RANKS_PER_NODE} at most"
+        )
     if hardware.backend != "cpu" and per_node > present:
-        yield hardware_problem(
+        yield to_hardware_problem(
             f"devices.per_node: {per_node} wanted, {present} visible here ({hardware.reason}): "
             "lower devices.per_node, or use a machine that has them"
         )
-    if hardware.unfit:
-        yield hardware_problem(hardware.unfit)
+    if hardware.unfit_reason:
+        yield to_hardware_problem(hardware.unfit_reason)
 
 
-def memory_problems(
+def find_memory_problems(
     recipe: Recipe, stages: Sequence[MemoryEstimate], hardware: Hardware, per_node: int
 ) -> Iterator[Problem]:
     """Every stage that does not fit its devices; on the cpu, ranks that do not fit the host together."""
@@ -277,27 +295,28 @@ def memory_problems(
     if hardware.backend == "cpu":
         host = hardware.host.memory.value
         if host is not None and worst.total * per_node > host:
-            needed = f"{per_node} ranks of {bytes_shown(worst.total)}"
-            yield hardware_problem(
-                f"memory: {needed} do not fit this host's {bytes_shown(host)} ({_less(recipe, worst)})"
+            needed = f"{per_node} ranks of {format_bytes(worst.total)}"
+            yield to_hardware_problem(
+                f"memory: {needed} do not fit this host's {format_bytes(host)}"
+                f" ({_advise_less_memory(recipe, worst)})"
             )
         return
     host, offloaded = hardware.host.memory.value, per_node * max(stage.states.host for stage in stages)
     if host is not None and offloaded > host:
-        yield hardware_problem(
-            f"memory: {per_node} ranks keep {bytes_shown(offloaded)} of the optimizer on a host with"
-            f" {bytes_shown(host)}: a smaller optimizer.optimizer_offload_fraction, or more nodes"
+        yield to_hardware_problem(
+            f"memory: {per_node} ranks keep {format_bytes(offloaded)} of the optimizer on a host with"
+            f" {format_bytes(host)}: a smaller optimizer.optimizer_offload_fraction, or more nodes"
         )
     size = hardware.device_memory.value
     for stage in stages:
         if size is not None and stage.total > size:
-            yield hardware_problem(
-                f"memory: a rank of stage {stage.stage} needs {bytes_shown(stage.total)}, "
-                f"a device has {bytes_shown(size)} ({_less(recipe, stage)})"
+            yield to_hardware_problem(
+                f"memory: a rank of stage {stage.stage} needs {format_bytes(stage.total)}, "
+                f"a device has {format_bytes(size)} ({_advise_less_memory(recipe, stage)})"
             )
 
 
-def _less(recipe: Recipe, stage: MemoryEstimate) -> str:
+def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
     """What would shrink the larger part of a stage, of what is not done yet.
 
     More stages keep as many activations: each holds less of more micro-batches.
@@ -309,112 +328,118 @@ def _less(recipe: Recipe, stage: MemoryEstimate) -> str:
         return f"mostly weights and optimizer: more {layout}{divided}"
     ways = ["a smaller train.micro_batch_size"] if recipe.train.micro_batch_size > 1 else []
     ways += ["a shorter data.sequence_length"]
-    tower = recipe.architecture.vision is not None and stage.stage == 0
-    if tower and model.lora is None and not model.vision.freeze_tower:
+    has_tower = recipe.architecture.vision is not None and stage.stage == 0
+    if has_tower and model.lora is None and not model.vision.freeze_tower:
         ways += ["model.vision.freeze_tower and freeze_projector"]
     if model.recompute is None or model.recompute.granularity != "full":
         ways += ["model.recompute"]
     return f"mostly activations: {', '.join(ways)}, more tp or cp"
 
 
-def _recomputation(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
+def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
     """What megatron-core recomputes only with other layers, or only from some release on."""
     recompute = recipe.model.recompute
     if recompute is not None and recompute.method == "uniform":
-        yield from _units(recipe, recompute.layers or 1, code)
+        yield from _find_unit_problems(recipe, recompute.layers or 1, code)
     modules = set(recompute.modules) if recompute is not None else set()
     key = "model.recompute.modules"
     if "moe_act" in modules and not can.layers.grouped_experts:
-        yield recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
+        yield to_recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
     if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_ASKS_FP8):
-        why = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
-        why += f" ({code.said_by(DISCARD_ASKS_FP8)})"
-        yield recipe_problem(f"{key}: layernorm: {why}; recompute another module on {can.backend}")
+        reason = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
+        reason += f" ({code.describe_evidence(DISCARD_ASKS_FP8)})"
+        yield to_recipe_problem(f"{key}: layernorm: {reason}; recompute another module on {can.backend}")
     fp8, discarded = recipe.model.fp8, sorted(modules & {"layernorm", "moe_act"})
-    if fp8 is not None and discarded and (fp8.scaling == "delayed" or not code.has(AGAIN_IN_FP8)):
-        yield recipe_problem(
+    if fp8 is not None and discarded and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION)):
+        yield to_recipe_problem(
             f"{key}: {' and '.join(discarded)} beside FP8, which megatron-core computes from"
-            f" {AGAIN_IN_FP8.since} on, with another scaling than delayed"
+            f" {FP8_RECOMPUTATION.since} on, with another scaling than delayed"
         )
-    if "shared_experts" in modules and not code.has(SHARED_EXPERTS_AGAIN):
-        who = f"megatron-core {code.release} does not know shared_experts"
-        yield recipe_problem(f"{key}: {who} ({code.said_by(SHARED_EXPERTS_AGAIN)}); 0.14 does")
+    if "shared_experts" in modules and not code.has(SHARED_EXPERTS_RECOMPUTATION):
+        subject = f"megatron-core {code.release} does not know shared_experts"
+        yield to_recipe_problem(
+            f"{key}: {subject} ({code.describe_evidence(SHARED_EXPERTS_RECOMPUTATION)}); 0.14 does"
+        )
 
 
-def _units(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
+def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
     """Units of uniform recomputation that do not fit into a chunk, or beside MTP layers."""
     key, a = "model.recompute.layers", recipe.architecture
-    if a.mtp_layers and unit > 1 and code.has(MTP_AGAIN):
-        yield recipe_problem(
-            f"{key}: {unit}, but MTP layers are computed again one at a time ({code.said_by(MTP_AGAIN)}):"
+    if a.mtp_layers and unit > 1 and code.has(MTP_RECOMPUTATION):
+        yield to_recipe_problem(
+            f"{key}: {unit}, but MTP layers are computed again one at a time"
+            f" ({code.describe_evidence(MTP_RECOMPUTATION)}):"
             " must be 1, or model.recompute.method block"
         )
-    if any(code.has(each) for each in SHORTER_UNIT):
+    if any(code.has(predicate) for predicate in SHORTER_UNIT):
         return
     loop = SHORTER_UNIT[0]
-    stages = recipe.parallel.stages(a.num_layers, a.mtp_layers) or ()
+    stages = recipe.parallel.compute_stages(a.num_layers, a.mtp_layers) or ()
     if uneven := sorted({chunk.layers for stage in stages for chunk in stage if chunk.layers % unit}):
-        yield recipe_problem(
+        yield to_recipe_problem(
             f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and"
-            f" megatron-core {code.release} asks for layers that are not there ({code.said_by(loop)});"
+            f" megatron-core {code.release} asks for layers that are not there"
+            f" ({code.describe_evidence(loop)});"
             f" {loop.since} does not"
         )
 
 
-def _fp8_weights(
+def _find_fp8_weight_problems(
     recipe: Recipe, can: Capabilities, layout: RankLayout, scaling: Scaling
 ) -> Iterator[Problem]:
     """Weights whose sizes FP8 products do not take; one of several layers is named once."""
     multiple = SCALINGS[scaling]
     refused = {
-        (re.sub(_NUMBERS, "", tensor.name), tensor.shape)
-        for chunk in layout.all_chunks()
-        for tensor in parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if MULTIPLIED.search(tensor.name) and any(size % multiple.rows for size in tensor.shape)
+        (re.sub(_NUMBER_PATTERN, "", tensor.name), tensor.shape)
+        for chunk in layout.iterate_chunks()
+        for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
+        if FP8_WEIGHTS.search(tensor.name) and any(size % multiple.row_multiple for size in tensor.shape)
     }
     for name, shape in sorted(refused):
-        yield recipe_problem(
-            f"model.fp8: {scaling} FP8 multiplies in multiples of {multiple.rows}, and on each rank {name} is"
+        yield to_recipe_problem(
+            f"model.fp8: {scaling} FP8 multiplies in multiples of {multiple.row_multiple}, and on each"
+            f" rank {name} is"
             f" {list(shape)}: change that size of the model, or tp and etp ({multiple.source})"
         )
 
 
-def _fp8_rows(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
-    rows, length = recipe.rows, recipe.data.sequence_length
-    multiple = recipe.alignment.total
+def _find_fp8_row_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
+    rows, length = recipe.micro_batch_rows, recipe.data.sequence_length
+    multiple = recipe.alignment.total_multiple
     if rows * length % multiple:
-        yield recipe_problem(
-            f"data.sequence_length: {scaling} FP8 takes multiples of {SCALINGS[scaling].rows} tokens on every"
+        yield to_recipe_problem(
+            f"data.sequence_length: {scaling} FP8 takes multiples of {SCALINGS[scaling].row_multiple}"
+            " tokens on every"
             f" rank, so a micro-batch of {rows} x {length} must be a multiple of {multiple}: change"
             " the length or train.micro_batch_size, or pack (data.packed)"
         )
 
 
-def _without_adapters(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
-    for chunk in layout.all_chunks():
-        if not trained(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
+def _find_untrained_chunks(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
+    for chunk in layout.iterate_chunks():
+        if not list_trained_parameters(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
             where = f"a chunk of stage {chunk.stage}, and nothing would be trained there"
             if chunk.layers:
                 layers = ", ".join(map(str, chunk.layers))
-                yield recipe_problem(
+                yield to_recipe_problem(
                     f"model.lora.targets: none is in layers {layers}, which are all of {where}:"
                     " add targets, or use fewer stages"
                 )
             else:
-                yield recipe_problem(
+                yield to_recipe_problem(
                     f"model.lora: no layers are in {where}:"
                     " move one there in parallel.pipeline_model_parallel_layout"
                 )
 
 
-def _shared_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
-    ranks = layout.size("dp") * layout.size("cp")
-    for chunk in layout.all_chunks():
-        tensors = parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
+def _find_split_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
+    ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
+    for chunk in layout.iterate_chunks():
+        tensors = list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
         if splits_shared_embedding(tensors, ranks):
-            yield recipe_problem(
+            yield to_recipe_problem(
                 "parallel.pp: this megatron-core lays the embedding that the first and the last stage share "
                 f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly, and the "
-                f"patch {SHARED_EMBEDDING} is not applied: use megatron-core 0.13 or newer, or pp 1"
+                f"patch {SHARED_EMBEDDING_PATCH} is not applied: use megatron-core 0.13 or newer, or pp 1"
             )
             return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bundle import files
-from bundle.planning.problems import Problem, hardware_problem, recipe_problem
+from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 from bundle.recipe import Recipe
 from bundle.recipe.rl_rules import split_function
 
@@ -18,9 +18,9 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
     for number, reward in enumerate(recipe.rl.rewards if recipe.rl else ()):
         key = f"rl.rewards.{number}"
         if reward.function is not None and (reason := _find_defect(*split_function(reward.function))):
-            yield recipe_problem(f"{key}.function: {reward.function}: {reason}")
+            yield to_recipe_problem(f"{key}.function: {reward.function}: {reason}")
         if reward.kind == "math" and importlib.util.find_spec("math_verify") is None:
-            yield hardware_problem(
+            yield to_hardware_problem(
                 f"{key}.kind: math needs math-verify. Install it: pip install 'mcore-bundle[rl]'."
             )
 
@@ -28,7 +28,7 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
 def _find_defect(file: str, name: str) -> str | None:
     """Return why a file has no function of that name; None where it seems to have one."""
     try:
-        module = ast.parse(files.content(Path(file), _SOURCE_BYTES))
+        module = ast.parse(files.read_content(Path(file), _SOURCE_BYTES))
     except OSError as error:
         return f"{error.strerror}. Name a file as FILE.py:NAME, from the working directory on."
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -30,28 +30,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures import Architecture, DeltaNet, adapters, padded_vocabulary, spellings
+from bundle.architectures import Architecture, DeltaNet, adapters, checkpoint_names, pad_vocab_size
 from bundle.architectures.tensors import (
     EMBEDDING,
     HEAD,
-    TOWER,
+    TOWER_PREFIX,
     Cut,
     Tensor,
     Tensors,
-    cut,
+    find_cut,
     is_buffer,
     is_expert,
 )
 from bundle.capabilities import LayerTraits
-from bundle.capabilities.cpu import LOCAL
-from bundle.planning.layout import Chunk, whole_model
+from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.planning.layout import ModelChunk, build_single_chunk
 from bundle.recipe import Parallel, Recipe
 from bundle.recipe.recipe import Model
 from bundle.recipe.sections import Optimizer
 
 FP32, BF16 = 4, 2  # bytes of a value
 # Weights of the layers that multiply in FP8: not the embedding, the output layer, routers and norms.
-MULTIPLIED = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
+FP8_WEIGHTS = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
 
 
 class Parameter(NamedTuple):
@@ -70,127 +70,147 @@ class Parameter(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # a plan asks for those of a chunk three times and more
-def parameters(
-    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits
+def list_parameters(
+    architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits
 ) -> tuple[Parameter, ...]:
     """The parameters of one rank's model chunk, in the order in which megatron-core registers them.
 
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
     table = Tensors(architecture, parallel.tp)
-    local = _local_experts(architecture, parallel)
+    local = _list_local_experts(architecture, parallel)
     tied = architecture.tied_embeddings
-    found: list[Parameter] = []
+    chunk_parameters: list[Parameter] = []
 
-    def held(tensor: Tensor, name: str = "") -> Parameter:
-        how = cut(tensor.name, architecture.delta_net)
-        shape = _local(tensor.shape, how, parallel)
-        return Parameter(name or tensor.name, shape, how, is_expert(tensor.name))
+    def build_parameter(tensor: Tensor, name: str = "") -> Parameter:
+        tensor_cut = find_cut(tensor.name, architecture.delta_net)
+        shape = _compute_local_shape(tensor.shape, tensor_cut, parallel)
+        return Parameter(name or tensor.name, shape, tensor_cut, is_expert(tensor.name))
 
-    def layer(at: str, tensors: Iterator[Tensor]) -> None:
-        own = [tensor for tensor in tensors if not is_buffer(tensor.name)]
-        named = [(tensor.name, tensor) for tensor in own]
+    def add_layer(prefix: str, tensors: Iterator[Tensor]) -> None:
+        weights = [tensor for tensor in tensors if not is_buffer(tensor.name)]
+        named = [(tensor.name, tensor) for tensor in weights]
         if traits.fused_norms:
-            named = list(spellings.with_folded_norms(at, own))
+            named = list(checkpoint_names.fold_norms(prefix, weights))
         if traits.grouped_experts:
-            named = list(spellings.with_grouped_experts(named))
-        found.extend(held(tensor, name) for name, tensor in named)
+            named = list(checkpoint_names.group_experts(named))
+        chunk_parameters.extend(build_parameter(tensor, name) for name, tensor in named)
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
-    travels = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
-    if chunk.embedding or chunk.embedding_copy:
-        found.append(held(table.embedding())._replace(shared_embedding=travels))
+    is_shared = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
+    if chunk.embedding or chunk.has_embedding_copy:
+        chunk_parameters.append(build_parameter(table.build_embedding())._replace(shared_embedding=is_shared))
     for number in chunk.layers:
-        layer(f"decoder.layers.{number}.", table.layer(number, local))
+        add_layer(f"decoder.layers.{number}.", table.build_layer(number, local))
     if chunk.final_norm:
-        found.append(held(table.final_norm()))
+        chunk_parameters.append(build_parameter(table.build_final_norm()))
     for depth in range(chunk.mtp_layers):
-        layer(f"mtp.layers.{depth}.transformer_layer.", table.mtp_layer(depth, local))
-    if chunk.head and not (tied and (chunk.embedding or chunk.embedding_copy)):
-        found.append(held(table.head())._replace(shared_embedding=travels and tied))
+        add_layer(f"mtp.layers.{depth}.transformer_layer.", table.build_mtp_layer(depth, local))
+    if chunk.head and not (tied and (chunk.embedding or chunk.has_embedding_copy)):
+        chunk_parameters.append(
+            build_parameter(table.build_head())._replace(shared_embedding=is_shared and tied)
+        )
     if chunk.embedding:
-        found.extend(map(held, table.tower()))
-    return tuple(found)
+        chunk_parameters.extend(map(build_parameter, table.build_tower()))
+    return tuple(chunk_parameters)
 
 
-def trained(
-    architecture: Architecture, parallel: Parallel, chunk: Chunk, traits: LayerTraits, model: Model
+def list_trained_parameters(
+    architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits, model: Model
 ) -> tuple[Parameter, ...]:
     """Those that have gradients and optimizer state: beside frozen weights the chunk's adapters, or all but
     what is frozen of a tower."""
     lora = model.lora
     if lora is None:
-        every = parameters(architecture, parallel, chunk, traits)
-        return tuple(of for of in every if not model.vision.freezes(of.name))
-    table, local = Tensors(architecture, parallel.tp), _local_experts(architecture, parallel)
-    layers = [table.layer(number, local) for number in chunk.layers]
-    layers += [table.mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
-    layers += [table.tower()] if chunk.embedding else []
+        chunk_parameters = list_parameters(architecture, parallel, chunk, traits)
+        return tuple(parameter for parameter in chunk_parameters if not model.vision.freezes(parameter.name))
+    table, local = Tensors(architecture, parallel.tp), _list_local_experts(architecture, parallel)
+    layers = [table.build_layer(number, local) for number in chunk.layers]
+    layers += [table.build_mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
+    layers += [table.build_tower()] if chunk.embedding else []
     return tuple(
-        Parameter(matrix.name, _local(matrix.shape, matrix.cut, parallel), matrix.cut, matrix.expert)
+        Parameter(
+            matrix.name,
+            _compute_local_shape(matrix.shape, matrix.cut, parallel),
+            matrix.cut,
+            matrix.is_expert,
+        )
         for tensor in chain.from_iterable(layers)
-        for pair in adapters.pairs(tensor, lora.targets, lora.rank)
+        for pair in adapters.find_pairs(tensor, lora.targets, lora.rank)
         if pair is not None
         for matrix in pair
     )
 
 
-def _local_experts(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
+def _list_local_experts(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
     return range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
 
 
-def _local(shape: Sequence[int], how: Cut | None, parallel: Parallel) -> tuple[int, ...]:
+def _compute_local_shape(shape: Sequence[int], tensor_cut: Cut | None, parallel: Parallel) -> tuple[int, ...]:
     """One rank's part of a shape."""
     local = list(shape)
-    if how is not None:
-        local[how.dim] //= parallel.tp if how.axis == "tp" else parallel.etp
+    if tensor_cut is not None:
+        local[tensor_cut.dim] //= parallel.tp if tensor_cut.axis == "tp" else parallel.etp
     return tuple(local)
 
 
 # Which layers are fused changes no count.
-_TRAITS = LOCAL
+_COUNTING_TRAITS = LOCAL_LAYERS
 
 
 class ModelSize(NamedTuple):
     """Parameters of a model, rows of padding aside; FLOPs of a forward pass."""
 
     parameters: int  # without MTP layers
-    active: int  # of these, what a token has to do with: not the experts that it is not sent to
-    mtp: int  # of the MTP layers
+    active_parameters: int  # of these, what a token has to do with: not the experts that it is not sent to
+    mtp_parameters: int  # of the MTP layers
     flops_per_token: int  # in weights
     flops_per_pair: int  # of a query and a key that it sees, over all layers without a window
-    stored: int  # parameters of a checkpoint: all, with the rows of padding; adapters alone where these train
-    adapters: int = 0  # parameters of them; 0: the weights themselves are trained
-    frozen: int = 0  # parameters of a checkpoint without optimizer state: what is frozen of a tower
+    stored_parameters: (
+        int  # parameters of a checkpoint: all, with the rows of padding; adapters alone where these train
+    )
+    adapter_parameters: int = 0  # parameters of them; 0: the weights themselves are trained
+    frozen_parameters: int = (
+        0  # parameters of a checkpoint without optimizer state: what is frozen of a tower
+    )
     window: int = 0
     flops_per_windowed_pair: int = 0  # over all layers with a window
 
-    def training_flops(self, lengths: Iterable[int]) -> int:
+    def count_training_flops(self, lengths: Iterable[int]) -> int:
         """FLOPs of training on sequences of these lengths, forward and backward."""
-        each = list(lengths)
-        pairs = sum(map(count_pairs, each))
-        windowed = sum(count_pairs(length, self.window) for length in each)
-        return self.step_flops(sum(each), pairs, windowed)
+        length_list = list(lengths)
+        pairs = sum(map(count_pairs, length_list))
+        windowed = sum(count_pairs(length, self.window) for length in length_list)
+        return self.count_step_flops(sum(length_list), pairs, windowed)
 
-    def step_flops(self, tokens: int, pairs: int, windowed_pairs: int) -> int:
+    def count_step_flops(self, tokens: int, pairs: int, windowed_pairs: int) -> int:
         """Return the same from sums over sequences: tokens, and `count_pairs` without and with the window."""
-        of_weights = 2 if self.adapters else 3
-        of_attention = pairs * self.flops_per_pair + windowed_pairs * self.flops_per_windowed_pair
-        return of_weights * tokens * self.flops_per_token + 3 * of_attention
+        weight_factor = 2 if self.adapter_parameters else 3
+        attention_flops = pairs * self.flops_per_pair + windowed_pairs * self.flops_per_windowed_pair
+        return weight_factor * tokens * self.flops_per_token + 3 * attention_flops
 
-    def checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
+    def count_checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
         """Bytes of a checkpoint: the weights in `dtype` (bf16, fp32), an fp32 copy, the optimizer's state.
 
         A copy of what is fp32 itself is there where the optimizer's state is divided between ranks.
         """
-        bf16 = dtype == "bf16"
-        in_fp32 = len(optimizer.states) + (bf16 or optimizer.use_distributed_optimizer)
-        return self.stored * (BF16 if bf16 else FP32) + (self.stored - self.frozen) * in_fp32 * FP32
+        is_bf16 = dtype == "bf16"
+        in_fp32 = len(optimizer.state_names) + (is_bf16 or optimizer.use_distributed_optimizer)
+        return (
+            self.stored_parameters * (BF16 if is_bf16 else FP32)
+            + (self.stored_parameters - self.frozen_parameters) * in_fp32 * FP32
+        )
 
-    def export_bytes(self, dtype: str, kind: str | None) -> int:
+    def count_export_bytes(self, dtype: str, kind: str | None) -> int:
         """Bytes of an export (checkpoint.export) of a model in `dtype`; of one in FP8 the most."""
-        written = self.adapters if kind == "peft" else self.parameters + self.mtp if kind else 0
-        return written * (FP32 if dtype == "fp32" else BF16)
+        parameters = (
+            self.adapter_parameters
+            if kind == "peft"
+            else self.parameters + self.mtp_parameters
+            if kind
+            else 0
+        )
+        return parameters * (FP32 if dtype == "fp32" else BF16)
 
 
 def count_pairs(length: Any, window: int = 0) -> Any:
@@ -202,73 +222,90 @@ def count_pairs(length: Any, window: int = 0) -> Any:
     return length * (length + 1) // 2 - beyond * (beyond + 1) // 2
 
 
-def model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
+def compute_model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
     """The size of a model, of which is trained what `model` says; None: all of it."""
     moe, hidden, vocabulary = architecture.moe, architecture.hidden_size, architecture.vocab_size
     experts, chosen = (moe.num_experts, moe.topk) if moe else (1, 1)
     # Each of `experts` ranks holds one of them, and the rest of the model.
-    whole, parallel = whole_model(architecture), Parallel(ep=experts)
-    tensors = parameters(architecture, parallel, whole, _TRAITS)
-    own = [tensor for tensor in tensors if tensor.name not in (EMBEDDING, HEAD)]
-    main = [tensor for tensor in own if not tensor.name.startswith("mtp.")]
-    matrices = [t for t in own if len(t.shape) == 2 and not t.name.startswith(TOWER)]
-    tables = (len(tensors) - len(own)) * hidden  # parameters for each entry of the vocabulary
+    chunk, parallel = build_single_chunk(architecture), Parallel(ep=experts)
+    tensors = list_parameters(architecture, parallel, chunk, _COUNTING_TRAITS)
+    layer_tensors = [tensor for tensor in tensors if tensor.name not in (EMBEDDING, HEAD)]
+    main = [tensor for tensor in layer_tensors if not tensor.name.startswith("mtp.")]
+    matrices = [t for t in layer_tensors if len(t.shape) == 2 and not t.name.startswith(TOWER_PREFIX)]
+    tables = (len(tensors) - len(layer_tensors)) * hidden  # parameters for each entry of the vocabulary
     mtp, (key, value) = architecture.mtp_layers, architecture.head_dims
     pair = 2 * architecture.num_attention_heads * (key + value)
-    adapted = model is not None and model.lora is not None
-    learning = trained(architecture, parallel, whole, _TRAITS, model) if model else tensors
-    added = _count(learning, experts) if adapted else 0
+    has_adapters = model is not None and model.lora is not None
+    trained_parameters = (
+        list_trained_parameters(architecture, parallel, chunk, _COUNTING_TRAITS, model) if model else tensors
+    )
+    adapter_parameters = _count_values(trained_parameters, experts) if has_adapters else 0
     return ModelSize(
-        parameters=_count(main, experts) + tables * vocabulary,
-        active=_count(main, chosen) + tables * vocabulary,
-        mtp=_count(own, experts) - _count(main, experts),
+        parameters=_count_values(main, experts) + tables * vocabulary,
+        active_parameters=_count_values(main, chosen) + tables * vocabulary,
+        mtp_parameters=_count_values(layer_tensors, experts) - _count_values(main, experts),
         flops_per_token=2
-        * (_count(matrices, chosen) + (1 + mtp) * vocabulary * hidden + _states(architecture.delta_net)),
-        flops_per_pair=(architecture.attention_layers + mtp - sum(architecture.windows)) * pair,
-        stored=added or _count(own, experts) + tables * padded_vocabulary(vocabulary, 1),
-        adapters=added,
-        frozen=0 if adapted else _count(tensors, experts) - _count(learning, experts),
+        * (
+            _count_values(matrices, chosen)
+            + (1 + mtp) * vocabulary * hidden
+            + _count_state_products(architecture.delta_net)
+        ),
+        flops_per_pair=(architecture.num_attention_layers + mtp - sum(architecture.windows)) * pair,
+        stored_parameters=adapter_parameters
+        or _count_values(layer_tensors, experts) + tables * pad_vocab_size(vocabulary, 1),
+        adapter_parameters=adapter_parameters,
+        frozen_parameters=0
+        if has_adapters
+        else _count_values(tensors, experts) - _count_values(trained_parameters, experts),
         window=architecture.window or 0,
         flops_per_windowed_pair=sum(architecture.windows) * pair,
     )
 
 
-def _states(net: DeltaNet | None) -> int:
+def _count_state_products(net: DeltaNet | None) -> int:
     """The multiply-adds of a token in the states of all gated delta nets."""
     if net is None:
         return 0
     return 3 * sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
-def _count(tensors: Iterable[Parameter], experts: int) -> int:
+def _count_values(tensors: Iterable[Parameter], experts: int) -> int:
     """The values of these tensors, each expert's in as many experts."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
 
 
-class Disk(NamedTuple):
+class DiskUsage(NamedTuple):
     """Bytes that a run leaves, and those that are free where it lives."""
 
     checkpoint: int
     checkpoints: int  # of those that stay and one more, which is being written
     exports: int  # at most, all together
     free: int
-    there: int = 0  # of the checkpoints and exports, those that the run has written before
+    written: int = 0  # of the checkpoints and exports, those that the run has written before
 
     @property
-    def suffices(self) -> bool:
+    def is_sufficient(self) -> bool:
         """Whether they fit."""
-        return self.checkpoints + self.exports - self.there <= self.free
+        return self.checkpoints + self.exports - self.written <= self.free
 
 
-def disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0) -> Disk:
+def estimate_disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0) -> DiskUsage:
     """The disk of the run that would live in `directory`, which need not be there yet.
 
     So many checkpoints and exports of it are there already. Of epochs that are no steps yet, one export is
     counted.
     """
-    size, kept = model_size(recipe.architecture, recipe.model), recipe.checkpoint
-    one = size.checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
-    export = size.export_bytes(recipe.model.dtype, kept.export)
-    most = kept.exports(recipe.train.steps or 1)
-    there = min(checkpoints, kept.most) * one + min(exports, most) * export
-    return Disk(one, one * kept.most, most * export, files.free(directory), there)
+    size, checkpoint = compute_model_size(recipe.architecture, recipe.model), recipe.checkpoint
+    checkpoint_bytes = size.count_checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
+    export = size.count_export_bytes(recipe.model.dtype, checkpoint.export)
+    max_exports = checkpoint.count_exports(recipe.train.steps or 1)
+    written = (
+        min(checkpoints, checkpoint.max_checkpoints) * checkpoint_bytes + min(exports, max_exports) * export
+    )
+    return DiskUsage(
+        checkpoint_bytes,
+        checkpoint_bytes * checkpoint.max_checkpoints,
+        max_exports * export,
+        files.find_free_bytes(directory),
+        written,
+    )

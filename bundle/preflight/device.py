@@ -5,17 +5,19 @@ import time
 
 import torch
 
-from bundle.preflight import Found
+from bundle.preflight import ProbeResult
 
 # Of the matrices: large enough to keep a device busy, and a cpu not for long.
 _SIZES = {"cpu": 1024}
 _SIZE = 8192
-_INNER = 1024  # products of whole numbers this long are exact, whatever the order in which they are added
+_INNER_SIZE = (
+    1024  # products of whole numbers this long are exact, whatever the order in which they are added
+)
 _SECONDS = {"quick": 2.0, "long": 60.0}
-_LEAST_FREE = 0.9
+_LEAST_FREE_SHARE = 0.9
 
 
-def probe(kind: str, index: int, seconds: float) -> Found:
+def probe(kind: str, index: int, seconds: float) -> ProbeResult:
     """Multiplies matrices of whole numbers, of which every device must make the same."""
     if kind == "npu":
         import torch_npu  # noqa: F401  registers the device
@@ -24,28 +26,30 @@ def probe(kind: str, index: int, seconds: float) -> Found:
     if kind != "cpu":
         free, total = getattr(torch, kind).mem_get_info(device)
         measured["GiB free"] = free / 2**30
-        if free < _LEAST_FREE * total:
+        if free < _LEAST_FREE_SHARE * total:
             taken = (total - free) / 2**30
-            return Found(measured, f"{taken:.1f} GiB of its memory are taken by another process")
+            return ProbeResult(measured, f"{taken:.1f} GiB of its memory are taken by another process")
     generator = torch.Generator().manual_seed(1)
     left, right = (
         torch.randint(-1, 2, shape, generator=generator).to(torch.float32)
-        for shape in ((size, _INNER), (_INNER, size))
+        for shape in ((size, _INNER_SIZE), (_INNER_SIZE, size))
     )
     # The rows that are compared: all of them would take a processor long.
     expected = (left[:64] @ right).to(torch.bfloat16)
     left, right = left.to(device, torch.bfloat16), right.to(device, torch.bfloat16)
     runs, began = 0, time.perf_counter()
-    while (took := time.perf_counter() - began) < seconds or runs < 2:
+    while (elapsed := time.perf_counter() - began) < seconds or runs < 2:
         product = left @ right
         # Waits for the device as well.
         if not torch.equal(product[:64].cpu(), expected):
-            return Found(measured, f"a product of matrices is wrong, the {runs + 1}. of its kind")
+            return ProbeResult(measured, f"a product of matrices is wrong, the {runs + 1}. of its kind")
         runs += 1
         if runs == 1:  # which has loaded what the others find
             began = time.perf_counter()
-    return Found({**measured, "TFLOP/s": 2e-12 * size * size * _INNER * (runs - 1) / max(took, 1e-9)})
+    return ProbeResult(
+        {**measured, "TFLOP/s": 2e-12 * size * size * _INNER_SIZE * (runs - 1) / max(elapsed, 1e-9)}
+    )
 
 
 if __name__ == "__main__":
-    probe(sys.argv[1], int(sys.argv[2]), _SECONDS[sys.argv[3]]).tell()
+    probe(sys.argv[1], int(sys.argv[2]), _SECONDS[sys.argv[3]]).print_result()

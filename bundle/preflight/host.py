@@ -4,24 +4,24 @@ import re
 
 from bundle.environment import hardware, machine
 from bundle.environment.machine import NUMBER, Machine
-from bundle.preflight import Found
+from bundle.preflight import ProbeResult
 
-_LEAST_FREE = 0.1
+_LEAST_FREE_SHARE = 0.1
 
 
-def probe(here: Machine) -> Found:
+def probe(local_machine: Machine) -> ProbeResult:
     """What a process could get without swapping, of what this one may use at all."""
-    whole = hardware.host(here).memory
-    said = here.read("/proc/meminfo")
-    match = re.search(rf"^MemAvailable:\s*({NUMBER}) kB", said.value or "", re.MULTILINE)
-    if match is None or whole.value is None:
-        return Found(skipped=f"unknown: {said.reason}, {whole.reason}")
-    free = min(int(match[1]) * 1024, whole.value)
+    memory = hardware.read_host(local_machine).memory
+    meminfo = local_machine.read("/proc/meminfo")
+    match = re.search(rf"^MemAvailable:\s*({NUMBER}) kB", meminfo.value or "", re.MULTILINE)
+    if match is None or memory.value is None:
+        return ProbeResult(skipped=f"unknown: {meminfo.reason}, {memory.reason}")
+    free = min(int(match[1]) * 1024, memory.value)
     measured = {"GiB free": free / 2**30}
-    if free < _LEAST_FREE * whole.value:
-        return Found(measured, f"only {free / 2**30:.1f} of {whole.value / 2**30:.1f} GiB are free")
-    return Found(measured)
+    if free < _LEAST_FREE_SHARE * memory.value:
+        return ProbeResult(measured, f"only {free / 2**30:.1f} of {memory.value / 2**30:.1f} GiB are free")
+    return ProbeResult(measured)
 
 
 if __name__ == "__main__":
-    probe(machine.local()).tell()
+    probe(machine.get_local_machine()).print_result()

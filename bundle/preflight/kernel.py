@@ -2,30 +2,30 @@
 
 from bundle.environment import machine
 from bundle.environment.machine import Machine
-from bundle.launch.causes import KERNEL, Action, found
-from bundle.preflight import Found
+from bundle.launch.causes import KERNEL_RULES, RestartAction, find_cause
+from bundle.preflight import ProbeResult
 
 _COMMAND = ("dmesg",)
 # What a launch would leave the node out for.
-_RULES = tuple(rule for rule in KERNEL if rule.action is Action.RESTART_WITHOUT)
-_SHOWN = 4
+_RULES = tuple(rule for rule in KERNEL_RULES if rule.action is RestartAction.RESTART_WITHOUT)
+_MOST_SHOWN = 4
 
 
-def probe(here: Machine) -> Found:
+def probe(local_machine: Machine) -> ProbeResult:
     """What the log says since the machine was started; most containers may not read it."""
-    log = here.run(_COMMAND)
+    log = local_machine.run(_COMMAND)
     if log.value is None:
-        return Found(skipped=log.reason)
+        return ProbeResult(skipped=log.reason)
     lines = log.value.splitlines()
     causes: dict[str, str] = {}
     for line in lines:
-        if hit := found(_RULES, line):
+        if hit := find_cause(_RULES, line):
             device = hit.match.groupdict().get("device")
-            causes.setdefault(f"PCI {device}: {hit.says}" if device else hit.says, hit.line)
-    told = [f"{cause} ({line})" for cause, line in causes.items()]
-    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
-    return Found({"lines": len(lines)}, "; ".join([*told[:_SHOWN], *more]))
+            causes.setdefault(f"PCI {device}: {hit.cause}" if device else hit.cause, hit.line)
+    descriptions = [f"{cause} ({line})" for cause, line in causes.items()]
+    more = [f"and {len(descriptions) - _MOST_SHOWN} more"] if len(descriptions) > _MOST_SHOWN else []
+    return ProbeResult({"lines": len(lines)}, "; ".join([*descriptions[:_MOST_SHOWN], *more]))
 
 
 if __name__ == "__main__":
-    probe(machine.local()).tell()
+    probe(machine.get_local_machine()).print_result()

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.launch.outcomes import node_name
+from bundle.launch.outcomes import get_node_name
 from bundle.launch.rendezvous import Rendezvous
 
 # A node whose best link carries less than this share of what is usual holds up every collective.
-SLOWEST = 0.5
+LEAST_BANDWIDTH_SHARE = 0.5
 FOLDER = "preflight"
 PASSING, FAILING = "passing.txt", "failing.txt"
 
 
 @dataclass(frozen=True)
-class Place:
+class LinkWorker:
     """Where one device's process stands: `kind` is torch's name of the device, `address` of node 0.
 
     One node alone meets in the file `address`. `unfit` is what the node has found wrong with itself; `wait`
@@ -43,43 +43,43 @@ class Place:
     name: str
 
     @classmethod
-    def parse(cls, word: str) -> "Place":
-        """What `word` made."""
-        return cls(**json.loads(word))
+    def from_argument(cls, argument: str) -> "LinkWorker":
+        """What `argument` made."""
+        return cls(**json.loads(argument))
 
     @property
-    def word(self) -> str:
+    def argument(self) -> str:
         """All of it as one word of a command line."""
         return json.dumps(asdict(self))
 
 
-def places(
+def build_workers(
     kind: str,
     per_node: int,
-    where: Rendezvous,
-    file: Path,
+    rendezvous: Rendezvous,
+    store_file: Path,
     *,
     unfit: str,
     wait: float,
     seconds: float,
     quick: bool,
-) -> Iterator[Place]:
-    """The processes of this node; `file` is where they meet if there is no other node."""
-    alone = where.nodes == 1
+) -> Iterator[LinkWorker]:
+    """The processes of this node; `store_file` is where they meet if there is no other node."""
+    is_alone = rendezvous.nodes == 1
     for local_rank in range(per_node):
-        yield Place(
+        yield LinkWorker(
             kind=kind,
             local_rank=local_rank,
             per_node=per_node,
-            nodes=where.nodes,
-            node_rank=where.node_rank,
-            address=str(file) if alone else where.address,
-            port=0 if alone else where.port or 0,
+            nodes=rendezvous.nodes,
+            node_rank=rendezvous.node_rank,
+            address=str(store_file) if is_alone else rendezvous.address,
+            port=0 if is_alone else rendezvous.port or 0,
             unfit=unfit,
             wait=wait,
             seconds=seconds,
             quick=quick,
-            name=node_name(),
+            name=get_node_name(),
         )
 
 
@@ -103,50 +103,50 @@ class Report(NamedTuple):
     waits_for: int | None = None
 
 
-def parsed(values: Sequence[Any]) -> Report:
+def parse_report(values: Sequence[Any]) -> Report:
     """The report that these JSON values were made of."""
     links, stage, waits_for = values
-    return Report(tuple(Link(*each) for each in links), stage, waits_for)
+    return Report(tuple(Link(*fields) for fields in links), stage, waits_for)
 
 
-def judged(reports: Mapping[int, Report], taking_part: Sequence[int], per_node: int) -> dict[int, str]:
-    """What is wrong with nodes, by their number; `reports` are by rank, node by node of `taking_part`."""
-    node = [number for number in taking_part for _ in range(per_node)]
+def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_node: int) -> dict[int, str]:
+    """What is wrong with nodes, by their number; `reports` are by rank, node by node of `participants`."""
+    node_of_rank = [number for number in participants for _ in range(per_node)]
     wrong: dict[int, str] = {}
-    for rank, number in enumerate(node):
+    for rank, number in enumerate(node_of_rank):
         if rank not in reports:
             wrong.setdefault(number, "its links were not measured: it said nothing within the time")
     silent = [
-        (node[report.waits_for], node[rank])
+        (node_of_rank[report.waits_for], node_of_rank[rank])
         for rank, report in reports.items()
         if report.waits_for is not None
     ]
-    wrong |= _cover([pair for pair in silent if not set(pair) & set(wrong)])
+    wrong |= _find_cover([pair for pair in silent if not set(pair) & set(wrong)])
     if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
-        wrong |= dict.fromkeys(taking_part, f"its time was over in {' and '.join(stuck)}")
-    return wrong or _slow(reports, node)
+        wrong |= dict.fromkeys(participants, f"its time was over in {' and '.join(stuck)}")
+    return wrong or _find_slow_nodes(reports, node_of_rank)
 
 
-def _cover(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
+def _find_cover(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
     """The nodes without which no link is silent, as few as come of taking the worst first."""
     wrong: dict[int, str] = {}
-    left = list(silent)
-    while left:
-        counts = Counter(number for pair in left for number in set(pair))
+    remaining = list(silent)
+    while remaining:
+        counts = Counter(number for pair in remaining for number in set(pair))
         worst = max(counts, key=lambda number: (counts[number], number))
-        others = sorted({number for pair in left if worst in pair for number in pair} - {worst})
-        where = f"to or from node {', '.join(map(str, others))}" if others else "between its devices"
+        peers = sorted({number for pair in remaining if worst in pair for number in pair} - {worst})
+        where = f"to or from node {', '.join(map(str, peers))}" if peers else "between its devices"
         wrong[worst] = f"nothing came over its links {where}"
-        left = [pair for pair in left if worst not in pair]
+        remaining = [pair for pair in remaining if worst not in pair]
     return wrong
 
 
-def _slow(reports: Mapping[int, Report], node: Sequence[int]) -> dict[int, str]:
+def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int]) -> dict[int, str]:
     """Nodes that send, or receive, on no link as fast as nodes usually do; of two, none can be told."""
     best: dict[int, dict[int, float]] = {}
     for report in reports.values():
         for link in report.links:
-            source, target = node[link.source], node[link.target]
+            source, target = node_of_rank[link.source], node_of_rank[link.target]
             if source != target:
                 for number, way in ((source, 0), (target, 1)):
                     ways = best.setdefault(number, {})
@@ -156,11 +156,11 @@ def _slow(reports: Mapping[int, Report], node: Sequence[int]) -> dict[int, str]:
     return {
         number: f"its links carry {speed:.3g} GB/s at most, those of others {usual:.3g}"
         for number, speed in speeds.items()
-        if speed < SLOWEST * usual
+        if speed < LEAST_BANDWIDTH_SHARE * usual
     }
 
 
-def distances(nodes: int) -> Iterator[int]:
+def list_distances(nodes: int) -> Iterator[int]:
     """How many nodes away from each node its partners are: 1, 2, 4, ... as long as there are so many."""
     distance = 1
     while distance < nodes:
@@ -168,13 +168,13 @@ def distances(nodes: int) -> Iterator[int]:
         distance *= 2
 
 
-def write(folder: Path, came_to: Iterable[tuple[str, str]]) -> None:
+def write(folder: Path, node_defects: Iterable[tuple[str, str]]) -> None:
     """Puts the names of nodes into two lists, as `srun --nodelist=FILE` and `--exclude=FILE` take them.
 
-    `came_to`: names, and what is wrong. Raises JobFailed where nothing can be written.
+    `node_defects`: names, and what is wrong. Raises JobFailed where nothing can be written.
     """
-    every = list(came_to)
+    pairs = list(node_defects)
     folder.mkdir(parents=True, exist_ok=True)
     for name, passing in ((PASSING, True), (FAILING, False)):
-        listed = [node for node, why in every if (not why) is passing]
+        listed = [node for node, defect in pairs if (not defect) is passing]
         files.write_text(folder / name, "".join(f"{node}\n" for node in listed))

@@ -5,21 +5,24 @@ One that is down beside others may be meant to be; `doctor --compare` tells wher
 
 from bundle.environment import hardware, machine
 from bundle.environment.machine import Machine
-from bundle.preflight import Found
+from bundle.preflight import ProbeResult
 
-_PORTS = "/sys/class/infiniband"
+_PORTS_DIRECTORY = "/sys/class/infiniband"
 
 
-def probe(here: Machine) -> Found:
+def probe(local_machine: Machine) -> ProbeResult:
     """How many ports there are, and which of them are up."""
-    there = sum(len(here.names(f"{_PORTS}/{device}/ports")) for device in here.names(_PORTS))
-    if not there:
-        return Found(skipped=f"no port in {_PORTS}")
-    usable = hardware.rdma(here)
+    port_count = sum(
+        len(local_machine.list_names(f"{_PORTS_DIRECTORY}/{device}/ports"))
+        for device in local_machine.list_names(_PORTS_DIRECTORY)
+    )
+    if not port_count:
+        return ProbeResult(skipped=f"no port in {_PORTS_DIRECTORY}")
+    usable = hardware.find_rdma_ports(local_machine)
     up = usable.value or ()
-    measured = {"ports": there, "ports up": len(up)}
-    return Found(measured, said=", ".join(up)) if up else Found(measured, usable.reason)
+    measured = {"ports": port_count, "ports up": len(up)}
+    return ProbeResult(measured, note=", ".join(up)) if up else ProbeResult(measured, usable.reason)
 
 
 if __name__ == "__main__":
-    probe(machine.local()).tell()
+    probe(machine.get_local_machine()).print_result()

@@ -5,10 +5,10 @@ By the health check of nvidia-resiliency-ext (github.com/NVIDIA/nvidia-resilienc
 
 import logging
 
-from bundle.preflight import Found
+from bundle.preflight import ProbeResult
 
 
-class _Warnings(logging.Handler):
+class _WarningCollector(logging.Handler):
     """What is warned of while this is a handler: the check says nowhere else what is wrong."""
 
     def __init__(self) -> None:
@@ -19,24 +19,28 @@ class _Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def probe() -> Found:
+def probe() -> ProbeResult:
     """Asks it of all GPUs of the node."""
     try:
         from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
     except ImportError as error:
-        return Found(skipped=f"nvidia-resiliency-ext cannot be asked: {error}")
-    warnings = _Warnings()
+        return ProbeResult(skipped=f"nvidia-resiliency-ext cannot be asked: {error}")
+    warnings = _WarningCollector()
     logging.getLogger().addHandler(warnings)
     try:
         check = GPUHealthCheck()
         healthy = check()
     finally:
         logging.getLogger().removeHandler(warnings)
-    said = "; ".join(warnings.lines)
+    warning_text = "; ".join(warnings.lines)
     if not check.enabled:
-        return Found(skipped=said or "its health check is disabled here")
-    return Found() if healthy else Found(wrong=said or "its health check fails, and does not say why")
+        return ProbeResult(skipped=warning_text or "its health check is disabled here")
+    return (
+        ProbeResult()
+        if healthy
+        else ProbeResult(wrong=warning_text or "its health check fails, and does not say why")
+    )
 
 
 if __name__ == "__main__":
-    probe().tell()
+    probe().print_result()

@@ -5,19 +5,19 @@ import sys
 from bundle.environment import machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.machine import Level, Machine
-from bundle.environment.packages import Stack
-from bundle.preflight import Found
+from bundle.environment.packages import InstalledPackages
+from bundle.preflight import ProbeResult
 
 
-def probe(here: Machine, installed: Stack, backend: str) -> Found:
+def probe(local_machine: Machine, installed: InstalledPackages, backend: str) -> ProbeResult:
     """What doctor finds that must be fixed first, and the versions."""
-    hardware, findings = examine(here, installed, backend)
-    versions = [f"{package.name} {package.version}" for package in installed.packages()]
+    hardware, findings = examine(local_machine, installed, backend)
+    versions = [f"{package.name} {package.version}" for package in installed.list_packages()]
     if hardware is not None and hardware.driver.value is not None:
         versions.append(f"driver {hardware.driver.value}")
-    wrong = [f"{each.subject}: {each.cause}" for each in findings if each.level is Level.FAIL]
-    return Found(wrong="; ".join(wrong), said=", ".join(versions))
+    defects = [f"{finding.subject}: {finding.cause}" for finding in findings if finding.level is Level.FAIL]
+    return ProbeResult(wrong="; ".join(defects), note=", ".join(versions))
 
 
 if __name__ == "__main__":
-    probe(machine.local(), packages.detect(), sys.argv[1]).tell()
+    probe(machine.get_local_machine(), packages.detect(), sys.argv[1]).print_result()

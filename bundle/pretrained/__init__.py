@@ -4,28 +4,28 @@ Headers alone are read here. safetensors holds numbers and their names, so nothi
 in pickles are refused.
 """
 
-from bundle.pretrained.directory import Entry, Pretrained, weights_in
+from bundle.pretrained.directory import PretrainedWeights, StoredTensor, find_weights
 from bundle.pretrained.matching import (
-    adapter_of_recipe,
-    described,
-    of_another_directory,
-    of_directory,
-    of_recipe,
-    one_of_each_kind,
-    opened,
-    refuse_unequal,
+    describe_weights,
+    find_compatible_weights,
+    find_model_weights,
+    find_recipe_adapter,
+    find_recipe_weights,
+    open_weights,
+    refuse_unequal_copies,
+    summarize_names,
 )
 
 __all__ = [
-    "Entry",
-    "Pretrained",
-    "adapter_of_recipe",
-    "described",
-    "of_another_directory",
-    "of_directory",
-    "of_recipe",
-    "one_of_each_kind",
-    "opened",
-    "refuse_unequal",
-    "weights_in",
+    "PretrainedWeights",
+    "StoredTensor",
+    "describe_weights",
+    "find_compatible_weights",
+    "find_model_weights",
+    "find_recipe_adapter",
+    "find_recipe_weights",
+    "find_weights",
+    "open_weights",
+    "refuse_unequal_copies",
+    "summarize_names",
 ]

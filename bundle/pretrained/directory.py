@@ -13,25 +13,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bundle import files
-from bundle.architectures.contents import INDEX, SINGLE
-from bundle.errors import UsageError, shown
+from bundle.architectures.contents import INDEX_FILE, SINGLE_FILE
+from bundle.errors import UsageError, format_value
 
 LARGEST_INDEX = 2**28
 # Bytes of a header, as safetensors itself has it.
 LARGEST_HEADER = 100_000_000
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4}
-BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+}
+DTYPE_BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _METADATA = "__metadata__"
-FP8, SCALE = "F8_E4M3", "_scale_inv"
+FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 # Two numbers of 4 bits in a byte, and of 32 in a row one exponent: how gpt-oss has its experts (OCP's MX
 # formats, v1.0). A stack [n, columns, rows] lies in files as [n, rows, columns / 32, 16] bytes and as many
 # scales.
-MXFP4, MX_BLOCKS, MX_SCALES, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
-_TIKTOKEN = ("tiktoken.model", "*.tiktoken")
-_OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+MXFP4, MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
+_TIKTOKEN_PATTERNS = ("tiktoken.model", "*.tiktoken")
+_OTHER_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 
-class Entry(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor of a file: its bytes are [start, stop) of that file."""
 
     file: Path
@@ -39,31 +50,31 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
-    turned: bool = False  # each matrix of a stack [n, a, b] lies there as [b, a]
+    is_transposed: bool = False  # each matrix of a stack [n, a, b] lies there as [b, a]
 
     @property
-    def as_stored(self) -> "Entry":
+    def as_stored(self) -> "StoredTensor":
         """The tensor as the file's header has it."""
-        if not self.turned:
+        if not self.is_transposed:
             return self
         count, rows, columns = self.shape
-        return self._replace(shape=(count, columns, rows), turned=False)
+        return self._replace(shape=(count, columns, rows), is_transposed=False)
 
 
-class Pretrained(NamedTuple):
-    """The tensors of a directory by their published names. `block`: rows and columns of one FP8 scale.
+class PretrainedWeights(NamedTuple):
+    """The tensors of a directory by their published names. `scale_block`: rows and columns of one FP8 scale.
 
     A stack in MXFP4 is an entry by its own name, of its blocks' bytes, beside these and its scales.
     """
 
     directory: Path
-    entries: Mapping[str, Entry]
-    block: tuple[int, int] | None = None
+    entries: Mapping[str, StoredTensor]
+    scale_block: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
         """What all of them take in the files."""
-        return sum(entry.stop - entry.start for entry in self._stored)
+        return sum(entry.stop - entry.start for entry in self._file_tensors)
 
     @property
     def files(self) -> list[Path]:
@@ -71,14 +82,14 @@ class Pretrained(NamedTuple):
         return sorted({entry.file for entry in self.entries.values()})
 
     @property
-    def _stored(self) -> list[Entry]:
+    def _file_tensors(self) -> list[StoredTensor]:
         return [entry for entry in self.entries.values() if entry.dtype != MXFP4]
 
     def __str__(self) -> str:
-        return f"{self.directory}: {len(self._stored)} tensors, {self.bytes / 2**30:.2f} GiB"
+        return f"{self.directory}: {len(self._file_tensors)} tensors, {self.bytes / 2**30:.2f} GiB"
 
 
-def weights_in(directory: Path) -> Pretrained | None:
+def find_weights(directory: Path) -> PretrainedWeights | None:
     """The weights of a directory; None where it holds none in any form.
 
     Raises UsageError with everything that is wrong with the index and the files' headers, and for weights
@@ -86,96 +97,96 @@ def weights_in(directory: Path) -> Pretrained | None:
     """
     if not files.is_directory(directory):
         raise UsageError(f"{directory} is no directory")
-    if files.is_file(directory / SINGLE):
+    if files.is_file(directory / SINGLE_FILE):
         indexed = {}
-        paths = [directory / SINGLE]
-    elif files.is_file(directory / INDEX):
-        indexed = _indexed(directory / INDEX)
+        paths = [directory / SINGLE_FILE]
+    elif files.is_file(directory / INDEX_FILE):
+        indexed = _read_index(directory / INDEX_FILE)
         paths = [directory / name for name in sorted(set(indexed.values()))]
     else:
-        _refuse_others(directory)
+        _refuse_other_formats(directory)
         return None
-    found: dict[str, Entry] = {}
+    tensors: dict[str, StoredTensor] = {}
     violations = []
     for path in paths:
         try:
-            read = tensors_of(path)
+            file_tensors = read_tensor_headers(path)
         except UsageError as error:
-            violations += [f"{quoted(path.name)}: {reason}" for reason in error.violations]
+            violations += [f"{quote_name(path.name)}: {reason}" for reason in error.violations]
             indexed = {name: file for name, file in indexed.items() if file != path.name}  # said once
             continue
         violations += [
-            f"{quoted(name)} is in {quoted(path.name)} and in {quoted(found[name].file.name)}"
-            for name in read
-            if name in found
+            f"{quote_name(name)} is in {quote_name(path.name)} and in {quote_name(tensors[name].file.name)}"
+            for name in file_tensors
+            if name in tensors
         ]
-        found |= read
-    violations += _elsewhere(indexed, found)
+        tensors |= file_tensors
+    violations += _find_misplaced(indexed, tensors)
     if violations:
-        raise UsageError(f"{directory}: the weights cannot be read", summarized(violations))
-    return Pretrained(directory, found)
+        raise UsageError(f"{directory}: the weights cannot be read", limit_violations(violations))
+    return PretrainedWeights(directory, tensors)
 
 
-def unread_tokenizer(directory: Path) -> str | None:
+def explain_unread_tokenizer(directory: Path) -> str | None:
     """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
-    found = sorted(path for pattern in _TIKTOKEN for path in directory.glob(pattern))
-    if not found or files.is_file(directory / "tokenizer.json"):
+    paths = sorted(path for pattern in _TIKTOKEN_PATTERNS for path in directory.glob(pattern))
+    if not paths or files.is_file(directory / "tokenizer.json"):
         return None
     return (
-        f"{found[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
+        f"{paths[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
         " name a directory with a tokenizer.json that is made of it, as docs/pretrained.md says under"
         ' "A tokenizer of tiktoken\'s"'
     )
 
 
-def summarized(violations: list[str], most: int = 100) -> list[str]:
+def limit_violations(violations: list[str], most: int = 100) -> list[str]:
     """The violations, of which there may be one for each tensor of a large model: at most so many lines."""
     more = len(violations) - most
     return violations if more <= 0 else [*violations[:most], f"and {more} more"]
 
 
-def _refuse_others(directory: Path) -> None:
+def _refuse_other_formats(directory: Path) -> None:
     try:
-        others = sorted({path.name for pattern in _OTHERS for path in directory.glob(pattern)})
+        file_names = sorted({path.name for pattern in _OTHER_PATTERNS for path in directory.glob(pattern)})
     except OSError as error:
         raise UsageError(f"{directory}: {error.strerror}") from error
-    if others:
+    if file_names:
         raise UsageError(
-            f"{directory} holds {quoted(others[0])}, but neither {SINGLE} nor {INDEX}: only"
+            f"{directory} holds {quote_name(file_names[0])}, but neither {SINGLE_FILE} nor {INDEX_FILE}: only"
             " safetensors are read (a pickle could run code); transformers' save_pretrained writes them"
         )
 
 
-def _indexed(path: Path) -> dict[str, str]:
+def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, by the index."""
-    names = files.json_object(path, limit=LARGEST_INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names:
+    weight_map = files.read_json_object(path, limit=LARGEST_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{path}: has no weight_map that names files")
     violations = [
-        f"{quoted(name)}: {shown(file)} is no name of a safetensors file in this directory"
-        for name, file in names.items()
+        f"{quote_name(name)}: {format_value(file)} is no name of a safetensors file in this directory"
+        for name, file in weight_map.items()
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors")
     ]
     if violations:
-        raise UsageError(f"{path} cannot be used", summarized(violations))
-    return names
+        raise UsageError(f"{path} cannot be used", limit_violations(violations))
+    return weight_map
 
 
-def _elsewhere(indexed: Mapping[str, str], found: Mapping[str, Entry]) -> Iterator[str]:
+def _find_misplaced(indexed: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     for name, file in indexed.items():
-        if name not in found:
-            yield f"{quoted(name)} is not in {quoted(file)}, where {INDEX} has it"
-        elif found[name].file.name != file:
-            place = quoted(found[name].file.name)
-            yield f"{quoted(name)} is in {place}, {INDEX} has it in {quoted(file)}"
+        if name not in tensors:
+            yield f"{quote_name(name)} is not in {quote_name(file)}, where {INDEX_FILE} has it"
+        elif tensors[name].file.name != file:
+            actual_file = quote_name(tensors[name].file.name)
+            yield f"{quote_name(name)} is in {actual_file}, {INDEX_FILE} has it in {quote_name(file)}"
 
 
-def tensors_of(path: Path) -> dict[str, Entry]:
+def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file by its name; reads the header alone.
 
     Raises UsageError with every reason why it is no whole safetensors file.
     """
-    found, reasons = {}, []
+    tensors, reasons = {}, []
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -187,7 +198,7 @@ def tensors_of(path: Path) -> dict[str, Entry]:
                 raise ValueError(
                     f"truncated, or no safetensors: {size} bytes, of which {length} are to be a header"
                 )
-            header = _parsed(file.read(length))
+            header = _parse_header(file.read(length))
     except OSError as error:
         reasons = [error.strerror or str(error)]
     except ValueError as error:
@@ -196,32 +207,32 @@ def tensors_of(path: Path) -> dict[str, Entry]:
         for name, value in header.items():
             try:
                 if name != _METADATA:
-                    found[name] = _entry(path, value, begin)
+                    tensors[name] = _parse_tensor(path, value, begin)
             except ValueError as error:
-                reasons.append(f"{quoted(name)}: {error}")
-        reasons = reasons or list(_uncovered(found, begin, size))
+                reasons.append(f"{quote_name(name)}: {error}")
+        reasons = reasons or list(_find_gaps(tensors, begin, size))
     if reasons:
         raise UsageError(f"{path}: cannot be read", reasons)
-    return found
+    return tensors
 
 
-def quoted(name: str) -> str:
+def quote_name(name: str) -> str:
     """A tensor's name, or a file's, as a message may show it."""
-    text = files.printable(name)
+    text = files.to_printable(name)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_header(text: bytes) -> dict[str, Any]:
     """Raises ValueError for what is no object of unique names."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
             raise ValueError("a name stands twice")
         return values
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        header = json.loads(text, object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the header is no JSON object of unique names: {error}") from error
     if not isinstance(header, dict):
@@ -229,39 +240,41 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, value: Any, begin: int) -> Entry:
+def _parse_tensor(path: Path, value: Any, begin: int) -> StoredTensor:
     """Raises ValueError for what describes no tensor."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BYTES:
-        raise ValueError(f"dtype {shown(dtype)} is not known")
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > 8:
-        raise ValueError(f"shape {shown(shape)} or data_offsets {shown(offsets)} are no lists of counts")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {format_value(dtype)} is not known")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > 8:
+        raise ValueError(
+            f"shape {format_value(shape)} or data_offsets {format_value(offsets)} are no lists of counts"
+        )
     start, stop = offsets
-    if stop - start != math.prod(shape) * BYTES[dtype]:
+    if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{stop - start} bytes are not those of {dtype} {list(shape)}")
-    return Entry(path, dtype, tuple(shape), begin + start, begin + stop)
+    return StoredTensor(path, dtype, tuple(shape), begin + start, begin + stop)
 
 
-def _counts(value: Any) -> bool:
+def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**63 for v in value)
 
 
-def _uncovered(found: dict[str, Entry], begin: int, size: int) -> Iterator[str]:
+def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Iterator[str]:
     """Where the tensors do not lie one behind the other up to the end of the file."""
-    at = begin
-    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+    position = begin
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > size:
-            yield f"{quoted(name)} is truncated: it ends at byte {entry.stop} of {size}"
-        elif entry.start != at:
-            yield f"{quoted(name)} begins at byte {entry.start}, and what is before it ends at {at}"
-        at = max(at, entry.stop)
-    if at < size:
-        yield f"{size - at} bytes at the end belong to no tensor"
+            yield f"{quote_name(name)} is truncated: it ends at byte {entry.stop} of {size}"
+        elif entry.start != position:
+            yield f"{quote_name(name)} begins at byte {entry.start}, and what is before it ends at {position}"
+        position = max(position, entry.stop)
+    if position < size:
+        yield f"{size - position} bytes at the end belong to no tensor"
 
 
-def blocks(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+def count_blocks(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     """How many blocks a matrix has, down and across; the last ones may be smaller."""
-    rows, columns = (-(-size // of) for size, of in zip(shape, block, strict=True))
+    rows, columns = (-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
     return rows, columns

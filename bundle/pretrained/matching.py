@@ -10,36 +10,36 @@ from typing import Any
 from bundle import files, hub
 from bundle.architectures import Architecture, adapters, from_config, read_config
 from bundle.architectures.contents import has_weights
-from bundle.architectures.identity import changes, noted
-from bundle.architectures.published import NAMES
+from bundle.architectures.identity import dump_architecture, list_changes
+from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
-from bundle.errors import UsageError, shown
+from bundle.errors import UsageError, format_value
 from bundle.pretrained.directory import (
     FP8,
-    MX_BLOCKS,
-    MX_SCALES,
+    MX_BLOCKS_SUFFIX,
+    MX_SCALES_SUFFIX,
     MX_SIZE,
     MXFP4,
-    SCALE,
-    Entry,
-    Pretrained,
-    blocks,
-    quoted,
-    summarized,
-    tensors_of,
-    weights_in,
+    SCALE_SUFFIX,
+    PretrainedWeights,
+    StoredTensor,
+    count_blocks,
+    find_weights,
+    limit_violations,
+    quote_name,
+    read_tensor_headers,
 )
 from bundle.recipe import Recipe
 
 FLOATS = ("F32", "BF16", "F16")
 # Classes whose head gives labels or a reward, as transformers and reward models call them.
-_ANOTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
-_COMPARED = 2**24  # bytes at once
+_OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
+_BYTES_AT_ONCE = 2**24  # bytes at once
 # What old files hold beside weights: constants that follow from the config.
 _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
-def of_recipe(recipe: Recipe) -> Pretrained | None:
+def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
     """The weights that the recipe's model begins with; None: random ones.
 
     Raises UsageError with every reason why they cannot be loaded.
@@ -47,120 +47,135 @@ def of_recipe(recipe: Recipe) -> Pretrained | None:
     model = recipe.model
     if model.path is None or model.weights == "random":
         return None
-    directory = Path(hub.local_path(model.path))
-    _refuse_another_head(directory, model.config, NAMES[recipe.architecture.model_type].architecture)
-    found = weights_in(directory)
-    if found is None:
+    directory = Path(hub.find_local_path(model.path))
+    _refuse_other_head(directory, model.config, PUBLISHED_NAMES[recipe.architecture.model_type].architecture)
+    weights = find_weights(directory)
+    if weights is None:
         if model.weights == "load":
             raise UsageError(f"{model.path}: model.weights says load, and there are no weights")
         return None
-    return _matched(
-        found,
+    return _match_weights(
+        weights,
         model.config,
-        published(recipe),
+        build_published_table(recipe),
         recipe.architecture.mtp_layers,
         "not the weights of this model (model.weights: random begins without them)",
     )
 
 
-def of_directory(directory: Path, config: Mapping[str, Any], architecture: Architecture) -> Pretrained:
+def find_model_weights(
+    directory: Path, config: Mapping[str, Any], architecture: Architecture
+) -> PretrainedWeights:
     """The weights of a directory, which must be those of a model with all of its published tensors.
 
     `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raises
     UsageError with every reason why they are not.
     """
-    _refuse_another_head(directory, config, NAMES[architecture.model_type].architecture)
-    found = weights_in(directory)
-    if found is None:
+    _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
+    weights = find_weights(directory)
+    if weights is None:
         raise UsageError(f"{directory}: there are no weights")
     table = Tensors(from_config(config, f"{directory / 'config.json'}"))
-    otherwise = f"not the weights of this {architecture.model_type} model"
-    without = "--mtp-layers 0 leaves it out"
-    return _matched(found, config, table, architecture.mtp_layers, otherwise, without)
+    failure = f"not the weights of this {architecture.model_type} model"
+    mtp_remedy = "--mtp-layers 0 leaves it out"
+    return _match_weights(weights, config, table, architecture.mtp_layers, failure, mtp_remedy)
 
 
-def of_another_directory(recipe: Recipe, directory: Path) -> Pretrained:
+def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeights:
     """The weights of a directory, which must be those that the recipe's model could begin with.
 
     Raises UsageError with every reason why they cannot be loaded, and with what its config says of another
     model. How many layers for MTP that names is its own matter.
     """
     config = read_config(directory)
-    theirs = from_config(config, str(directory / "config.json"))
-    _refuse_another_head(directory, config, NAMES[theirs.model_type].architecture)
-    found = weights_in(directory)
-    if found is None:
+    architecture = from_config(config, str(directory / "config.json"))
+    _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
+    weights = find_weights(directory)
+    if weights is None:
         raise UsageError(f"{directory}: there are no weights")
-    own = replace(from_config(recipe.model.config, "model.config"), mtp_layers=theirs.mtp_layers)
-    return _matched(
-        found,
+    expected = replace(from_config(recipe.model.config, "model.config"), mtp_layers=architecture.mtp_layers)
+    return _match_weights(
+        weights,
         config,
-        published(recipe),
+        build_published_table(recipe),
         recipe.architecture.mtp_layers,
         "not the weights of the recipe's model",
-        others=changes(noted(theirs), own, "its config.json"),
+        config_changes=list_changes(dump_architecture(architecture), expected, "its config.json"),
     )
 
 
-def _refuse_another_head(directory: Path, config: Mapping[str, Any], published: str) -> None:
-    """Raises UsageError where a config names a class without a language model's head, as `published` has."""
+def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_class: str) -> None:
+    """Raises UsageError where a config names a class without a language model's head, as
+    `expected_class` has.
+    """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        if isinstance(name, str) and _ANOTHER_HEAD.search(name):
+        if isinstance(name, str) and _OTHER_HEAD.search(name):
             raise UsageError(
-                f"{directory}: architectures: {quoted(name)} has another head than a language model. Name a"
-                f" checkpoint of {published}, or begin without its weights (model.weights: random)"
+                f"{directory}: architectures: {quote_name(name)} has another head than a language"
+                " model. Name a"
+                f" checkpoint of {expected_class}, or begin without its weights (model.weights: random)"
             )
 
 
-def opened(directory: Path) -> Pretrained | None:
+def open_weights(directory: Path) -> PretrainedWeights | None:
     """The weights of a directory, of whatever model they are; None where it is no Hugging Face directory.
 
     Raises UsageError with everything that cannot be read.
     """
     if not has_weights(directory):
         return None
-    found = weights_in(directory)
-    assert found is not None
+    weights = find_weights(directory)
+    assert weights is not None
     config = read_config(directory) if files.is_file(directory / "config.json") else {}
-    found, violations = _with_quantization(found, config)
-    found = _as_published(found, config)
-    entries = found.entries
-    beside = {f"{name}{suffix}" for name in entries for suffix in (SCALE, *_beside(entries[name]))}
+    weights, violations = _with_quantization(weights, config)
+    weights = _to_published_layout(weights, config)
+    entries = weights.entries
+    companions = {
+        f"{name}{suffix}"
+        for name in entries
+        for suffix in (SCALE_SUFFIX, *_list_companion_suffixes(entries[name]))
+    }
     for name, entry in entries.items():
-        if name not in beside:
-            violations += _misfit(name, entry, entry.shape, entries.get(f"{name}{SCALE}"), found.block)
+        if name not in companions:
+            violations += _find_misfit(
+                name, entry, entry.shape, entries.get(f"{name}{SCALE_SUFFIX}"), weights.scale_block
+            )
     if violations:
-        raise UsageError(f"{directory}: cannot be compared", summarized(violations))
-    return found
+        raise UsageError(f"{directory}: cannot be compared", limit_violations(violations))
+    return weights
 
 
-def _as_published(found: Pretrained, config: Mapping[str, Any]) -> Pretrained:
+def _to_published_layout(weights: PretrainedWeights, config: Mapping[str, Any]) -> PretrainedWeights:
     """The weights with all stacks as they are published, where the config is of a family that we know."""
     family = config.get("model_type")
-    if not isinstance(family, str) or family not in NAMES or not NAMES[family].either_way:
-        return found
+    if (
+        not isinstance(family, str)
+        or family not in PUBLISHED_NAMES
+        or not PUBLISHED_NAMES[family].has_both_stack_orders
+    ):
+        return weights
     with suppress(UsageError):  # of whatever else it asks for there is no need here
-        return _turned(found, Tensors(from_config(config)))
-    return found
+        return _transpose_stacks(weights, Tensors(from_config(config)))
+    return weights
 
 
-def _matched(
-    found: Pretrained,
+def _match_weights(
+    weights: PretrainedWeights,
     config: Mapping[str, Any],
     table: Tensors,
-    depths: int,
-    otherwise: str,
-    without_mtp: str = "model.mtp.layers: 0 trains without it",
-    others: Iterable[str] = (),
-) -> Pretrained:
-    found, violations = _with_quantization(found, config)
-    if table.names.either_way:
-        found = _turned(found, table)
-    violations = [*others, *(violations or _against(found, table, depths, without_mtp))]
+    mtp_depths: int,
+    failure: str,
+    mtp_remedy: str = "model.mtp.layers: 0 trains without it",
+    config_changes: Iterable[str] = (),
+) -> PretrainedWeights:
+    weights, violations = _with_quantization(weights, config)
+    if table.names.has_both_stack_orders:
+        weights = _transpose_stacks(weights, table)
+    violations = [*config_changes, *(violations or _find_mismatches(weights, table, mtp_depths, mtp_remedy))]
     if violations:
-        raise UsageError(f"{found.directory}: {otherwise}", summarized(violations))
-    return found
+        raise UsageError(f"{weights.directory}: {failure}", limit_violations(violations))
+    return weights
 
 
 def read_published_names(directory: Path) -> Iterator[str]:
@@ -169,19 +184,19 @@ def read_published_names(directory: Path) -> Iterator[str]:
     There are none where the directory holds no weights that can be read.
     """
     with suppress(UsageError):
-        found = weights_in(directory)
-        for name in found.entries if found else ():
-            if not name.endswith((SCALE, MX_SCALES)) and not _CONSTANTS.search(name):
-                yield name.removesuffix(MX_BLOCKS)
+        weights = find_weights(directory)
+        for name in weights.entries if weights else ():
+            if not name.endswith((SCALE_SUFFIX, MX_SCALES_SUFFIX)) and not _CONSTANTS.search(name):
+                yield name.removesuffix(MX_BLOCKS_SUFFIX)
 
 
-def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
+def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str]) -> None:
     """Raises UsageError for copies (by name: the original's) that differ from their original."""
-    found = weights.entries
+    tensors = weights.entries
     unequal = [
         f"{copy} is published once more as a copy of {original}, and differs from it"
         for copy, original in copies.items()
-        if copy in found and not _equal(found[copy], found[original])
+        if copy in tensors and not _are_equal(tensors[copy], tensors[original])
     ]
     if unequal:
         raise UsageError(
@@ -191,198 +206,223 @@ def refuse_unequal(weights: Pretrained, copies: Mapping[str, str]) -> None:
         )
 
 
-def _equal(a: Entry, b: Entry) -> bool:
+def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    with a.file.open("rb") as one, b.file.open("rb") as other:
-        one.seek(a.start)
-        other.seek(b.start)
-        left = a.stop - a.start
-        while left:
-            size = min(left, _COMPARED)
-            if one.read(size) != other.read(size):
+    with a.file.open("rb") as first, b.file.open("rb") as second:
+        first.seek(a.start)
+        second.seek(b.start)
+        remaining = a.stop - a.start
+        while remaining:
+            size = min(remaining, _BYTES_AT_ONCE)
+            if first.read(size) != second.read(size):
                 return False
-            left -= size
+            remaining -= size
     return True
 
 
-def described(recipe: Recipe, found: Pretrained | None) -> str:
-    """What the model begins with, for people; `found` is what `of_recipe` has returned."""
-    if found is not None:
-        return str(found)
+def describe_weights(recipe: Recipe, pretrained: PretrainedWeights | None) -> str:
+    """What the model begins with, for people; `pretrained` is what `find_recipe_weights` has returned."""
+    if pretrained is not None:
+        return str(pretrained)
     path, weights = recipe.model.path, recipe.model.weights
-    why = f"{path} holds none" if path else "the recipe names no model.path"
-    return f"random weights: {'model.weights says so' if weights == 'random' else why}"
+    reason = f"{path} holds none" if path else "the recipe names no model.path"
+    return f"random weights: {'model.weights says so' if weights == 'random' else reason}"
 
 
-def published(recipe: Recipe) -> Tensors:
+def build_published_table(recipe: Recipe) -> Tensors:
     """The table of what the config says is published: with its own MTP layers, however many are trained."""
     return Tensors(from_config(recipe.model.config, "model.config"), recipe.parallel.tp)
 
 
-def _against(found: Pretrained, table: Tensors, depths: int, without_mtp: str) -> Iterator[str]:
-    """Everything that is wrong; `depths` MTP layers are trained, and those beyond them may be there."""
-    entries, copies = found.entries, table.copies()
+def _find_mismatches(
+    weights: PretrainedWeights, table: Tensors, mtp_depths: int, mtp_remedy: str
+) -> Iterator[str]:
+    """Everything that is wrong; `mtp_depths` MTP layers are trained, and those beyond them may be there."""
+    entries, copies = weights.entries, table.map_copies()
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set(copies)
     for tensor in table:
-        expected |= tensor.published_shapes()
-        left_out = re.match(r"mtp\.layers\.(\d+)\.", tensor.name)
-        if left_out and int(left_out[1]) >= depths:
-            optional.update(tensor.published)
+        expected |= tensor.list_published_shapes()
+        mtp_match = re.match(r"mtp\.layers\.(\d+)\.", tensor.name)
+        if mtp_match and int(mtp_match[1]) >= mtp_depths:
+            optional.update(tensor.published_names)
     expected |= {copy: expected[original] for copy, original in copies.items()}
     missing = [name for name in expected if name not in entries and name not in optional]
-    yield from (f"{name} is missing{more}" for name, more in _kinds(missing))
-    of_mtp = {name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published}
-    if missing and of_mtp.issuperset(missing):
-        yield f"all that is missing is multi-token prediction: {without_mtp}"
+    yield from (f"{name} is missing{more}" for name, more in _group_names(missing))
+    mtp_names = {
+        name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
+    }
+    if missing and mtp_names.issuperset(missing):
+        yield f"all that is missing is multi-token prediction: {mtp_remedy}"
     known = set(expected)
     for name in expected:
-        known |= {f"{name}{SCALE}"} if found.block else set()
-        known |= {f"{name}{suffix}" for suffix in _beside(entries.get(name))}
+        known |= {f"{name}{SCALE_SUFFIX}"} if weights.scale_block else set()
+        known |= {f"{name}{suffix}" for suffix in _list_companion_suffixes(entries.get(name))}
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
-    if unread := table.names.left_out:
-        extra = [name for name in extra if not name.startswith(unread)]
-    yield from (f"{name} is no tensor of this model{more}" for name, more in _kinds(extra))
+    if ignored_prefix := table.names.ignored_prefix:
+        extra = [name for name in extra if not name.startswith(ignored_prefix)]
+    yield from (f"{name} is no tensor of this model{more}" for name, more in _group_names(extra))
     for name, shape in expected.items():
         if name in entries:
-            yield from _misfit(name, entries[name], shape, entries.get(f"{name}{SCALE}"), found.block)
+            yield from _find_misfit(
+                name, entries[name], shape, entries.get(f"{name}{SCALE_SUFFIX}"), weights.scale_block
+            )
 
 
-def _misfit(
-    name: str, entry: Entry, shape: tuple[int, ...], scale: Entry | None, block: tuple[int, int] | None
+def _find_misfit(
+    name: str,
+    entry: StoredTensor,
+    shape: tuple[int, ...],
+    scale: StoredTensor | None,
+    block: tuple[int, int] | None,
 ) -> Iterator[str]:
     if entry.shape != shape:
         yield f"{name} is {list(entry.shape)}, the model's is {list(shape)}"
     elif entry.dtype == FP8:
         if block is None or scale is None or len(shape) != 2:
-            yield f"{name} is {FP8} without {SCALE} and quantization_config.weight_block_size"
+            yield f"{name} is {FP8} without {SCALE_SUFFIX} and quantization_config.weight_block_size"
             return
-        wanted = blocks(shape, block)
-        if scale.shape != wanted or scale.dtype not in FLOATS:
-            held = f"{scale.dtype} {list(scale.shape)}"
-            yield f"{name}{SCALE} is {held}, must be {list(wanted)} numbers, one per block of {list(block)}"
+        expected_shape = count_blocks(shape, block)
+        if scale.shape != expected_shape or scale.dtype not in FLOATS:
+            actual = f"{scale.dtype} {list(scale.shape)}"
+            yield (
+                f"{name}{SCALE_SUFFIX} is {actual}, must be {list(expected_shape)} numbers, one per"
+                f" block of {list(block)}"
+            )
     elif entry.dtype not in (*FLOATS, MXFP4):
         yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)}, {FP8} and {MXFP4} are read"
     elif scale is not None:
-        yield f"{name} is {entry.dtype} and has a {SCALE}, which only {FP8} needs"
+        yield f"{name} is {entry.dtype} and has a {SCALE_SUFFIX}, which only {FP8} needs"
 
 
-def _turned(found: Pretrained, table: Tensors) -> Pretrained:
+def _transpose_stacks(weights: PretrainedWeights, table: Tensors) -> PretrainedWeights:
     """The weights with all stacks as they are published, if they lie turned in these files.
 
     A square matrix does not say it; of a layer's two at most one is square.
     """
     shapes = {
         name: shape
-        for of in table
-        if of.stack
-        for name, shape in of.published_shapes()
-        if name in found.entries
+        for tensor in table
+        if tensor.stack
+        for name, shape in tensor.list_published_shapes()
+        if name in weights.entries
     }
-    stacks = {name: found.entries[name]._replace(shape=shape, turned=True) for name, shape in shapes.items()}
-    fitting = [name for name, entry in stacks.items() if entry.as_stored == found.entries[name]]
-    if not any(shapes[name] != found.entries[name].shape for name in fitting):
-        return found
-    return found._replace(entries={**found.entries, **{name: stacks[name] for name in fitting}})
+    stacks = {
+        name: weights.entries[name]._replace(shape=shape, is_transposed=True)
+        for name, shape in shapes.items()
+    }
+    fitting = [name for name, entry in stacks.items() if entry.as_stored == weights.entries[name]]
+    if not any(shapes[name] != weights.entries[name].shape for name in fitting):
+        return weights
+    return weights._replace(entries={**weights.entries, **{name: stacks[name] for name in fitting}})
 
 
-def one_of_each_kind(names: Iterable[str]) -> Iterator[str]:
+def summarize_names(names: Iterable[str]) -> Iterator[str]:
     """Yield one of the names that differ in numbers alone, and how many more there are."""
-    yield from (f"{name}{more}" for name, more in _kinds(names))
+    yield from (f"{name}{more}" for name, more in _group_names(names))
 
 
-def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _group_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The first of the names that differ in numbers alone (layers, experts), and how many more there are."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)
-    for pattern, of in groups.items():
-        more = f" (and {len(of) - 1} more like {quoted(pattern)})" if len(of) > 1 else ""
-        yield quoted(of[0]), more
+    for pattern, members in groups.items():
+        more = f" (and {len(members) - 1} more like {quote_name(pattern)})" if len(members) > 1 else ""
+        yield quote_name(members[0]), more
 
 
-def _with_quantization(found: Pretrained, config: Mapping[str, Any]) -> tuple[Pretrained, list[str]]:
+def _with_quantization(
+    weights: PretrainedWeights, config: Mapping[str, Any]
+) -> tuple[PretrainedWeights, list[str]]:
     """The weights with what is known of how they are quantised, and what is against that."""
-    said = config.get("quantization_config")
-    if said is None:
-        return found, []
-    method = said.get("quant_method") if isinstance(said, dict) else None
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return weights, []
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "mxfp4":
-        stacks, violations = _stacks_of_mxfp4(found.entries)
-        return found._replace(entries={**found.entries, **stacks}), violations
-    if not isinstance(said, dict) or method != "fp8":
-        key = f"quantization_config.quant_method {shown(method)}"
-        return found, [f"{key}: only mxfp4, and fp8 with blocks, are read"]
-    block = said.get("weight_block_size")
+        stacks, violations = _join_mxfp4_stacks(weights.entries)
+        return weights._replace(entries={**weights.entries, **stacks}), violations
+    if not isinstance(quantization, dict) or method != "fp8":
+        key = f"quantization_config.quant_method {format_value(method)}"
+        return weights, [f"{key}: only mxfp4, and fp8 with blocks, are read"]
+    block = quantization.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return found._replace(block=(block[0], block[1])), []
-    return found, [f"quantization_config.weight_block_size {shown(block)}: must be two sizes, as [128, 128]"]
+        return weights._replace(scale_block=(block[0], block[1])), []
+    return weights, [
+        f"quantization_config.weight_block_size {format_value(block)}: must be two sizes, as [128, 128]"
+    ]
 
 
-def _stacks_of_mxfp4(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
     """What pairs of blocks and scales are together, by its own name, and which of these do not fit."""
     stacks, violations = {}, []
     for stored, entry in entries.items():
-        if not stored.endswith(MX_BLOCKS):
+        if not stored.endswith(MX_BLOCKS_SUFFIX):
             continue
-        name, bytes_of_block = stored.removesuffix(MX_BLOCKS), MX_SIZE // 2
-        scales = entries.get(f"{name}{MX_SCALES}")
+        name, bytes_of_block = stored.removesuffix(MX_BLOCKS_SUFFIX), MX_SIZE // 2
+        scales = entries.get(f"{name}{MX_SCALES_SUFFIX}")
         if scales is None or scales.shape != entry.shape[:-1] or len(entry.shape) != 4:
-            held = "missing" if scales is None else f"{list(scales.shape)}"
+            actual = "missing" if scales is None else f"{list(scales.shape)}"
             violations.append(
-                f"{quoted(name)}{MX_SCALES} is {held}: {MXFP4} blocks {list(entry.shape)} must be"
+                f"{quote_name(name)}{MX_SCALES_SUFFIX} is {actual}: {MXFP4} blocks {list(entry.shape)}"
+                " must be"
                 f" [n, rows, columns / {MX_SIZE}, {bytes_of_block}], with a scale for each"
             )
         elif entry.shape[-1] != bytes_of_block or {entry.dtype, scales.dtype} != {"U8"}:
             violations.append(
-                f"{quoted(stored)}: {MXFP4} is U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
+                f"{quote_name(stored)}: {MXFP4} is U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
             )
         elif name in entries:
-            violations.append(f"{quoted(name)} is there, and in {MXFP4} beside it")
+            violations.append(f"{quote_name(name)} is there, and in {MXFP4} beside it")
         else:
             count, rows, blocks_of_row, _ = entry.shape
             stacks[name] = entry._replace(dtype=MXFP4, shape=(count, blocks_of_row * MX_SIZE, rows))
     return stacks, violations
 
 
-def _beside(entry: Entry | None) -> tuple[str, ...]:
+def _list_companion_suffixes(entry: StoredTensor | None) -> tuple[str, ...]:
     """The suffixes of what a tensor has beside it."""
-    return (MX_BLOCKS, MX_SCALES) if entry is not None and entry.dtype == MXFP4 else ()
+    return (MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX) if entry is not None and entry.dtype == MXFP4 else ()
 
 
-def adapter_of_recipe(recipe: Recipe) -> Pretrained | None:
+def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
     """The matrices in model.lora.path; None: new ones. Raises UsageError with every reason against them."""
-    asked = recipe.model.lora
-    if asked is None or asked.path is None:
+    lora = recipe.model.lora
+    if lora is None or lora.path is None:
         return None
-    directory = Path(hub.local_path(asked.path))
-    found = tensors_of(directory / adapters.WEIGHTS)
-    if violations := list(_against_adapter(found, recipe)):
-        raise UsageError(f"{directory}: not an adapter of this model", summarized(violations))
-    return Pretrained(directory, found)
+    directory = Path(hub.find_local_path(lora.path))
+    tensors = read_tensor_headers(directory / adapters.WEIGHTS_FILE)
+    if violations := list(_find_adapter_mismatches(tensors, recipe)):
+        raise UsageError(f"{directory}: not an adapter of this model", limit_violations(violations))
+    return PretrainedWeights(directory, tensors)
 
 
-def _against_adapter(found: dict[str, Entry], recipe: Recipe) -> Iterator[str]:
+def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -> Iterator[str]:
     """Everything that is wrong; PEFT knows no MTP layers, and an adapter may be without theirs."""
-    asked = recipe.model.lora
-    assert asked is not None
+    lora = recipe.model.lora
+    assert lora is not None
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
     table = Tensors(recipe.architecture)
     for tensor in table:
-        for pair in filter(None, adapters.pairs(tensor, asked.targets, asked.rank)):
-            matrices = [adapters.published(matrix.name, matrix.shape, table.names) for matrix in pair]
-            of_pair = {matrix.published[0]: matrix.shape for matrix in matrices}
-            expected |= of_pair
+        for pair in filter(None, adapters.find_pairs(tensor, lora.targets, lora.rank)):
+            matrices = [
+                adapters.build_adapter_tensor(matrix.name, matrix.shape, table.names) for matrix in pair
+            ]
+            pair_shapes = {matrix.published_names[0]: matrix.shape for matrix in matrices}
+            expected |= pair_shapes
             if tensor.name.startswith("mtp."):
-                optional.update(of_pair)
+                optional.update(pair_shapes)
     for name, shape in expected.items():
-        if name not in found:
+        if name not in tensors:
             if name not in optional:
                 yield f"{name} is missing"
-        elif found[name].shape != shape:
-            yield f"{name} is {list(found[name].shape)}, the model's is {list(shape)}"
-        elif found[name].dtype not in FLOATS:
-            yield f"{name} holds {found[name].dtype}: only {', '.join(FLOATS)} are read"
-    yield from (f"{quoted(name)} belongs to none of the targets" for name in found if name not in expected)
+        elif tensors[name].shape != shape:
+            yield f"{name} is {list(tensors[name].shape)}, the model's is {list(shape)}"
+        elif tensors[name].dtype not in FLOATS:
+            yield f"{name} holds {tensors[name].dtype}: only {', '.join(FLOATS)} are read"
+    yield from (
+        f"{quote_name(name)} belongs to none of the targets" for name in tensors if name not in expected
+    )

@@ -16,16 +16,16 @@ from typing import Any, Literal, get_args
 from bundle import files, hub
 from bundle.architectures import Architecture
 from bundle.architectures.contents import (
-    CHAT_TEMPLATE,
-    INDEX,
-    SETTINGS,
-    SINGLE,
-    TOKENIZER,
+    CHAT_TEMPLATE_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_PATTERNS,
     has_tokenizer,
 )
-from bundle.architectures.published import NAMES
-from bundle.architectures.tensors import TOWER, Tensor, Tensors
-from bundle.pretrained.directory import BYTES
+from bundle.architectures.published_names import PUBLISHED_NAMES
+from bundle.architectures.tensors import TOWER_PREFIX, Tensor, Tensors
+from bundle.pretrained.directory import DTYPE_BYTES
 from bundle.pretrained.matching import read_published_names
 from bundle.recipe import Recipe
 
@@ -34,48 +34,53 @@ _log = logging.getLogger(__name__)
 LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
 # What is copied from where a model came from, beside its tokenizer: no weights, nothing that names them.
 _GENERATION = "generation_config.json"
-_BELONGINGS = (_GENERATION, "*processor_config.json", "*.py")
+_EXTRA_PATTERNS = (_GENERATION, "*processor_config.json", "*.py")
 # A tokenizer's files, of one directory all or none: parts of two would be a third one.
-_OF_TOKENIZER = (
-    *TOKENIZER, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+_TOKENIZER_FILES = (
+    *TOKENIZER_PATTERNS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "tokenization*.py",
 )  # fmt: skip
 # In which the linear layers are written; with fp8 all others are bf16.
-Numbers = Literal["bf16", "fp32", "fp8"]
-NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
-BLOCK = (128, 128)  # rows and columns of one FP8 scale
-_DTYPES: dict[Numbers, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
+WeightFormat = Literal["bf16", "fp32", "fp8"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+FP8_BLOCK = (128, 128)  # rows and columns of one FP8 scale
+_DTYPES: dict[WeightFormat, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedModel:
     """What a directory says of a model beside its weights.
 
     `config` is the published one with what was changed in it; tokenizer and chat template are those of the
-    directory `tokenizer`, and what else belongs to it, such as processors and code, is in `belongings`. It
-    began with the weights in `source`; None: with random ones.
+    directory `tokenizer`, and what else belongs to it, such as processors and code, is in
+    `extra_directories`. It began with the weights in `source`; None: with random ones.
     """
 
     config: Mapping[str, Any]
     architecture: Architecture
     tokenizer: Path | None = None
-    belongings: tuple[Path, ...] = ()
+    extra_directories: tuple[Path, ...] = ()
     source: Path | None = None
-    template: str | None = None  # that takes the place of the tokenizer's chat template
+    chat_template: str | None = None  # that takes the place of the tokenizer's chat template
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Published":
+    def from_recipe(cls, recipe: Recipe) -> "PublishedModel":
         """What the recipe's model was published as, with the tokenizer that it is trained with.
 
         Trained on bytes, it keeps the one that it was published with.
         """
-        kind, _, named = recipe.data.tokenizer.partition(":")
-        model = Path(hub.local_path(recipe.model.path)) if recipe.model.path else None
-        tokenizer = Path(hub.local_path(named)) if kind == "hf" else model
-        belongings = tuple(source for source in (model, tokenizer) if source)
+        kind, _, tokenizer_path = recipe.data.tokenizer.partition(":")
+        model = Path(hub.find_local_path(recipe.model.path)) if recipe.model.path else None
+        tokenizer = Path(hub.find_local_path(tokenizer_path)) if kind == "hf" else model
+        extra_directories = tuple(source for source in (model, tokenizer) if source)
         source = None if recipe.model.weights == "random" else model
         return cls(
-            recipe.model.config, recipe.architecture, tokenizer, belongings, source, recipe.data.template_text
+            recipe.model.config,
+            recipe.architecture,
+            tokenizer,
+            extra_directories,
+            source,
+            recipe.data.template_text,
         )
 
     def find_source_names(self) -> list[str]:
@@ -85,10 +90,10 @@ class Published:
     @property
     def sources(self) -> list[Path]:
         """Every directory that something is copied from."""
-        return [*self.belongings, *([self.tokenizer] if self.tokenizer else [])]
+        return [*self.extra_directories, *([self.tokenizer] if self.tokenizer else [])]
 
     @property
-    def lacks(self) -> str | None:
+    def missing_tokenizer(self) -> str | None:
         """Why it would be written without a tokenizer; None where there is one, or none was named."""
         if self.tokenizer is None or has_tokenizer(self.tokenizer):
             return None
@@ -96,7 +101,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OutputTensor:
     """A tensor as it is to be stored; `dtype` as safetensors spells it."""
 
     name: str
@@ -106,58 +111,60 @@ class Stored:
     @property
     def bytes(self) -> int:
         """The size of its values."""
-        return math.prod(self.shape) * BYTES[self.dtype]
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def shares(tensors: Iterable[Stored], largest: int = LARGEST_FILE) -> Iterator[list[Stored]]:
+def split_into_files(
+    tensors: Iterable[OutputTensor], max_bytes: int = LARGEST_FILE
+) -> Iterator[list[OutputTensor]]:
     """The tensors of one file after the other, in their order; a larger tensor has a file of its own."""
-    share: list[Stored] = []
+    file_tensors: list[OutputTensor] = []
     size = 0
     for tensor in tensors:
-        if share and size + tensor.bytes > largest:
-            yield share
-            share, size = [], 0
-        share.append(tensor)
+        if file_tensors and size + tensor.bytes > max_bytes:
+            yield file_tensors
+            file_tensors, size = [], 0
+        file_tensors.append(tensor)
         size += tensor.bytes
-    if share:
-        yield share
+    if file_tensors:
+        yield file_tensors
 
 
-class File:
+class SafetensorsWriter:
     """A safetensors file that is written tensor by tensor, in the order that was given.
 
     All methods raise JobFailed where it cannot be written.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[Stored]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
         """Writes the header."""
-        described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
+        header_fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
         for tensor in tensors:
-            offsets = [at, at + tensor.bytes]
-            described[tensor.name] = {
+            offsets = [offset, offset + tensor.bytes]
+            header_fields[tensor.name] = {
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "data_offsets": offsets,
             }
-            at = offsets[1]
-        header = json.dumps(described, separators=(",", ":")).encode()
+            offset = offsets[1]
+        header = json.dumps(header_fields, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        self._left, self._path = at, path
-        with files.writing(path):
-            self._file = files.opened(path)
+        self._remaining, self._path = offset, path
+        with files.convert_write_errors(path):
+            self._file = files.open_writer(path)
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def append(self, values: bytes | memoryview) -> None:
         """The values of the next tensor."""
-        self._left -= len(values)
-        with files.writing(self._path):
+        self._remaining -= len(values)
+        with files.convert_write_errors(self._path):
             self._file.write(values)
 
     def close(self) -> None:
         """Puts the file on the disk; all tensors must be in it."""
-        assert self._left == 0, f"{self._left} bytes of the announced tensors were not written"
-        with files.writing(self._path), self._file as file:
+        assert self._remaining == 0, f"{self._remaining} bytes of the announced tensors were not written"
+        with files.convert_write_errors(self._path), self._file as file:
             file.flush()
             os.fsync(file.fileno())
 
@@ -167,31 +174,33 @@ class File:
             self._file.close()
 
 
-def names_of_files(count: int) -> list[str]:
+def build_file_names(count: int) -> list[str]:
     """What transformers calls the files of a model of so many."""
     if count == 1:
-        return [SINGLE]
+        return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def write_index(directory: Path, of: Mapping[str, Sequence[Stored]]) -> None:
+def write_index(directory: Path, tensors_by_file: Mapping[str, Sequence[OutputTensor]]) -> None:
     """The index of these files; none where there is one alone."""
-    if len(of) > 1:
-        weight_map = {tensor.name: file for file, tensors in of.items() for tensor in tensors}
-        total = sum(tensor.bytes for tensors in of.values() for tensor in tensors)
-        files.write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if len(tensors_by_file) > 1:
+        weight_map = {tensor.name: file for file, tensors in tensors_by_file.items() for tensor in tensors}
+        total = sum(tensor.bytes for tensors in tensors_by_file.values() for tensor in tensors)
+        files.write_json(
+            directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
 
 
-def write_config(directory: Path, model: Published, numbers: Numbers) -> None:
+def write_config(directory: Path, model: PublishedModel, weight_format: WeightFormat) -> None:
     """The config as it was published, in the words that it had, of the model as it was trained."""
     architecture = model.architecture
-    names = NAMES[architecture.model_type]
-    config = {**names.config, **model.config}
+    names = PUBLISHED_NAMES[architecture.model_type]
+    config = {**names.config_defaults, **model.config}
     config.pop("quantization_config", None)  # loaders would look for scales
-    if numbers == "fp8":
-        config["quantization_config"] = _quantization(Tensors(architecture))
+    if weight_format == "fp8":
+        config["quantization_config"] = _build_quantization_config(Tensors(architecture))
     key = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5 and 4
-    config[key] = _DTYPES[numbers]
+    config[key] = _DTYPES[weight_format]
     config.setdefault("architectures", [names.architecture])
     if names.mtp is not None:
         config["num_nextn_predict_layers"] = architecture.mtp_layers
@@ -202,83 +211,83 @@ def is_quantized(name: str) -> bool:
     """Whether an FP8 export has this tensor of the table in FP8: the linear layers, without routers."""
     path, _, kind = name.rpartition(".")
     linear = path.rpartition(".")[2].startswith("linear_") and kind == "weight"
-    return linear and not name.startswith(TOWER)
+    return linear and not name.startswith(TOWER_PREFIX)
 
 
-def _quantization(tensors: Iterable[Tensor]) -> dict[str, Any]:
+def _build_quantization_config(tensors: Iterable[Tensor]) -> dict[str, Any]:
     """The `quantization_config` of a model whose tensors these are, as loaders know it."""
-    apart = [
+    unquantized = [
         name.removesuffix(".weight")
         for tensor in tensors
         if len(tensor.shape) == 2
         and not is_quantized(tensor.name)
         and not tensor.name.startswith("embedding.")
-        for name in tensor.published
+        for name in tensor.published_names
     ]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": apart,
+        "weight_block_size": list(FP8_BLOCK),
+        "modules_to_not_convert": unquantized,
     }
 
 
-def complete(
+def write_remaining_files(
     directory: Path,
-    model: Published,
-    numbers: Numbers,
-    of: Mapping[str, Sequence[Stored]],
-    ends: Iterable[int] = (),
+    model: PublishedModel,
+    weight_format: WeightFormat,
+    tensors_by_file: Mapping[str, Sequence[OutputTensor]],
+    end_tokens: Iterable[int] = (),
 ) -> None:
     """Writes all that belongs to these files of tensors: their index, the config, the tokenizer.
 
     Where there is no tokenizer any more it says so: the weights are worth having. What is generated ends with
-    `ends` too.
+    `end_tokens` too.
     """
-    write_index(directory, of)
-    write_config(directory, model, numbers)
-    if model.lacks:
-        _log.warning("a model is written without tokenizer and chat template: %s", model.lacks)
-    copy_belongings(model, directory)
-    _add_ends(directory, ends)
+    write_index(directory, tensors_by_file)
+    write_config(directory, model, weight_format)
+    if model.missing_tokenizer:
+        _log.warning("a model is written without tokenizer and chat template: %s", model.missing_tokenizer)
+    copy_extra_files(model, directory)
+    _add_end_tokens(directory, end_tokens)
 
 
-def _add_ends(directory: Path, ends: Iterable[int]) -> None:
+def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
     """Has a model stop where it was trained to: a base model's config knows the end of a document alone."""
     path, key = directory / _GENERATION, "eos_token_id"
-    said = files.json_object(path) if path.exists() else {}
-    before = said.get(key, files.json_object(directory / "config.json").get(key))
-    known = before if isinstance(before, list) else [] if before is None else [before]
-    if new := [end for end in sorted(set(ends)) if end not in known]:
-        files.write_json(path, {**said, key: [*known, *new]})
-        _log.info("%s: %s also has %s, with which trained turns end", directory, _GENERATION, new)
+    generation_config = files.read_json_object(path) if path.exists() else {}
+    previous = generation_config.get(key, files.read_json_object(directory / "config.json").get(key))
+    known_tokens = previous if isinstance(previous, list) else [] if previous is None else [previous]
+    if new_tokens := [token for token in sorted(set(end_tokens)) if token not in known_tokens]:
+        files.write_json(path, {**generation_config, key: [*known_tokens, *new_tokens]})
+        _log.info("%s: %s also has %s, with which trained turns end", directory, _GENERATION, new_tokens)
 
 
 def _write_template(directory: Path, text: str) -> None:
     """Has the tokenizer write chats by this template, wherever a release of transformers looks for it."""
-    files.write_text(directory / CHAT_TEMPLATE, text)
-    for name in (SETTINGS, "chat_template.json"):  # the latter of a processor
+    files.write_text(directory / CHAT_TEMPLATE_FILE, text)
+    for name in (TOKENIZER_CONFIG, "chat_template.json"):  # the latter of a processor
         path = directory / name
         if path.exists():
-            files.write_json(path, {**files.json_object(path), "chat_template": text})
+            files.write_json(path, {**files.read_json_object(path), "chat_template": text})
 
 
-def copy_belongings(model: Published, directory: Path) -> None:
+def copy_extra_files(model: PublishedModel, directory: Path) -> None:
     """The tokenizer with its chat template; then what else belongs to the model, of one name the first one's.
 
     What the tokenizer's directory does not have of a tokenizer is not there.
     """
     if model.tokenizer is not None:
-        _copy(model.tokenizer, _OF_TOKENIZER, directory)
-    for source in model.belongings:
-        _copy(source, _BELONGINGS, directory)
-    if model.template is not None:
-        _write_template(directory, model.template)
+        _copy_files(model.tokenizer, _TOKENIZER_FILES, directory)
+    for source in model.extra_directories:
+        _copy_files(source, _EXTRA_PATTERNS, directory)
+    if model.chat_template is not None:
+        _write_template(directory, model.chat_template)
 
 
-def _copy(source: Path, patterns: Iterable[str], directory: Path) -> None:
+def _copy_files(source: Path, patterns: Iterable[str], directory: Path) -> None:
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
         if path.is_file() and not (directory / path.name).exists():
-            with files.writing(directory / path.name):
+            with files.convert_write_errors(directory / path.name):
                 shutil.copyfile(path, directory / path.name)

@@ -1,19 +1,26 @@
 """The job file: its keys, the recipes that come with the package, and every violation at once."""
 
-from bundle.recipe.loading import about, built_in, find, from_mapping, load, with_steps
-from bundle.recipe.recipe import Difference, Recipe, differences, flat
+from bundle.recipe.loading import (
+    describe_built_in,
+    find_recipe,
+    from_mapping,
+    list_built_in,
+    load,
+    with_steps,
+)
+from bundle.recipe.recipe import Recipe, RecipeDifference, flatten, list_differences
 from bundle.recipe.sections import Parallel
 
 __all__ = [
-    "Difference",
     "Parallel",
     "Recipe",
-    "about",
-    "built_in",
-    "differences",
-    "find",
-    "flat",
+    "RecipeDifference",
+    "describe_built_in",
+    "find_recipe",
+    "flatten",
     "from_mapping",
+    "list_built_in",
+    "list_differences",
     "load",
     "with_steps",
 ]

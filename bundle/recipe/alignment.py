@@ -14,8 +14,8 @@ class Padding(NamedTuple):
     """The lengths of one micro-batch before and after padding; all in tokens."""
 
     lengths: tuple[int, ...]
-    padded: tuple[int, ...]
-    tail: int  # one more sequence, of padding only, that ends a thd pack; 0: none
+    padded_lengths: tuple[int, ...]
+    tail_rows: int  # one more sequence, of padding only, that ends a thd pack; 0: none
 
     @property
     def tokens(self) -> int:
@@ -25,7 +25,7 @@ class Padding(NamedTuple):
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows of each sequence that an attention kernel sees: the padded ones, then the tail if any."""
-        return (*self.padded, self.tail) if self.tail else self.padded
+        return (*self.padded_lengths, self.tail_rows) if self.tail_rows else self.padded_lengths
 
     @property
     def total(self) -> int:
@@ -33,7 +33,7 @@ class Padding(NamedTuple):
         return sum(self.rows)
 
     @property
-    def longest(self) -> int:
+    def longest_row(self) -> int:
         """Rows of the longest sequence that an attention kernel sees."""
         return max(self.rows)
 
@@ -52,27 +52,27 @@ class Alignment(NamedTuple):
     scaling: Scaling | None = None
 
     @property
-    def sequence(self) -> int:
+    def sequence_multiple(self) -> int:
         """The multiple of every padded sequence.
 
         Zigzag gives each rank two of 2·cp equal chunks of every sequence. A bshd sequence is split over the
         sequence-parallel ranks too; a thd pack is split there as a whole, so that is a matter of its total.
         """
         chunks = 1 if self.cp == 1 else 2 * self.cp
-        return lcm(chunks, self._shares) if self.layout == "bshd" else chunks
+        return lcm(chunks, self._sharing_ranks) if self.layout == "bshd" else chunks
 
     @property
-    def length(self) -> int:
+    def length_multiple(self) -> int:
         """The multiple of a length that a job gives to every sequence or pack, FP8 aside: all ranks get rows,
         each as many.
         """
-        return lcm(self.sequence, self._shares)
+        return lcm(self.sequence_multiple, self._sharing_ranks)
 
     @property
-    def total(self) -> int:
+    def total_multiple(self) -> int:
         """The multiple of all rows together, over all ranks."""
-        rows = self._shares * (SCALINGS[self.scaling].rows if self.scaling else 1)
-        return lcm(self.sequence, rows)
+        rows = self._sharing_ranks * (SCALINGS[self.scaling].row_multiple if self.scaling else 1)
+        return lcm(self.sequence_multiple, rows)
 
     def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:
         """The least padding of these sequences; `length` forces the extent (thd: the total, bshd: each).
@@ -85,35 +85,36 @@ class Alignment(NamedTuple):
         Raises JobFailed for no sequences, lengths that are not ints from 1, more rows than `length` holds.
         """
         lengths = tuple(lengths)
-        _check(lengths)
+        _check_lengths(lengths)
         if self.layout == "bshd":
             count = len(lengths)
-            multiple = lcm(self.sequence, self.total // gcd(self.total, count))
-            extent = self._extent(max(lengths), length, multiple)
+            multiple = lcm(self.sequence_multiple, self.total_multiple // gcd(self.total_multiple, count))
+            extent = self._compute_extent(max(lengths), length, multiple)
             return Padding(lengths, (extent,) * count, 0)
-        multiple = self.sequence
+        multiple = self.sequence_multiple
         padded = tuple([-(-n // multiple) * multiple for n in lengths])
         used = sum(padded)
-        return Padding(lengths, padded, self._extent(used, length, self.total) - used)
+        return Padding(lengths, padded, self._compute_extent(used, length, self.total_multiple) - used)
 
     @property
-    def _shares(self) -> int:
+    def _sharing_ranks(self) -> int:
         """The ranks that hold different rows of one pack."""
         return self.cp * (self.tp if self.sequence_parallel else 1)
 
-    def _extent(self, used: int, forced: int | None, multiple: int) -> int:
+    def _compute_extent(self, used: int, forced: int | None, multiple: int) -> int:
         """`used`, or the forced length, rounded up to the multiple."""
         extent = -(-(used if forced is None else forced) // multiple) * multiple
         if extent < used:
-            what = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
+            subject = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
             raise JobFailed(
-                f"A {self.layout} micro-batch does not fit: {what} {used} rows, the forced length {extent}."
+                f"A {self.layout} micro-batch does not fit: {subject} {used} rows, the forced length"
+                f" {extent}."
                 " Raise that length, or put fewer or shorter sequences into a micro-batch."
             )
         return extent
 
 
-def _check(lengths: tuple[int, ...]) -> None:
+def _check_lengths(lengths: tuple[int, ...]) -> None:
     if not lengths:
         raise JobFailed("A micro-batch has no sequences: give at least one.")
     # Exactly int: True is no length, and a tensor's value would have to be read back from its device.

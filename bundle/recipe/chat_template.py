@@ -4,18 +4,18 @@ import re
 from pathlib import Path
 
 from bundle import files
-from bundle.errors import UsageError, did_you_mean, nearest
+from bundle.errors import UsageError, find_nearest, format_suggestion
 
-PLAIN, OWN = "plain", "chat"  # without a template; the tokenizer's own
+PLAIN_TEMPLATE, TOKENIZER_TEMPLATE = "plain", "chat"  # without a template; the tokenizer's own
 DIRECTORY = Path(__file__).parent / "templates"
-ENDING = ".jinja"
-LARGEST = 2**20  # bytes; published ones have less than 2**15
+SUFFIX = ".jinja"
+MOST_BYTES = 2**20  # bytes; published ones have less than 2**15
 _MESSAGES = re.compile(r"\bmessages\b")
 
 
 def list_built_in() -> list[str]:
     """Return the names of the templates that come with the package, sorted."""
-    return sorted(path.stem for path in DIRECTORY.glob(f"*{ENDING}"))
+    return sorted(path.stem for path in DIRECTORY.glob(f"*{SUFFIX}"))
 
 
 def is_text(value: str) -> bool:
@@ -26,14 +26,15 @@ def is_text(value: str) -> bool:
 def read_text(name: str) -> str:
     """Return the text of a built-in template or of a file. Raise UsageError saying why there is none."""
     names = list_built_in()
-    if name not in names and not name.endswith(ENDING):
-        near = did_you_mean(nearest(name, (PLAIN, OWN, *names)))
+    if name not in names and not name.endswith(SUFFIX):
+        near = format_suggestion(find_nearest(name, (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE, *names)))
         raise UsageError(
-            f"{name} is no template{near}. Choose {PLAIN}, {OWN}, {', '.join(names)} or FILE{ENDING}"
+            f"{name} is no template{near}. Choose {PLAIN_TEMPLATE}, {TOKENIZER_TEMPLATE},"
+            f" {', '.join(names)} or FILE{SUFFIX}"
         )
-    path = DIRECTORY / f"{name}{ENDING}" if name in names else Path(name)
+    path = DIRECTORY / f"{name}{SUFFIX}" if name in names else Path(name)
     try:
-        text = files.content(path, LARGEST).decode()
+        text = files.read_content(path, MOST_BYTES).decode()
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}. Name a file with a chat template") from error
     except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.defaults import Default
 
 # The settings that `plan` and `check` print; those of adapters only where there are any.
-SHOWN = (
+SHOWN_SETTINGS = (
     *("data.tokenizer", "data.template", "data.packed", "model.dtype"),
     *("optimizer.lr", "optimizer.min_lr", "optimizer.schedule"),
     *("optimizer.warmup_steps", "optimizer.warmup_ratio"),
@@ -44,11 +44,11 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if draft.get("model.lora") is True:
         draft.set("model.lora", {}, "")
     path = draft.get("model.path")
-    if isinstance(path, str) and draft.names_tokenizer(Path(hub.local_path(path))):
+    if isinstance(path, str) and draft.names_tokenizer(Path(hub.find_local_path(path))):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
     is_answering = draft.get("task") in ("sft", "dpo", "rl")
-    if kind == "hf" and is_answering and has_chat_template(Path(hub.local_path(tokenizer))):
+    if kind == "hf" and is_answering and has_chat_template(Path(hub.find_local_path(tokenizer))):
         draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
     if draft.get("task") == "rl":
         draft.fill("data.validation", 0.0, "rl.evaluation has the questions to evaluate with")
@@ -57,7 +57,7 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
             case int(prompts), int(generations):
                 draft.fill("train.global_batch_size", prompts * generations, "all answers of a step")
     if isinstance(draft.get("model.lora"), dict):
-        for default in defaults.LORA:
+        for default in defaults.LORA_DEFAULTS:
             draft.fill(default.key, default.value, f"default of LoRA: {default.source}")
     kind = draft.kind
     for default in defaults.DEFAULTS.get(kind, ()):
@@ -65,9 +65,9 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     return draft.origins
 
 
-def describe(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
+def list_settings(recipe: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[Setting]:
     """Yield the settings of a dumped recipe that decide how it trains."""
-    for key in SHOWN:
+    for key in SHOWN_SETTINGS:
         value: Any = recipe
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -140,14 +140,14 @@ class _Draft:
     def loads_weights(self) -> bool:
         """Whether training begins with published weights."""
         path, weights = self.get("model.path"), self.get("model.weights")
-        return isinstance(path, str) and weights != "random" and has_weights(Path(hub.local_path(path)))
+        return isinstance(path, str) and weights != "random" and has_weights(Path(hub.find_local_path(path)))
 
     @property
     def kind(self) -> str:
         """The kind of training, as the table of defaults has it; empty where it has none."""
         task, adapted = self.get("task") or "pretrain", isinstance(self.get("model.lora"), dict)
         if not self.loads_weights:
-            large = task == "pretrain" and self.parameters >= defaults.LEAST_PRETRAINED
+            large = task == "pretrain" and self.parameters >= defaults.LEAST_PRETRAINING_PARAMETERS
             return defaults.PRETRAINING if large else ""
         return defaults.KINDS.get((task, adapted), "") if isinstance(task, str) else ""
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bundle.recipe.chat_template import OWN, PLAIN
-from bundle.recipe.section import LISTED, Count, Name, Names, Positive, Section, optional
+from bundle.recipe.chat_template import PLAIN_TEMPLATE, TOKENIZER_TEMPLATE
+from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Section, make_optional
 
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
@@ -70,7 +70,7 @@ class Fields(Section):
     )
 
 
-class Images(Section):
+class ImagesSection(Section):
     """How images of rows are read, for a model that sees some: JPEG, PNG and WebP."""
 
     min_pixels: Count | None = Field(
@@ -89,7 +89,7 @@ class Images(Section):
     )
 
 
-class Videos(Section):
+class VideosSection(Section):
     """How videos of rows are read, for a model that sees some: lists of frames, which are images; animated
     GIF, WebP and PNG; and, with the extra `video`, films.
 
@@ -126,20 +126,20 @@ class Videos(Section):
     limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
 
 
-Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
+DataKind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
 
 
 class ValidationSet(Section):
     """Data to evaluate with, read and tokenised as what is trained on; its loss is validation/NAME/loss."""
 
     path: Names = Field(min_length=1, description="As data.path.")
-    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
+    source: DataKind | None = Field(default=None, description="Kind of the files; null: data.source.")
 
 
 class Data(Section):
     """What is trained on."""
 
-    source: Kind | None = Field(
+    source: DataKind | None = Field(
         default=None,
         description="Kind of the files; null: by the ends of their names, all of them of one kind. jsonl: an"
         " object a line or one array, .gz and .zst too; arrow: of `datasets`; megatron: ids as its own"
@@ -151,7 +151,7 @@ class Data(Section):
         " running Python's standard library; of the Hub: ORG/NAME, or"
         " hf://datasets/ORG/NAME@REVISION/PATH. megatron: what both files' names begin with.",
     )
-    weights: Annotated[tuple[Positive, ...], LISTED] | None = Field(
+    weights: Annotated[tuple[Positive, ...], AS_TUPLE] | None = Field(
         default=None,
         min_length=1,
         description="Blend: every path is a data set of its own, and this is how much of a run each is, such"
@@ -202,11 +202,11 @@ class Data(Section):
         default="error",
         description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
-    fields: Fields = optional("Names of the fields of a row.")
-    images: Images = optional("How images of rows are read.")
-    videos: Videos = optional("How videos of rows are read.")
+    fields: Fields = make_optional("Names of the fields of a row.")
+    images: ImagesSection = make_optional("How images of rows are read.")
+    videos: VideosSection = make_optional("How videos of rows are read.")
     template: str = Field(
-        default=PLAIN,
+        default=PLAIN_TEMPLATE,
         min_length=1,
         description="SFT, DPO: `plain`, roles as headings; `chat`, the tokenizer's chat template; `chatml`;"
         " or FILE.jinja, whose text stands in the job for the file and is exported with the tokenizer."
@@ -230,12 +230,12 @@ class Data(Section):
     @property
     def has_template(self) -> bool:
         """Whether a chat template writes the rows."""
-        return self.template != PLAIN
+        return self.template != PLAIN_TEMPLATE
 
     @property
     def template_text(self) -> str | None:
         """The chat template that takes the place of the tokenizer's; None where none does."""
-        return None if self.template in (PLAIN, OWN) else self.template
+        return None if self.template in (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE) else self.template
 
     @property
     def data_sets(self) -> list[tuple[str, ...]]:

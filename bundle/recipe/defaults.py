@@ -20,7 +20,7 @@ KINDS = {
     ("pretrain", True): LORA_CONTINUED,
 }
 # Smaller models that begin with random weights keep the defaults of the schema, such as lr 1e-3.
-LEAST_PRETRAINED = 1e8  # parameters
+LEAST_PRETRAINING_PARAMETERS = 1e8  # parameters
 
 
 class Default(NamedTuple):
@@ -75,7 +75,7 @@ _GPT3_LR = (
 )
 
 # Of every adapter, whatever the task.
-LORA = (
+LORA_DEFAULTS = (
     Default("model.lora.rank", 16, _TRL_MODEL),
     Default("model.lora.alpha", 32.0, _TRL_MODEL),
     Default("model.lora.dropout", 0.0, "PEFT LoraConfig"),
@@ -96,8 +96,8 @@ _DPO_OPTIMIZER = (
     Default("optimizer.clip_grad", 1.0, _ARGUMENTS),
     Default("optimizer.schedule", "cosine", _ZEPHYR),
 )
-_MERGED = Default("checkpoint.export", "hf", _SWIFT_SFT)
-_ADAPTER = Default("checkpoint.export", "peft", _SWIFT_LORA)
+_MERGED_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT)
+_ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA)
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
     SFT: (
@@ -107,7 +107,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default(MIN_LR_SHARE, 0.1, _SWIFT_SFT),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT),
         *_SWIFT_OPTIMIZER,
-        _MERGED,
+        _MERGED_EXPORT,
         Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_SFT),
     ),
     LORA_SFT: (
@@ -117,14 +117,14 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
         *_SWIFT_OPTIMIZER,
-        _ADAPTER,
+        _ADAPTER_EXPORT,
     ),
     DPO: (
         Default("model.dtype", "bf16", _ZEPHYR),
         Default("data.packed", True, _SWIFT_DPO),
         Default("optimizer.lr", 5e-7, f"{_ZEPHYR}; {_TULU} from 70B on", ((60e9, 2e-7),)),
         *_DPO_OPTIMIZER,
-        _MERGED,
+        _MERGED_EXPORT,
         Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO),
     ),
     LORA_DPO: (
@@ -132,7 +132,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_DPO),
         Default("optimizer.lr", 5e-6, _ZEPHYR_LORA),
         *_DPO_OPTIMIZER,
-        _ADAPTER,
+        _ADAPTER_EXPORT,
     ),
     CONTINUED: (
         Default("model.dtype", "bf16", _LLAMA),
@@ -150,7 +150,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
         Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
         *_SWIFT_OPTIMIZER,
-        _ADAPTER,
+        _ADAPTER_EXPORT,
     ),
     PRETRAINING: (
         Default("model.dtype", "bf16", _LLAMA),

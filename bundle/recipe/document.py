@@ -14,53 +14,53 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from bundle.errors import UsageError
 
-LARGEST_TEXT = 2**20
-DEEPEST = 20
+MOST_CHARACTERS = 2**20
+MAX_DEPTH = 20
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
-_KIND = "tag:yaml.org,2002:"
-_NUMBERS_AND_NAMES = {_KIND + kind for kind in ("null", "bool", "int", "float")}
+_TAG_PREFIX = "tag:yaml.org,2002:"
+_SCALAR_TAGS = {_TAG_PREFIX + kind for kind in ("null", "bool", "int", "float")}
 # Plain words that the resolver singles out and a recipe does not: a date, `=` and `<<` are text here.
-_TEXTS = {_KIND + kind for kind in ("str", "timestamp", "value", "merge")}
+_TEXT_TAGS = {_TAG_PREFIX + kind for kind in ("str", "timestamp", "value", "merge")}
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A mapping, and where each of its keys was written: `places[("train", "steps")]` is "demo.yaml:12"."""
 
     values: dict[str, Any]
-    places: dict[Path, str] = field(default_factory=dict)
+    locations: dict[KeyPath, str] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
 
-    def place(self, path: Path) -> str:
+    def find_location(self, path: KeyPath) -> str:
         """Where `path`, or the nearest mapping around it, was written; empty when nobody wrote it."""
-        while path and path not in self.places:
+        while path and path not in self.locations:
             path = path[:-1]
-        return self.places.get(path, "")
+        return self.locations.get(path, "")
 
 
-def parse(text: str, origin: str) -> Document:
+def parse(text: str, origin: str) -> YamlDocument:
     """The mapping that `text` holds; `origin` names it in messages. Raises UsageError for anything else."""
-    yaml, node = _composed(text, origin)
+    yaml, node = _compose(text, origin)
     if not isinstance(node, MappingNode):
         raise UsageError(f"{origin}: must hold a mapping of sections (name, model, data, train, ...)")
-    document = Document({})
-    document.values = _Walk(document, origin, yaml).value(node, ())
+    document = YamlDocument({})
+    document.values = _NodeReader(document, origin, yaml).read_value(node, ())
     return document
 
 
 def parse_value(text: str, origin: str) -> Any:
     """The YAML value in `text`, as after `--set key=`."""
-    document = Document({})
-    yaml, node = _composed(text, origin)
-    value = None if node is None else _Walk(document, origin, yaml).value(node, ())
+    document = YamlDocument({})
+    yaml, node = _compose(text, origin)
+    value = None if node is None else _NodeReader(document, origin, yaml).read_value(node, ())
     if document.violations:
         raise UsageError(f"{origin}: cannot be read", document.violations)
     return value
 
 
-def written(values: Mapping[str, Any]) -> str:
+def to_yaml(values: Mapping[str, Any]) -> str:
     """YAML that `parse` reads back to `values`, in their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
@@ -75,7 +75,7 @@ class _Representer(SafeRepresenter):
     """Quotes what is not printable: unquoted, a line separator (U+0085, U+2028) would be read as a space."""
 
     def represent_str(self, data: str) -> Any:
-        return self.represent_scalar(f"{_KIND}str", data, style=None if data.isprintable() else '"')
+        return self.represent_scalar(f"{_TAG_PREFIX}str", data, style=None if data.isprintable() else '"')
 
 
 _Representer.add_representer(str, _Representer.represent_str)
@@ -91,66 +91,66 @@ class _Composer(Composer):
         return super().compose_node(parent, index)
 
 
-def _composed(text: str, origin: str) -> tuple[YAML, Node | None]:
-    if len(text) > LARGEST_TEXT:
-        raise UsageError(f"{origin}: longer than {LARGEST_TEXT} characters")
+def _compose(text: str, origin: str) -> tuple[YAML, Node | None]:
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(f"{origin}: longer than {MOST_CHARACTERS} characters")
     yaml = YAML(typ="safe", pure=True)
-    yaml.Composer, yaml.max_depth = _Composer, DEEPEST
+    yaml.Composer, yaml.max_depth = _Composer, MAX_DEPTH
     try:
         return yaml, yaml.compose(text)
     except MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        why = str(error.problem or error.context)
+        reason = str(error.problem or error.context)
         if isinstance(error, MaxDepthExceededError):
-            why = f"nested deeper than {DEEPEST}"
-        raise UsageError(f"{origin}{line}: not YAML that we read: {why}") from error
+            reason = f"nested deeper than {MAX_DEPTH}"
+        raise UsageError(f"{origin}{line}: not YAML that we read: {reason}") from error
     except YAMLError as error:
         raise UsageError(f"{origin}: not YAML: {error}") from error
 
 
-class _Walk:
+class _NodeReader:
     """Turns nodes into values, noting lines and what is wrong."""
 
-    def __init__(self, document: Document, origin: str, yaml: YAML) -> None:
+    def __init__(self, document: YamlDocument, origin: str, yaml: YAML) -> None:
         self._document, self._origin, self._yaml = document, origin, yaml
 
-    def value(self, node: Node, path: Path) -> Any:
+    def read_value(self, node: Node, path: KeyPath) -> Any:
         """The value of `node`, which stands under `path`."""
         match node:
-            case MappingNode() if node.tag == _KIND + "map":
-                return self._mapping(node, path)
-            case SequenceNode() if node.tag == _KIND + "seq":
-                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-            case ScalarNode() if node.tag in _NUMBERS_AND_NAMES:
-                return self._number_or_name(node, path)
-            case ScalarNode() if node.tag in _TEXTS:
-                return self._text(node, path)
+            case MappingNode() if node.tag == _TAG_PREFIX + "map":
+                return self._read_mapping(node, path)
+            case SequenceNode() if node.tag == _TAG_PREFIX + "seq":
+                return [self.read_value(item, (*path, index)) for index, item in enumerate(node.value)]
+            case ScalarNode() if node.tag in _SCALAR_TAGS:
+                return self._read_scalar(node, path)
+            case ScalarNode() if node.tag in _TEXT_TAGS:
+                return self._read_text(node, path)
         self._refuse(node, path, f"tag {str(node.tag)[:60]} is not supported")
         return None
 
-    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, item in node.value:
             if not isinstance(key, ScalarNode):
                 self._refuse(key, path, "a key must be a name")
                 continue
-            name = str(self._text(key, path))
-            here = (*path, name)
+            name = str(self._read_text(key, path))
+            key_path = (*path, name)
             if name in values:
-                self._refuse(key, here, f"given twice, first at {self._document.place(here)}")
+                self._refuse(key, key_path, f"given twice, first at {self._document.find_location(key_path)}")
                 continue
-            self._document.places[here] = self._at(key)
-            values[name] = self.value(item, here)
+            self._document.locations[key_path] = self._locate(key)
+            values[name] = self.read_value(item, key_path)
         return values
 
-    def _number_or_name(self, node: ScalarNode, path: Path) -> Any:
+    def _read_scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         try:
             return self._yaml.constructor.construct_object(node)
         except (ValueError, KeyError):  # such as -_, or five thousand digits
-            self._refuse(node, path, f"{node.value[:60]} is no {str(node.tag).removeprefix(_KIND)}")
+            self._refuse(node, path, f"{node.value[:60]} is no {str(node.tag).removeprefix(_TAG_PREFIX)}")
             return None
 
-    def _text(self, node: ScalarNode, path: Path) -> str | None:
+    def _read_text(self, node: ScalarNode, path: KeyPath) -> str | None:
         text = str(node.value)
         try:
             # JSON writes characters beyond 16 bits as two escapes, which ruamel.yaml reads as two characters.
@@ -159,9 +159,9 @@ class _Walk:
             self._refuse(node, path, "half a surrogate pair is no text")
             return None
 
-    def _at(self, node: Node) -> str:
+    def _locate(self, node: Node) -> str:
         return f"{self._origin}:{node.start_mark.line + 1}"
 
-    def _refuse(self, node: Node, path: Path, why: str) -> None:
+    def _refuse(self, node: Node, path: KeyPath, reason: str) -> None:
         name = ".".join(map(str, path))
-        self._document.violations.append(f"{self._at(node)}: {f'{name}: ' if name else ''}{why}")
+        self._document.violations.append(f"{self._locate(node)}: {f'{name}: ' if name else ''}{reason}")

@@ -11,15 +11,15 @@ from pydantic import ValidationError
 from bundle import files, hub
 from bundle.architectures import adapters, from_config, read_config
 from bundle.architectures.tensors import Tensors
-from bundle.errors import EnvironmentUnfit, UsageError, did_you_mean, nearest, shown
+from bundle.errors import EnvironmentUnfit, UsageError, find_nearest, format_suggestion, format_value
 from bundle.recipe import chat_template, rules
-from bundle.recipe.completion import SHOWN, complete
-from bundle.recipe.document import LARGEST_TEXT, Document, Path, parse, parse_value
-from bundle.recipe.recipe import Recipe, flat
+from bundle.recipe.completion import SHOWN_SETTINGS, complete
+from bundle.recipe.document import MOST_CHARACTERS, KeyPath, YamlDocument, parse, parse_value
+from bundle.recipe.recipe import Recipe, flatten
 
 # pydantic's words in a recipe's: the key of a mapping that is no such name, and what its messages say.
-_OF_KEY = "[key]"
-_WORDS = {
+_KEY_MARKER = "[key]"
+_REPLACED_WORDS = {
     "Input should": "must",
     "String should": "must",
     "Value should": "must",
@@ -33,14 +33,14 @@ _WORDS = {
 DIRECTORY = pathlib.Path(__file__).parent / "recipes"
 
 
-def built_in() -> list[str]:
+def list_built_in() -> list[str]:
     """The names of the recipes that come with the package, sorted."""
     return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
 
 
-def about(name: str) -> str:
+def describe_built_in(name: str) -> str:
     """What a built-in recipe is for: the comment that its file begins with, as one line."""
-    lines = find(name).read_text().splitlines()
+    lines = find_recipe(name).read_text().splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
@@ -50,17 +50,17 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
 
     Raises UsageError with everything that is wrong, each with its file and line or its `--set`.
     """
-    path = find(name_or_path)
+    path = find_recipe(name_or_path)
     try:
-        text = files.content(path, LARGEST_TEXT).decode()
+        text = files.read_content(path, MOST_CHARACTERS).decode()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text: {error}") from error
     document = parse(text, str(path))
     for override in overrides:
-        _override(document, override)
-    return _checked(document, f"recipe {name_or_path}")
+        _apply_override(document, override)
+    return _build_recipe(document, f"recipe {name_or_path}")
 
 
 def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
@@ -68,10 +68,10 @@ def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: S
 
     Raises UsageError with everything that is wrong. The mapping's sections may be filled in.
     """
-    document = Document(dict(values))
+    document = YamlDocument(dict(values))
     for override in overrides:
-        _override(document, override)
-    return _checked(document, origin)
+        _apply_override(document, override)
+    return _build_recipe(document, origin)
 
 
 def with_steps(recipe: Recipe, samples: int) -> Recipe:
@@ -81,32 +81,32 @@ def with_steps(recipe: Recipe, samples: int) -> Recipe:
     """
     if (epochs := recipe.train.epochs) is None:
         return recipe
-    values, steps = recipe.dump(), recipe.train.steps_of(epochs, samples)
+    values, steps = recipe.dump(), recipe.train.count_steps(epochs, samples)
     values["train"] |= {"epochs": None, "steps": steps}
     return from_mapping(values, f"recipe {recipe.name}, {epochs:g} epochs of {samples:,} samples: it")
 
 
-def find(name_or_path: str | pathlib.Path) -> pathlib.Path:
+def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
     """The file of a recipe: a path as it is, a bare name among the built-in recipes."""
     text = str(name_or_path)
     if "/" in text or text.endswith((".yaml", ".yml")):
         return pathlib.Path(text)
-    names = built_in()
+    names = list_built_in()
     if text in names:
         return DIRECTORY / f"{text}.yaml"
     raise UsageError(
-        f"no recipe named {text!r}{did_you_mean(nearest(text, names))}",
+        f"no recipe named {text!r}{format_suggestion(find_nearest(text, names))}",
         [f"built in: {', '.join(names)}", "a file is given with its path: ./mine.yaml"],
     )
 
 
-def _override(document: Document, override: str) -> None:
+def _apply_override(document: YamlDocument, override: str) -> None:
     """Lays "a.b=value" over the document; sections that are missing or null are made."""
     name, equals, text = override.partition("=")
     parts = tuple(name.strip().split("."))
     # Variables may be somebody's secrets: their values are shown nowhere.
-    hidden = equals and parts[0] == "environment"
-    origin = f"--set {name.strip()}=..." if hidden else f"--set {override[:100]}"
+    is_hidden = equals and parts[0] == "environment"
+    origin = f"--set {name.strip()}=..." if is_hidden else f"--set {override[:100]}"
     if not equals or not all(parts):
         document.violations.append(f"{origin}: must look like section.key=value")
         return
@@ -114,77 +114,83 @@ def _override(document: Document, override: str) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         if mapping.get(part) is None:
             mapping[part] = {}
-            document.places[parts[:depth]] = origin
+            document.locations[parts[:depth]] = origin
         mapping = mapping[part]
         if not isinstance(mapping, dict):
             document.violations.append(f"{origin}: {'.'.join(parts[:depth])} is no section")
             return
     mapping[parts[-1]] = parse_value(text, origin)
     # What was written below it is gone.
-    for path in [path for path in document.places if path[: len(parts)] == parts]:
-        del document.places[path]
-    document.places[parts] = origin
+    for path in [path for path in document.locations if path[: len(parts)] == parts]:
+        del document.locations[path]
+    document.locations[parts] = origin
 
 
-def _checked(document: Document, origin: str) -> Recipe:
+def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
     violations = list(document.violations)
-    _with_commits(document, violations)
-    _with_config_file(document, violations)
-    _with_adapter(document, violations)
-    given = {key for key, _ in flat(document.values)}
-    origins = complete(document.values) | _with_template(document, violations)
-    recipe = _validated(document, violations)
-    readable = _check_architecture(document, violations)
-    if recipe is not None and readable:
+    _pin_commits(document, violations)
+    _merge_config_file(document, violations)
+    _merge_adapter_config(document, violations)
+    present_keys = {key for key, _ in flatten(document.values)}
+    origins = complete(document.values) | _replace_template(document, violations)
+    recipe = _validate(document, violations)
+    is_readable = _check_architecture(document, violations)
+    if recipe is not None and is_readable:
         recipe = _with_targets(recipe)
-        for key, reason in rules.violations(recipe):
-            violations.append(_located(document, _split_key(key), reason))
+        for key, reason in rules.find_violations(recipe):
+            violations.append(_format_violation(document, _split_key(key), reason))
     if recipe is None or violations:
         raise UsageError(f"{origin} cannot be used", violations)
-    written = {key: document.place(tuple(key.split("."))) or "the recipe" for key in SHOWN if key in given}
-    vars(recipe)["origins"] = written | origins
+    locations = {
+        key: document.find_location(tuple(key.split("."))) or "the recipe"
+        for key in SHOWN_SETTINGS
+        if key in present_keys
+    }
+    vars(recipe)["origins"] = locations | origins
     return recipe
 
 
 def _with_targets(recipe: Recipe) -> Recipe:
     """The recipe with the names of all projections, where model.lora asks for all."""
-    if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL,):
+    if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL_LINEAR,):
         return recipe
     values = recipe.dump()
-    values["model"]["lora"]["targets"] = adapters.projections(Tensors(recipe.architecture))
+    values["model"]["lora"]["targets"] = adapters.find_projections(Tensors(recipe.architecture))
     return Recipe.model_validate(values)
 
 
-def _validated(document: Document, violations: list[str]) -> Recipe | None:
+def _validate(document: YamlDocument, violations: list[str]) -> Recipe | None:
     """The recipe as far as the schema goes, without its unknown keys; None where the rest is no recipe."""
     values = document.values
     while True:
         try:
             return Recipe.model_validate(values)
         except ValidationError as error:
-            violations += _explained(error, document)
-            unknown = {found["loc"] for found in error.errors() if found["type"] == "extra_forbidden"}
+            violations += _explain_errors(error, document)
+            unknown = {detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"}
             if len(unknown) < error.error_count():
                 return None
-            values = _without(values, unknown)  # which may lack what only a misspelt key would have given
+            values = _remove_keys(values, unknown)  # which may lack what only a misspelt key would have given
 
 
-def _without(values: dict[str, Any], paths: set[Path], at: Path = ()) -> dict[str, Any]:
+def _remove_keys(values: dict[str, Any], paths: set[KeyPath], prefix: KeyPath = ()) -> dict[str, Any]:
     """`values` without the keys under `paths`."""
 
-    def remove_keys(value: Any, place: Path) -> Any:
+    def remove_keys(value: Any, path: KeyPath) -> Any:
         if isinstance(value, dict):
-            return _without(value, paths, place)
+            return _remove_keys(value, paths, path)
         if isinstance(value, list | tuple):
-            return [remove_keys(item, (*place, number)) for number, item in enumerate(value)]
+            return [remove_keys(item, (*path, number)) for number, item in enumerate(value)]
         return value
 
     return {
-        name: remove_keys(value, (*at, name)) for name, value in values.items() if (*at, name) not in paths
+        name: remove_keys(value, (*prefix, name))
+        for name, value in values.items()
+        if (*prefix, name) not in paths
     }
 
 
-def _with_commits(document: Document, violations: list[str]) -> None:
+def _pin_commits(document: YamlDocument, violations: list[str]) -> None:
     """Pins what the recipe names of the Hugging Face Hub to commits, whose files are then in its cache."""
     document.values = document.values | {
         name: copy.deepcopy(document.values[name])
@@ -203,15 +209,15 @@ def _with_commits(document: Document, violations: list[str]) -> None:
     _pin(document, data, ("data", "path"), "dataset", violations)
     _pin(document, data, ("data", "tokenizer"), "model", violations, "hf:")
     sets = data.get("validation_sets")
-    for name, one in sets.items() if isinstance(sets, dict) else ():
-        if isinstance(one, dict):
-            _pin(document, one, ("data", "validation_sets", name, "path"), "dataset", violations)
+    for name, validation_set in sets.items() if isinstance(sets, dict) else ():
+        if isinstance(validation_set, dict):
+            _pin(document, validation_set, ("data", "validation_sets", name, "path"), "dataset", violations)
 
 
 def _pin(
-    document: Document,
+    document: YamlDocument,
     section: dict[str, Any],
-    path: Path,
+    path: KeyPath,
     kind: hub.Kind,
     violations: list[str],
     prefix: str = "",
@@ -223,74 +229,83 @@ def _pin(
         if isinstance(value, str) and value.startswith(prefix):
             section[key] = prefix + hub.pin(value.removeprefix(prefix), kind)
         elif isinstance(value, list | tuple):
-            section[key] = [hub.pin(one, kind) if isinstance(one, str) else one for one in value]
+            section[key] = [
+                hub.pin(repository, kind) if isinstance(repository, str) else repository
+                for repository in value
+            ]
     except UsageError as error:
-        violations.append(_located(document, path, str(error)))
+        violations.append(_format_violation(document, path, str(error)))
     except EnvironmentUnfit as error:
-        raise EnvironmentUnfit(_located(document, path, str(error))) from error
+        raise EnvironmentUnfit(_format_violation(document, path, str(error))) from error
 
 
-def _with_config_file(document: Document, violations: list[str]) -> None:
+def _merge_config_file(document: YamlDocument, violations: list[str]) -> None:
     """Replaces model.config by model.path's config.json under model.config: a dump is complete."""
     model = document.values.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):
         return
-    given = model.get("config") or {}
+    config = model.get("config") or {}
     try:
-        read = read_config(pathlib.Path(hub.local_path(model["path"])))
+        file_config = read_config(pathlib.Path(hub.find_local_path(model["path"])))
     except UsageError as error:
-        violations.append(_located(document, ("model", "path"), str(error)))
+        violations.append(_format_violation(document, ("model", "path"), str(error)))
         return
-    if isinstance(given, dict):
-        document.values["model"] = model | {"config": read | given}
+    if isinstance(config, dict):
+        document.values["model"] = model | {"config": file_config | config}
 
 
-def _with_adapter(document: Document, violations: list[str]) -> None:
+def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None:
     """Fills in what model.lora.path's adapter_config.json says; other values are wrong, but for dropout."""
     model = document.values.get("model")
     lora = model.get("lora") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
         return
     try:
-        read = adapters.read(pathlib.Path(hub.local_path(lora["path"])))
+        adapter_config = adapters.read_adapter_config(pathlib.Path(hub.find_local_path(lora["path"])))
     except UsageError as error:
         path = ("model", "lora", "path")
-        violations += [_located(document, path, reason) for reason in error.violations or (str(error),)]
+        violations += [
+            _format_violation(document, path, reason) for reason in error.violations or (str(error),)
+        ]
         document.values["model"] = model | {"lora": None}  # all that it lacks would be said as well
         return
-    read["dropout"] = lora.get("dropout", read["dropout"])
+    adapter_config["dropout"] = lora.get("dropout", adapter_config["dropout"])
     violations += [
-        _located(document, ("model", "lora", key), f"{shown(lora[key])}, {lora['path']} has {shown(value)}")
-        for key, value in read.items()
-        if key in lora and _alike(lora[key]) != _alike(value)
+        _format_violation(
+            document,
+            ("model", "lora", key),
+            f"{format_value(lora[key])}, {lora['path']} has {format_value(value)}",
+        )
+        for key, value in adapter_config.items()
+        if key in lora and _normalize(lora[key]) != _normalize(value)
     ]
-    document.values["model"] = model | {"lora": lora | read}
+    document.values["model"] = model | {"lora": lora | adapter_config}
 
 
-def _with_template(document: Document, violations: list[str]) -> dict[str, str]:
+def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str, str]:
     """Replaces the name of a chat template by its text: a dump is complete. Returns where it comes from."""
     data = document.values.get("data")
     name = data.get("template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or chat_template.is_text(name):
         return {}
-    if name in (chat_template.PLAIN, chat_template.OWN):
+    if name in (chat_template.PLAIN_TEMPLATE, chat_template.TOKENIZER_TEMPLATE):
         return {}
     path = ("data", "template")
     try:
         document.values["data"] = data | {"template": chat_template.read_text(name)}
     except UsageError as error:
-        violations.append(_located(document, path, str(error)))
-        document.values["data"] = data | {"template": chat_template.PLAIN}
-    place = document.place(path)
-    return {"data.template": f"{name}, {place}" if place else name}
+        violations.append(_format_violation(document, path, str(error)))
+        document.values["data"] = data | {"template": chat_template.PLAIN_TEMPLATE}
+    location = document.find_location(path)
+    return {"data.template": f"{name}, {location}" if location else name}
 
 
-def _alike(value: Any) -> Any:
+def _normalize(value: Any) -> Any:
     """Names in any order."""
     return sorted(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-def _check_architecture(document: Document, violations: list[str]) -> bool:
+def _check_architecture(document: YamlDocument, violations: list[str]) -> bool:
     """Whether model.config describes an architecture; why not goes to `violations`."""
     model = document.values.get("model")
     config = model.get("config") if isinstance(model, dict) else None
@@ -302,15 +317,15 @@ def _check_architecture(document: Document, violations: list[str]) -> bool:
         for violation in error.violations:
             key, _, reason = violation.partition(" ")
             name = key.removesuffix(":")
-            path, said = (
+            path, text = (
                 (("model", "config", name), reason) if name in config else (("model", "config"), violation)
             )
-            violations.append(_located(document, path, said))
+            violations.append(_format_violation(document, path, text))
         return False
     return True
 
 
-def _split_key(key: str) -> Path:
+def _split_key(key: str) -> KeyPath:
     """Return the parts of a dotted key; the place of a reward in its list is a number."""
     parts: list[str | int] = [*key.split(".")]
     if key.startswith("rl.rewards."):
@@ -318,48 +333,48 @@ def _split_key(key: str) -> Path:
     return tuple(parts)
 
 
-def _located(document: Document, path: Path, reason: str) -> str:
+def _format_violation(document: YamlDocument, path: KeyPath, reason: str) -> str:
     """ "demo.yaml:12: train.steps: reason"."""
-    place = document.place(path)
+    location = document.find_location(path)
     name = ".".join(map(str, path))
-    return f"{place}: {name}: {reason}" if place else f"{name}: {reason}"
+    return f"{location}: {name}: {reason}" if location else f"{name}: {reason}"
 
 
-def _explained(error: ValidationError, document: Document) -> Iterator[str]:
+def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[str]:
     """One line for each violation that pydantic found, in the words of a recipe's user."""
-    known = list(Recipe.key_paths())
-    for found in error.errors(include_url=False, include_context=False):
-        path: Path = tuple(part for part in found["loc"] if part != _OF_KEY)
-        match found["type"]:
+    known = list(Recipe.list_key_paths())
+    for detail in error.errors(include_url=False, include_context=False):
+        path: KeyPath = tuple(part for part in detail["loc"] if part != _KEY_MARKER)
+        match detail["type"]:
             case "extra_forbidden":
-                reason = f"unknown key{_meant('.'.join(map(str, path)), known)}"
+                reason = f"unknown key{_suggest_keys('.'.join(map(str, path)), known)}"
             case "missing":
                 reason = "missing"
             case "value_error":
-                reason = found["msg"].removeprefix("Value error, ")
+                reason = detail["msg"].removeprefix("Value error, ")
             case "model_type":
-                reason = f"must be a section of keys, is {shown(found['input'])}"
+                reason = f"must be a section of keys, is {format_value(detail['input'])}"
             case _:
-                said = found["msg"]
-                for theirs, ours in _WORDS.items():
-                    said = said.replace(theirs, ours)
-                reason = f"{said[:1].lower()}{said[1:]}, is {shown(found['input'])}"
-        yield _located(document, path, reason)
+                message = detail["msg"]
+                for pydantic_words, recipe_words in _REPLACED_WORDS.items():
+                    message = message.replace(pydantic_words, recipe_words)
+                reason = f"{message[:1].lower()}{message[1:]}, is {format_value(detail['input'])}"
+        yield _format_violation(document, path, reason)
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
+def _suggest_keys(name: str, known: Sequence[str]) -> str:
     """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings.
 
     Where nothing is near: the keys that its section has.
     """
     section, _, last = name.rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == last]
-    near = same or nearest(name, known, cutoff=0.75)
+    near = same or find_nearest(name, known, cutoff=0.75)
     if not near:
         lasts = {key.rpartition(".")[2]: key for key in known}
-        near = [lasts[part] for part in nearest(last, lasts, cutoff=0.75)]
+        near = [lasts[part] for part in find_nearest(last, lasts, cutoff=0.75)]
     if near:
-        return did_you_mean(near[:3])
-    inside = f"{section}." if section else ""
-    keys = {key.removeprefix(inside).partition(".")[0]: None for key in known if key.startswith(inside)}
+        return format_suggestion(near[:3])
+    prefix = f"{section}." if section else ""
+    keys = {key.removeprefix(prefix).partition(".")[0]: None for key in known if key.startswith(prefix)}
     return f"; {section or 'a recipe'} has {', '.join(keys)}"

@@ -11,31 +11,31 @@ from pydantic import Field, model_validator
 from bundle import hub
 from bundle.architectures import Architecture, from_config
 from bundle.architectures.contents import has_weights
-from bundle.architectures.tensors import TOWER, is_projector
+from bundle.architectures.tensors import TOWER_PREFIX, is_projector
 from bundle.environment import MOST_RANKS
-from bundle.errors import shown
+from bundle.errors import format_value
 from bundle.fp8 import SCALINGS, Format, Scaling
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.data import Data
-from bundle.recipe.defaults import LORA
+from bundle.recipe.defaults import LORA_DEFAULTS
 from bundle.recipe.rl import RL
 from bundle.recipe.section import (
-    Completed,
+    CompletedSection,
     Count,
     Names,
     NotNegative,
     Positive,
     Section,
-    Value,
-    Variable,
-    optional,
-    or_null,
+    VariableName,
+    VariableValue,
+    add_null,
+    make_optional,
 )
 from bundle.recipe.sections import (
     Checkpoint,
     Devices,
     Distributed,
-    Metrics,
+    MetricsSection,
     Optimizer,
     Parallel,
     Profile,
@@ -58,7 +58,7 @@ FREE_ON_RESUME = (
 )
 
 
-class FP8(Completed):
+class FP8(CompletedSection):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
@@ -66,18 +66,18 @@ class FP8(Completed):
     )
     format: Format = Field(
         default="hybrid",
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
     )
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The format that a scaling is taken with."""
-        named = [rule.format for scaling, rule in SCALINGS.items() if scaling == given.get("scaling")]
-        return {"format": named[0] if named else "hybrid"}
+        formats = [rule.format for scaling, rule in SCALINGS.items() if scaling == values.get("scaling")]
+        return {"format": formats[0] if formats else "hybrid"}
 
 
-class Recompute(Completed):
+class Recompute(CompletedSection):
     """Activations computed again in the backward pass instead of being kept."""
 
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
@@ -94,10 +94,10 @@ class Recompute(Completed):
     )
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """What each granularity recomputes."""
-        full = given.get("granularity") == "full"
-        return {"method": "uniform", "layers": 1} if full else {"modules": ("core_attn",)}
+        is_full = values.get("granularity") == "full"
+        return {"method": "uniform", "layers": 1} if is_full else {"modules": ("core_attn",)}
 
 
 class MTP(Section):
@@ -120,7 +120,7 @@ class MTP(Section):
     )
 
     @property
-    def detached(self) -> bool:
+    def is_detached(self) -> bool:
         """Whether the MTP losses leave any part of the model alone."""
         return self.detach_trunk or self.detach_embeddings
 
@@ -143,7 +143,7 @@ class Experts(Section):
     )
 
 
-_LORA = {default.key.rpartition(".")[2]: default.value for default in LORA}
+_LORA_VALUES = {default.key.rpartition(".")[2]: default.value for default in LORA_DEFAULTS}
 
 
 class LoRA(Section):
@@ -155,23 +155,23 @@ class LoRA(Section):
         description="Directory of PEFT to begin with, or one of the Hub as model.path, which says all other"
         " keys; null: new adapters. Its dropout may be replaced.",
     )
-    rank: Count = Field(default=_LORA["rank"], description="Rows of A and columns of B.")
-    alpha: Positive = Field(default=_LORA["alpha"], description="B A counts alpha / rank times.")
+    rank: Count = Field(default=_LORA_VALUES["rank"], description="Rows of A and columns of B.")
+    alpha: Positive = Field(default=_LORA_VALUES["alpha"], description="B A counts alpha / rank times.")
     dropout: float = Field(
-        default=_LORA["dropout"],
+        default=_LORA_VALUES["dropout"],
         ge=0,
         lt=1,
         description="Share of each pair's input that is dropped in training, as PEFT's lora_dropout.",
     )
     targets: Names = Field(
-        default=_LORA["targets"],
+        default=_LORA_VALUES["targets"],
         min_length=1,
         description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
         " mlp.down_proj; all-linear: all of them.",
     )
 
 
-class Vision(Section):
+class VisionSection(Section):
     """What is trained of a vision tower, and how fast."""
 
     freeze_tower: bool = Field(
@@ -190,11 +190,21 @@ class Vision(Section):
 
     def freezes(self, name: str) -> bool:
         """Whether the tensor of this name stays as it is."""
-        return self.freeze_projector if is_projector(name) else self.freeze_tower and name.startswith(TOWER)
+        return (
+            self.freeze_projector
+            if is_projector(name)
+            else self.freeze_tower and name.startswith(TOWER_PREFIX)
+        )
 
-    def lr(self, name: str) -> float | None:
+    def find_lr(self, name: str) -> float | None:
         """The highest learning rate of the tensor of this name; None: the optimizer's."""
-        return self.projector_lr if is_projector(name) else self.tower_lr if name.startswith(TOWER) else None
+        return (
+            self.projector_lr
+            if is_projector(name)
+            else self.tower_lr
+            if name.startswith(TOWER_PREFIX)
+            else None
+        )
 
 
 class Model(Section):
@@ -235,18 +245,18 @@ class Model(Section):
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
-    vision: Vision = optional("What is trained of the vision tower; of a model that sees images.")
-    mtp: MTP = optional("Multi-token prediction.")
-    moe: Experts = optional("Balancing of experts.")
+    vision: VisionSection = make_optional("What is trained of the vision tower; of a model that sees images.")
+    mtp: MTP = make_optional("Multi-token prediction.")
+    moe: Experts = make_optional("Balancing of experts.")
 
     @model_validator(mode="before")
     @staticmethod
-    def _frozen(given: Any) -> Any:
+    def _freeze_biases(values: Any) -> Any:
         """Beside adapters nothing else changes: steering biases stay where nobody says otherwise."""
-        if not isinstance(given, dict) or given.get("lora") is None:
-            return given
-        moe = given.get("moe") or {}
-        return given | {"moe": {"bias_update_rate": 0.0} | moe} if isinstance(moe, dict) else given
+        if not isinstance(values, dict) or values.get("lora") is None:
+            return values
+        moe = values.get("moe") or {}
+        return values | {"moe": {"bias_update_rate": 0.0} | moe} if isinstance(moe, dict) else values
 
     @property
     def is_pretrained(self) -> bool:
@@ -254,11 +264,11 @@ class Model(Section):
         return (
             self.path is not None
             and self.weights != "random"
-            and has_weights(Path(hub.local_path(self.path)))
+            and has_weights(Path(hub.find_local_path(self.path)))
         )
 
     @model_validator(mode="after")
-    def _described(self) -> Self:
+    def _check_source(self) -> Self:
         if self.path is None and not self.config:
             raise ValueError("give model.path or model.config")
         if self.path is None and self.weights == "load":
@@ -295,7 +305,7 @@ class BackendOptions(Section):
     )
 
 
-class Recipe(Completed):
+class Recipe(CompletedSection):
     """Everything a job is asked to do. `bundle.recipe.load` makes it and checks the rules."""
 
     name: str = Field(
@@ -310,34 +320,34 @@ class Recipe(Completed):
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
     )
-    backend_options: BackendOptions = optional("What one backend has.")
+    backend_options: BackendOptions = make_optional("What one backend has.")
     seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
-    devices: Devices = optional("How many devices the job takes.")
+    devices: Devices = make_optional("How many devices the job takes.")
     model: Model = Field(description="What is trained.")
-    parallel: Parallel = optional("Sizes of the parallel groups.")
+    parallel: Parallel = make_optional("Sizes of the parallel groups.")
     data: Data = Field(description="What is trained on.")
     train: Train = Field(description="How long and in which portions.")
-    optimizer: Optimizer = optional("The optimizer and its schedule.")
-    distributed: Distributed = optional("How ranks exchange gradients and weights.")
+    optimizer: Optimizer = make_optional("The optimizer and its schedule.")
+    distributed: Distributed = make_optional("How ranks exchange gradients and weights.")
     dpo: DPO | None = Field(
         default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
     )
     rl: RL | None = Field(default=None, description="Reinforcement learning; null: none. Task rl needs it.")
-    checkpoint: Checkpoint = optional("When to save, and how much to keep.")
-    environment: dict[Variable, Value | None] = Field(
+    checkpoint: Checkpoint = make_optional("When to save, and how much to keep.")
+    environment: dict[VariableName, VariableValue | None] = Field(
         default={},
         description="Variables of the ranks, such as NCCL_DEBUG: instead of what the plan has, or beside it;"
         " null: left as it is where ranks are started. None that names a file.",
     )
-    metrics: Metrics = optional("Where numbers go.")
+    metrics: MetricsSection = make_optional("Where numbers go.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The loss that a task is trained with."""
-        return {"dpo": {}} if given.get("task") == "dpo" else {}
+        return {"dpo": {}} if values.get("task") == "dpo" else {}
 
     @cached_property
     def origins(self) -> Mapping[str, str]:
@@ -347,13 +357,16 @@ class Recipe(Completed):
     @cached_property
     def architecture(self) -> Architecture:
         """The model's dimensions, with as many MTP layers, balanced as this job trains them."""
-        read = from_config(self.model.config, "model.config")
-        layers, balancing = self.model.mtp.layers, self.model.moe.aux_loss_coeff
+        architecture = from_config(self.model.config, "model.config")
+        layers, aux_loss_coeff = self.model.mtp.layers, self.model.moe.aux_loss_coeff
         if layers is not None:
-            read = replace(read, mtp_layers=layers)
-        if read.moe is not None and balancing is not None:
-            read = replace(read, moe=replace(read.moe, aux_loss_coeff=balancing, unused_aux_loss_coeff=0.0))
-        return read
+            architecture = replace(architecture, mtp_layers=layers)
+        if architecture.moe is not None and aux_loss_coeff is not None:
+            architecture = replace(
+                architecture,
+                moe=replace(architecture.moe, aux_loss_coeff=aux_loss_coeff, unused_aux_loss_coeff=0.0),
+            )
+        return architecture
 
     @property
     def documents_per_sample(self) -> int:
@@ -361,7 +374,7 @@ class Recipe(Completed):
         return 2 if self.task == "dpo" else 1
 
     @property
-    def rows(self) -> int:
+    def micro_batch_rows(self) -> int:
         """Rows of `data.sequence_length` tokens in a micro-batch."""
         return self.train.micro_batch_size * (1 if self.data.packed else self.documents_per_sample)
 
@@ -377,11 +390,15 @@ class Recipe(Completed):
         """Where its run lives, where nobody names another place."""
         return Path("runs") / self.name
 
-    def validating(self, name: str) -> "Recipe":
+    def with_validation_data(self, name: str) -> "Recipe":
         """The recipe with the data of one of its validation sets, all of it."""
-        own = self.data.validation_sets[name]
-        only = {"path": own.path, "source": own.source or self.data.source, "weights": None}
-        data = self.data.model_copy(update={**only, "validation": 0.0, "validation_sets": {}})
+        validation_set = self.data.validation_sets[name]
+        changes = {
+            "path": validation_set.path,
+            "source": validation_set.source or self.data.source,
+            "weights": None,
+        }
+        data = self.data.model_copy(update={**changes, "validation": 0.0, "validation_sets": {}})
         return self.model_copy(update={"data": data})
 
     @cached_property
@@ -424,7 +441,7 @@ class Recipe(Completed):
             "mrope": bool(architecture.rotary_sections),
             "multimodal": architecture.vision is not None,
             "mtp": mtp,
-            "mtp-detached": mtp and model.mtp.detached,
+            "mtp-detached": mtp and model.mtp.is_detached,
             "packed": self.data.packed,
             "tp": parallel.tp > 1,
             "sp": parallel.sequence_parallel,
@@ -433,7 +450,7 @@ class Recipe(Completed):
             "cp": parallel.cp > 1,
             "ep": parallel.ep > 1,
             "etp-unlike-tp": moe and parallel.etp != parallel.tp,
-            "dp": parallel.dp(world) > 1,
+            "dp": parallel.compute_dp(world) > 1,
             "bf16": model.dtype == "bf16",
             "fp8": model.fp8 is not None,
             f"attention-{model.attention}": True,
@@ -449,30 +466,30 @@ class Recipe(Completed):
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
-    def _least(self, world: int) -> str:
+    def _explain_least_ranks(self, world: int) -> str:
         """How many ranks the layout divides, and why; what fits `world`, if fewer parts of experts do."""
         p, moe = self.parallel, self.architecture.moe
-        why = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
+        layout_text = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
         if moe is None:
-            return f"{p.minimal_world} ranks ({why}), {world} is none"
+            return f"{p.minimal_world} ranks ({layout_text}), {world} is none"
         fewer = (ep for ep in range(min(p.ep - 1, moe.num_experts), 0, -1) if not moe.num_experts % ep)
-        fits = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
+        fitting_ep = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
         experts = f"etp {p.etp} x ep {p.ep} x pp {p.pp} of experts"
-        instead = f": parallel.ep={fits} fits" if fits else ""
-        return f"{p.minimal_world} ranks ({why}, {experts}), {world} is none{instead}"
+        instead = f": parallel.ep={fitting_ep} fits" if fitting_ep else ""
+        return f"{p.minimal_world} ranks ({layout_text}, {experts}), {world} is none{instead}"
 
-    def layout_violations(self, world: int) -> list[str]:
+    def find_layout_violations(self, world: int) -> list[str]:
         """Every reason why `world` ranks cannot run this recipe; empty when they can."""
         parallel, train = self.parallel, self.train
         if world > MOST_RANKS:
             return [f"devices: {world} ranks are more than the {MOST_RANKS} that a plan is made for"]
         if not parallel.fits(world):
-            return [f"parallel: this layout needs a multiple of {self._least(world)}"]
-        portion = train.micro_batch_size * parallel.dp(world)
+            return [f"parallel: this layout needs a multiple of {self._explain_least_ranks(world)}"]
+        portion = train.micro_batch_size * parallel.compute_dp(world)
         if train.global_batch_size % portion:
             return [
                 f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
-                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.dp(world)};"
+                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.compute_dp(world)};"
                 f" the next is {-(-train.global_batch_size // portion) * portion}"
             ]
         microbatches = train.global_batch_size // portion
@@ -484,7 +501,7 @@ class Recipe(Completed):
         return []
 
 
-class Difference(NamedTuple):
+class RecipeDifference(NamedTuple):
     """One key whose value changed; None where a side does not have it."""
 
     key: str
@@ -492,26 +509,28 @@ class Difference(NamedTuple):
     new: Any
 
     @property
-    def free_on_resume(self) -> bool:
+    def is_free_on_resume(self) -> bool:
         """Whether a resumed run may change this key and still be the same run."""
         return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
     def __str__(self) -> str:
-        old, new = (shown(value) if "\n" in str(value) else repr(value) for value in (self.old, self.new))
+        old, new = (
+            format_value(value) if "\n" in str(value) else repr(value) for value in (self.old, self.new)
+        )
         return f"{self.key}: {old} -> {new}"
 
 
-def differences(old: Recipe, new: Recipe) -> list[Difference]:
+def list_differences(old: Recipe, new: Recipe) -> list[RecipeDifference]:
     """Every key whose value differs, in the recipe's order."""
-    before, after = dict(flat(old.dump())), dict(flat(new.dump()))
+    before, after = dict(flatten(old.dump())), dict(flatten(new.dump()))
     keys = dict.fromkeys([*after, *before])
-    return [Difference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
+    return [RecipeDifference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every key of nested mappings; an empty mapping is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

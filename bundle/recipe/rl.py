@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from bundle.recipe.data import Kind
+from bundle.recipe.data import DataKind
 from bundle.recipe.section import (
-    LISTED,
-    Completed,
+    AS_TUPLE,
+    CompletedSection,
     Count,
     CountOrZero,
     Names,
@@ -18,8 +18,8 @@ from bundle.recipe.section import (
     Pair,
     Positive,
     Section,
-    optional,
-    or_null,
+    add_null,
+    make_optional,
 )
 
 # The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
@@ -55,7 +55,7 @@ class RLEvaluation(Section):
     """Questions that are never learned, and when they are asked: before the first step, too."""
 
     path: Names = Field(min_length=1, description="As data.path.")
-    source: Kind | None = Field(default=None, description="Kind of the files; null: data.source.")
+    source: DataKind | None = Field(default=None, description="Kind of the files; null: data.source.")
     interval: CountOrZero = Field(default=20, description="Steps between evaluations; 0: only at the end.")
     samples: Count = Field(
         default=1,
@@ -64,7 +64,7 @@ class RLEvaluation(Section):
     )
 
 
-class RLReward(Completed):
+class RLReward(CompletedSection):
     """What judges an answer; the reward is the weighted sum over all of them."""
 
     kind: Literal["exact", "math", "python"] = Field(
@@ -92,7 +92,7 @@ class RLReward(Completed):
     )
     timeout_seconds: Positive = Field(
         default=5.0,
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Seconds until a reward is ended, and what it has not judged is left out. math: of one"
         " answer; python: of a call. null or left out: 5, python 60.",
     )
@@ -101,7 +101,7 @@ class RLReward(Completed):
     )
 
     @classmethod
-    def followers(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """How long each kind may take."""
         kind = values.get("kind")
         return {"timeout_seconds": TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
@@ -130,7 +130,7 @@ class RLCorrection(Section):
     )
 
 
-class RLLoss(Completed):
+class RLLoss(CompletedSection):
     """The loss of the policy."""
 
     kind: Literal["ppo", "gspo", "cispo"] = Field(
@@ -139,7 +139,7 @@ class RLLoss(Completed):
     )
     clip: Pair = Field(
         default=CLIPS["ppo"],
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="How far below and above 1 the ratio is clipped. null or left out: [0.2, 0.28], gspo"
         " [0.0003, 0.0004], cispo [1, 0.28].",
     )
@@ -160,7 +160,7 @@ class RLLoss(Completed):
     )
     mean: Literal["token", "sequence", "constant"] = Field(
         default="token",
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="What counts alike: every token, every answer, or the sum of tokens by a constant"
         " (Dr.GRPO). null or left out: token, gspo sequence.",
     )
@@ -177,7 +177,7 @@ class RLLoss(Completed):
     )
 
     @classmethod
-    def followers(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The bounds and the mean of each kind of loss."""
         kind = values.get("kind", "ppo")
         if not isinstance(kind, str):
@@ -197,9 +197,9 @@ class RL(Section):
         default=1,
         description="How often all answers of a step are learned, in updates of train.global_batch_size.",
     )
-    rollout: RLRollout = optional("How answers are sampled.")
+    rollout: RLRollout = make_optional("How answers are sampled.")
     evaluation: RLEvaluation | None = Field(default=None, description="Questions to evaluate with.")
-    rewards: Annotated[tuple[RLReward, ...], LISTED] = Field(
+    rewards: Annotated[tuple[RLReward, ...], AS_TUPLE] = Field(
         description="What judges the answers, a list of at least one."
     )
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
@@ -208,7 +208,7 @@ class RL(Section):
     discount: float = Field(
         default=1.0, gt=0, le=1, description="reinforce_plus_plus: what a later token's reward counts for."
     )
-    loss: RLLoss = optional("The loss of the policy.")
+    loss: RLLoss = make_optional("The loss of the policy.")
     old_log_probs: Literal["rollout", "trainer"] = Field(
         default="rollout",
         description="Whose log-probabilities the ratio starts from: the rollout engine's, or the trainer's,"

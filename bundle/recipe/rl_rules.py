@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from bundle.errors import shown
+from bundle.errors import format_value
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.rl import RL, RLCorrection, RLReward
 
@@ -18,7 +18,7 @@ def split_function(function: str) -> tuple[str, str]:
     """Return the file and the name of `FILE.py:NAME`. Raise ValueError for any other text."""
     match = _FUNCTION.fullmatch(function)
     if match is None:
-        raise ValueError(f"{shown(function)} is not FILE.py:NAME")
+        raise ValueError(f"{format_value(function)} is not FILE.py:NAME")
     return match["file"], match["name"]
 
 
@@ -72,7 +72,7 @@ def find_room(recipe: Recipe) -> int:
     """Return the tokens that a question with its answer may have: of a row or a pack, and of the model."""
     room = recipe.data.sequence_length
     if recipe.data.packed:
-        room = room // recipe.alignment.sequence * recipe.alignment.sequence
+        room = room // recipe.alignment.sequence_multiple * recipe.alignment.sequence_multiple
     return min(room, recipe.architecture.max_position_embeddings)
 
 
@@ -146,7 +146,7 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
     if reward.kind == "python":
         for key in ("field", "pattern"):
             if (value := getattr(reward, key)) is not None:
-                yield key, f"{shown(value)} belongs to exact and math, and kind is python. Remove it."
+                yield key, f"{format_value(value)} belongs to exact and math, and kind is python. Remove it."
         if reward.function is None:
             yield "function", "missing. Kind python needs FILE.py:NAME."
             return
@@ -156,15 +156,24 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
             yield "function", f"{error}. Name a file and a function in it, such as mine.py:polite."
         return
     if reward.function is not None:
-        yield "function", f"{shown(reward.function)} belongs to python, and kind is {reward.kind}. Remove it."
+        yield (
+            "function",
+            f"{format_value(reward.function)} belongs to python, and kind is {reward.kind}. Remove it.",
+        )
     if reward.pattern is not None:
         try:
             groups = re.compile(reward.pattern).groups
         except (re.error, RecursionError, OverflowError) as error:
-            yield "pattern", f"{shown(reward.pattern)} is not a regular expression ({error}). Correct it."
+            yield (
+                "pattern",
+                f"{format_value(reward.pattern)} is not a regular expression ({error}). Correct it.",
+            )
         else:
             if groups > 1:
-                yield "pattern", f"{shown(reward.pattern)} has {groups} groups. Keep one; others are (?:...)."
+                yield (
+                    "pattern",
+                    f"{format_value(reward.pattern)} has {groups} groups. Keep one; others are (?:...).",
+                )
 
 
 def _check_loss(rl: RL) -> Iterator[Violation]:

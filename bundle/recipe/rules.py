@@ -6,15 +6,15 @@ from pathlib import Path
 
 from bundle import hub
 from bundle.architectures import from_config
-from bundle.architectures.adapters import projections, unmatched
+from bundle.architectures.adapters import find_projections, find_unmatched
 from bundle.architectures.contents import has_tokenizer
-from bundle.architectures.published import NAMES
+from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.recipe import chat_template, rl_rules
-from bundle.recipe.data import BYTE_VOCABULARY, Kind
+from bundle.recipe.data import BYTE_VOCABULARY, DataKind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
-from bundle.recipe.stages import Held, misplaced, rounds
+from bundle.recipe.stages import ChunkContents, count_rounds, find_misplaced
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
 MOST_EXPERTS = 2**16
@@ -23,30 +23,30 @@ MOST_EXPERTS = 2**16
 Violation = tuple[str, str]
 
 
-def violations(recipe: Recipe) -> list[Violation]:
+def find_violations(recipe: Recipe) -> list[Violation]:
     """Every rule that the recipe breaks."""
-    found: list[Violation] = []
+    broken_rules: list[Violation] = []
     for rule in (
-        _tensors,
-        _experts,
-        _pipeline,
-        _sequences,
-        _prediction,
-        _vision,
-        _delta_nets,
-        _recomputation,
-        _arithmetic,
-        _adapters,
-        _data,
-        _training,
+        _check_tensors,
+        _check_experts,
+        _check_pipeline,
+        _check_sequences,
+        _check_prediction,
+        _check_vision,
+        _check_delta_nets,
+        _check_recomputation,
+        _check_arithmetic,
+        _check_adapters,
+        _check_data,
+        _check_training,
         rl_rules.find_violations,
-        _profile,
+        _check_profile,
     ):
-        found += rule(recipe)
-    return found
+        broken_rules += rule(recipe)
+    return broken_rules
 
 
-def _tensors(recipe: Recipe) -> Iterator[Violation]:
+def _check_tensors(recipe: Recipe) -> Iterator[Violation]:
     a, tp = recipe.architecture, recipe.parallel.tp
     sizes = {"num_attention_heads": a.num_attention_heads}
     if a.mla is None:
@@ -75,7 +75,7 @@ def _tensors(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.sequence_parallel", "divides activations between tp ranks: needs tp > 1"
 
 
-def _experts(recipe: Recipe) -> Iterator[Violation]:
+def _check_experts(recipe: Recipe) -> Iterator[Violation]:
     parallel, moe, balancing = recipe.parallel, recipe.architecture.moe, recipe.model.moe
     if moe is None:
         for key, value in (
@@ -108,83 +108,86 @@ def _experts(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
 
-_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-_LAYOUT = "parallel.pipeline_model_parallel_layout"
+_END_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 
 
-def _pipeline(recipe: Recipe) -> Iterator[Violation]:
+def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     parallel, layers = recipe.parallel, recipe.architecture.num_layers
     if parallel.vpp == 1:
         yield "parallel.vpp", "1 is no interleaving: use null"
-    laid_out = parallel.pipeline_model_parallel_layout is not None
-    if parallel.vpp is not None and parallel.pp == 1 and not laid_out:
+    has_layout = parallel.pipeline_model_parallel_layout is not None
+    if parallel.vpp is not None and parallel.pp == 1 and not has_layout:
         yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
-    ends = {key: length for key in _ENDS if (length := getattr(parallel, key)) is not None}
-    if laid_out:
+    ends = {key: length for key in _END_KEYS if (length := getattr(parallel, key)) is not None}
+    if has_layout:
         for key in ends:
-            yield f"parallel.{key}", f"{_LAYOUT} says what every stage holds: leave one of them out"
-        yield from _layout(recipe)
+            yield f"parallel.{key}", f"{_LAYOUT_KEY} says what every stage holds: leave one of them out"
+        yield from _check_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
             yield f"parallel.{key}", "there is one stage: needs pp > 1"
-    elif _stages(recipe) is not None:
+    elif _list_stages(recipe) is not None:
         return
     elif ends:
         lengths = " and ".join(f"{length} in the {key.split('_')[3]}" for key, length in ends.items())
         rest = f"{layers - sum(ends.values())} to the other {parallel.pp - len(ends)}"
-        of = f" of {parallel.vpp} chunks" if parallel.vpp else ""
+        chunks_text = f" of {parallel.vpp} chunks" if parallel.vpp else ""
         for key in ends:
-            yield f"parallel.{key}", f"{lengths} of {parallel.pp} stages{of} leave {rest}, which cannot be"
+            yield (
+                f"parallel.{key}",
+                f"{lengths} of {parallel.pp} stages{chunks_text} leave {rest}, which cannot be",
+            )
     else:
-        yield "parallel.pp", _undivided(parallel, layers)
+        yield "parallel.pp", _explain_uneven_stages(parallel, layers)
 
 
-def _layout(recipe: Recipe) -> Iterator[Violation]:
+def _check_layout(recipe: Recipe) -> Iterator[Violation]:
     """What is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
-        yield _LAYOUT, "there is one stage: needs pp > 1"
+        yield _LAYOUT_KEY, "there is one stage: needs pp > 1"
         return
     try:
         layout = parallel.layout
     except ValueError as error:
-        yield _LAYOUT, str(error)
+        yield _LAYOUT_KEY, str(error)
         return
     depth = architecture.mtp_layers
-    for why in misplaced(layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth):
-        yield _LAYOUT, why
-    chunks = rounds(layout, parallel.pp)
+    for reason in find_misplaced(layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth):
+        yield _LAYOUT_KEY, reason
+    chunks = count_rounds(layout, parallel.pp)
     if chunks is not None and (parallel.vpp or 1) != chunks:
-        yield "parallel.vpp", f"{parallel.vpp}, and {_LAYOUT} has {chunks} for each of pp {parallel.pp}"
+        yield "parallel.vpp", f"{parallel.vpp}, and {_LAYOUT_KEY} has {chunks} for each of pp {parallel.pp}"
     if "m" not in "".join(layout) or "m" in layout[-1]:
         return
     where = "with the MTP layers (m) in a stage before that of the head (L)"
     if architecture.tied_embeddings:
-        yield _LAYOUT, f"{where} megatron-core cannot build a tied head: put both into one stage"
+        yield _LAYOUT_KEY, f"{where} megatron-core cannot build a tied head: put both into one stage"
     if recipe.model.mtp.detach_embeddings:
         yield "model.mtp.detach_embeddings", f"is not computed {where}: put both into one stage"
 
 
-def _stages(recipe: Recipe) -> tuple[tuple[Held, ...], ...] | None:
+def _list_stages(recipe: Recipe) -> tuple[tuple[ChunkContents, ...], ...] | None:
     """What the chunks of each stage hold; None: nothing that could be."""
-    return recipe.parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
+    return recipe.parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
 
 
-def _undivided(parallel: Parallel, layers: int) -> str:
+def _explain_uneven_stages(parallel: Parallel, layers: int) -> str:
     """Why there are no equal stages, and a length of the last one with which the others are equal."""
     chunks = parallel.pp * (parallel.vpp or 1)
-    said = f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
+    explanation = f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
     key = "num_layers_in_last_pipeline_stage"
-    for others in (-(-layers // chunks), layers // chunks):
-        last = layers - others * (parallel.vpp or 1) * (parallel.pp - 1)
-        if last > 0 and parallel.model_copy(update={key: last}).stages(layers, 0):
-            return f"{said}: parallel.{key}: {last} makes the others equal"
-    return said
+    for stage_layers in (-(-layers // chunks), layers // chunks):
+        last = layers - stage_layers * (parallel.vpp or 1) * (parallel.pp - 1)
+        if last > 0 and parallel.model_copy(update={key: last}).compute_stages(layers, 0):
+            return f"{explanation}: parallel.{key}: {last} makes the others equal"
+    return explanation
 
 
-def _sequences(recipe: Recipe) -> Iterator[Violation]:
+def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
     parallel, length = recipe.parallel, recipe.data.sequence_length
-    multiple = recipe.alignment.length
+    multiple = recipe.alignment.length_multiple
     if length % multiple:
         shares = f"cp {parallel.cp}" if parallel.cp > 1 else ""
         if parallel.sequence_parallel:
@@ -204,7 +207,7 @@ def _sequences(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _prediction(recipe: Recipe) -> Iterator[Violation]:
+def _check_prediction(recipe: Recipe) -> Iterator[Violation]:
     depth = recipe.architecture.mtp_layers
     for key in ("detach_trunk", "detach_embeddings"):
         if getattr(recipe.model.mtp, key) and not depth:
@@ -218,7 +221,7 @@ def _prediction(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _vision(recipe: Recipe) -> Iterator[Violation]:
+def _check_vision(recipe: Recipe) -> Iterator[Violation]:
     """What is not computed beside a vision tower, and what there must be one for."""
     model = recipe.model
     if recipe.architecture.vision is None:
@@ -242,13 +245,13 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
     if recipe.task != "sft" or not recipe.data.has_template:
         yield "data.template", "images and videos come in conversations: task sft, data.template: chat"
-    stages = _stages(recipe)
+    stages = _list_stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0][0].layers) < deepest:
-        laid_out = recipe.parallel.pipeline_model_parallel_layout is not None
-        more = "t before its |" if laid_out else "parallel.num_layers_in_first_pipeline_stage"
+        has_layout = recipe.parallel.pipeline_model_parallel_layout is not None
+        more = "t before its |" if has_layout else "parallel.num_layers_in_first_pipeline_stage"
         yield (
-            _LAYOUT if laid_out else "parallel.pp",
+            _LAYOUT_KEY if has_layout else "parallel.pp",
             f"the tower gives something for the first {deepest} decoder layers, and the first stage has"
             f" {first} of them: give it more ({more})",
         )
@@ -256,7 +259,7 @@ def _vision(recipe: Recipe) -> Iterator[Violation]:
         yield "model.config.vision_config", "in_channels: images are read in three colours"
 
 
-def _delta_nets(recipe: Recipe) -> Iterator[Violation]:
+def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
     """What is not computed beside gated delta nets."""
     if recipe.architecture.delta_net is None:
         return
@@ -282,25 +285,30 @@ def _delta_nets(recipe: Recipe) -> Iterator[Violation]:
         yield "checkpoint.export", "models with gated delta nets are not written in FP8 blocks: use hf"
 
 
-MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
+RECOMPUTED_MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
 
 
-def _recomputation(recipe: Recipe) -> Iterator[Violation]:
+def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
     recompute, architecture = recipe.model.recompute, recipe.architecture
     if recompute is None:
         return
     if recompute.granularity == "full":
         if recompute.modules:
             yield "model.recompute.modules", "full recomputation knows no modules"
-        most = max((sum(chunk.layers for chunk in stage) for stage in _stages(recipe) or ()), default=None)
-        if recompute.layers is not None and most is not None and recompute.layers > most:
-            yield "model.recompute.layers", f"{recompute.layers} exceeds the {most} layers of a stage"
+        most_layers = max(
+            (sum(chunk.layers for chunk in stage) for stage in _list_stages(recipe) or ()), default=None
+        )
+        if recompute.layers is not None and most_layers is not None and recompute.layers > most_layers:
+            yield "model.recompute.layers", f"{recompute.layers} exceeds the {most_layers} layers of a stage"
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:
             yield f"model.recompute.{key}", "belongs to granularity full"
-    if unknown := sorted(set(recompute.modules) - MODULES):
-        yield "model.recompute.modules", f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(MODULES))}"
+    if unknown := sorted(set(recompute.modules) - RECOMPUTED_MODULES):
+        yield (
+            "model.recompute.modules",
+            f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(RECOMPUTED_MODULES))}",
+        )
     if "mla_up_proj" in recompute.modules and architecture.mla is None:
         yield "model.recompute.modules", "mla_up_proj, but the model has no latent attention"
     if architecture.moe is None and (
@@ -315,17 +323,17 @@ def _recomputation(recipe: Recipe) -> Iterator[Violation]:
         yield "model.recompute.modules", "mlp, but the model has no dense layers"
 
 
-def _arithmetic(recipe: Recipe) -> Iterator[Violation]:
+def _check_arithmetic(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
         yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
     family = recipe.architecture.model_type
-    if recipe.checkpoint.export == "hf-fp8" and NAMES[family].stacked_experts:
+    if recipe.checkpoint.export == "hf-fp8" and PUBLISHED_NAMES[family].stacked_experts:
         yield "checkpoint.export", f"nobody loads {family} in FP8 blocks: use hf"
     if recipe.checkpoint.export_interval and recipe.checkpoint.export is None:
         yield "checkpoint.export_interval", "exports nothing without checkpoint.export: hf, hf-fp8 or peft"
 
 
-def _adapters(recipe: Recipe) -> Iterator[Violation]:
+def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
     model, lora = recipe.model, recipe.model.lora
     if lora is None:
         if recipe.checkpoint.export == "peft":
@@ -335,23 +343,24 @@ def _adapters(recipe: Recipe) -> Iterator[Violation]:
             )
         return
     table = Tensors(recipe.architecture)
-    if missing := unmatched(table, lora.targets):
-        known = ", ".join(projections(table))
+    if missing := find_unmatched(table, lora.targets):
+        known = ", ".join(find_projections(table))
         yield "model.lora.targets", f"no projection is called {', '.join(missing)}; there are {known}"
     if model.fp8 is not None:
         yield "model.lora", "adapters are not computed beside FP8 products: leave model.fp8 out"
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:
         yield "model.moe.bias_update_rate", "moves what no adapter holds: must be 0 with model.lora"
-    begun = from_config(model.config).mtp_layers if table.names.mtp else 0
-    if recipe.architecture.mtp_layers > begun:
+    published_layers = from_config(model.config).mtp_layers if table.names.mtp else 0
+    if recipe.architecture.mtp_layers > published_layers:
         yield (
             "model.mtp.layers",
-            f"{recipe.architecture.mtp_layers} layers, of which {begun} are published: model.lora freezes the"
-            f" others as they are drawn; at most {begun}",
+            f"{recipe.architecture.mtp_layers} layers, of which {published_layers} are published:"
+            " model.lora freezes the"
+            f" others as they are drawn; at most {published_layers}",
         )
 
 
-def _data(recipe: Recipe) -> Iterator[Violation]:
+def _check_data(recipe: Recipe) -> Iterator[Violation]:
     data, vocabulary = recipe.data, recipe.architecture.vocab_size
     if data.tokenizer == "bytes" and vocabulary < BYTE_VOCABULARY:
         yield (
@@ -364,8 +373,8 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
             f"the weights in {recipe.model.path} were trained with another tokenizer than bytes. Leave"
             " this key out, name hf:DIR, or set model.weights: random",
         )
-    for key, source in _sources(recipe):
-        if reason := unfit_source(recipe.task, source):
+    for key, source in _list_sources(recipe):
+        if reason := explain_unfit_source(recipe.task, source):
             yield key, reason
     if data.weights is not None and len(data.weights) != len(data.path):
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
@@ -386,11 +395,11 @@ def _data(recipe: Recipe) -> Iterator[Violation]:
 
 def _reads_bytes(recipe: Recipe) -> bool:
     """Return whether a pretrained model reads bytes: it has as many tokens, and no other tokenizer."""
-    path = Path(hub.local_path(recipe.model.path or ""))
+    path = Path(hub.find_local_path(recipe.model.path or ""))
     return recipe.architecture.vocab_size == BYTE_VOCABULARY and not has_tokenizer(path)
 
 
-def unfit_source(task: str, kind: Kind) -> str | None:
+def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
     if kind not in ("text", "megatron") or task == "pretrain":
         return None
@@ -398,16 +407,16 @@ def unfit_source(task: str, kind: Kind) -> str | None:
     return f"{task} needs rows with {fields[task]}: jsonl, parquet or arrow"
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
+def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
     """The kind of every data set for which one is named, by its key."""
     if recipe.data.source is not None:
         yield "data.source", recipe.data.source
-    for name, own in recipe.data.validation_sets.items():
-        if own.source is not None:
-            yield f"data.validation_sets.{name}.source", own.source
+    for name, validation_set in recipe.data.validation_sets.items():
+        if validation_set.source is not None:
+            yield f"data.validation_sets.{name}.source", validation_set.source
 
 
-def _training(recipe: Recipe) -> Iterator[Violation]:
+def _check_training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
     if recipe.checkpoint.keep_best is not None and recipe.task != "rl":
         yield "checkpoint.keep_best", f"accuracy is measured by task rl, and this is {recipe.task}"
@@ -426,12 +435,12 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
             f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
             f"such as --set optimizer.warmup_steps={train.steps // 10}",
         )
-    yield from _wsd(recipe)
-    yield from _distributed_optimizer(recipe)
-    yield from _precision_aware(recipe)
-    evaluated = bool(recipe.data.validation or recipe.data.validation_sets)
-    if train.early_stop is not None and not (evaluated and train.eval_interval):
-        key = "train.eval_interval" if evaluated else "data.validation"
+    yield from _check_wsd(recipe)
+    yield from _check_distributed_optimizer(recipe)
+    yield from _check_precision_aware(recipe)
+    has_evaluation = bool(recipe.data.validation or recipe.data.validation_sets)
+    if train.early_stop is not None and not (has_evaluation and train.eval_interval):
+        key = "train.eval_interval" if has_evaluation else "data.validation"
         yield "train.early_stop", f"looks at evaluations on held-out data, and {key} 0 makes none"
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
@@ -444,12 +453,12 @@ def _training(recipe: Recipe) -> Iterator[Violation]:
         )
     elif recipe.devices.per_node is not None:
         world = recipe.devices.nodes * recipe.devices.per_node
-        for violation in recipe.layout_violations(world):
+        for violation in recipe.find_layout_violations(world):
             key, _, reason = violation.partition(": ")
             yield key, reason
 
 
-def _distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
+def _check_distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
     optimizer = recipe.optimizer
     if not optimizer.use_distributed_optimizer:
         if recipe.distributed.overlap_param_gather:
@@ -462,28 +471,28 @@ def _distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
         yield key, f"megatron-core divides the state of adam alone: false, or null, with {optimizer.name}"
 
 
-def _precision_aware(recipe: Recipe) -> Iterator[Violation]:
+def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
     optimizer, key = recipe.optimizer, "optimizer.use_precision_aware_optimizer"
     offload = optimizer.optimizer_cpu_offload
-    typed = [f"optimizer.{name}" for name, of in optimizer.types.items() if of != "fp32"]
+    typed_keys = [f"optimizer.{name}" for name, dtype in optimizer.moment_types.items() if dtype != "fp32"]
     if optimizer.use_precision_aware_optimizer:
         if optimizer.name != "adam" or not optimizer.use_distributed_optimizer:
             yield key, "megatron-core has it for adam with use_distributed_optimizer: true alone"
         if recipe.model.dtype != "bf16":
             yield key, "keeps weights beside those in bf16: needs model.dtype bf16"
     else:
-        for name in typed:
+        for name in typed_keys:
             yield name, "belongs to use_precision_aware_optimizer: set that true"
         if offload:
             yield "optimizer.optimizer_cpu_offload", f"megatron-core has it only with {key}: set that true"
     if offload:
-        for name in typed:
+        for name in typed_keys:
             yield name, "the host's Adam keeps all in fp32: leave it out, or the offload"
     elif optimizer.optimizer_offload_fraction != 1:
         yield "optimizer.optimizer_offload_fraction", "belongs to optimizer_cpu_offload: set that true"
 
 
-def _profile(recipe: Recipe) -> Iterator[Violation]:
+def _check_profile(recipe: Recipe) -> Iterator[Violation]:
     if recipe.profile is None:
         return
     (first, last), steps = recipe.profile.steps, recipe.train.steps
@@ -491,7 +500,7 @@ def _profile(recipe: Recipe) -> Iterator[Violation]:
         yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {steps or 'the last'}"
 
 
-def _wsd(recipe: Recipe) -> Iterator[Violation]:
+def _check_wsd(recipe: Recipe) -> Iterator[Violation]:
     optimizer, steps = recipe.optimizer, recipe.train.steps
     decay = optimizer.wsd_decay_steps
     if optimizer.schedule != "WSD":
@@ -500,5 +509,5 @@ def _wsd(recipe: Recipe) -> Iterator[Violation]:
                 yield f"optimizer.{key}", "belongs to schedule WSD"
     elif decay is None:
         yield "optimizer.wsd_decay_steps", "WSD falls in its last steps: say in how many"
-    elif steps is not None and (warm := optimizer.count_warmup(steps)) + decay > steps:
-        yield "optimizer.wsd_decay_steps", f"{decay} and {warm} of the warm-up are more than {steps} steps"
+    elif steps is not None and (warmup := optimizer.count_warmup(steps)) + decay > steps:
+        yield "optimizer.wsd_decay_steps", f"{decay} and {warmup} of the warm-up are more than {steps} steps"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-def optional(description: str) -> Any:
+def make_optional(description: str) -> Any:
     """A section that the recipe's own validator makes where it is left out, its keys at their defaults."""
     return Field(default={}, validate_default=True, description=description)
 
@@ -25,75 +25,81 @@ class Section(BaseModel):
     )
 
     @classmethod
-    def key_paths(cls, prefix: str = "") -> Iterator[str]:
+    def list_key_paths(cls, prefix: str = "") -> Iterator[str]:
         """Every dotted key, sections included."""
-        for name, of in cls.model_fields.items():
-            key = prefix + (of.alias or name)
+        for name, field in cls.model_fields.items():
+            key = prefix + (field.alias or name)
             yield key
-            for kind in (of.annotation, *get_args(of.annotation)):
+            for kind in (field.annotation, *get_args(field.annotation)):
                 if isinstance(kind, type) and issubclass(kind, Section):
-                    named = "NAME." if get_origin(of.annotation) is dict else ""
-                    yield from kind.key_paths(f"{key}.{named}")
+                    name_part = "NAME." if get_origin(field.annotation) is dict else ""
+                    yield from kind.list_key_paths(f"{key}.{name_part}")
 
     def dump(self) -> dict[str, Any]:
         """The section as plain JSON values, every key present."""
         return self.model_dump(mode="json", by_alias=True)
 
 
-class Completed(Section):
+class CompletedSection(Section):
     """A section some of whose keys follow others of it, where they are left out."""
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """What keys that were left out, or are null, are by what was given for others."""
         return {}
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return given | {key: value for key, value in cls.followers(given).items() if given.get(key) is None}
+    def _complete(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return values | {
+            key: value for key, value in cls.derive_keys(values).items() if values.get(key) is None
+        }
 
 
-def or_null(schema: dict[str, Any]) -> None:
+def add_null(schema: dict[str, Any]) -> None:
     """Adds null to the JSON schema of a key that `_complete` fills in."""
     kind = {
-        word: schema.pop(word) for word in list(schema) if word not in ("default", "description", "title")
+        keyword: schema.pop(keyword)
+        for keyword in list(schema)
+        if keyword not in ("default", "description", "title")
     }
     schema["anyOf"] = [kind, {"type": "null"}]
 
 
-def _listed(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else given
+def _to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-LISTED = BeforeValidator(_listed)
+AS_TUPLE = BeforeValidator(_to_tuple)
 
 
-def _named(given: Any) -> Any:
+def _to_names(value: Any) -> Any:
     """One string means a list of one: `--set data.path=train.jsonl` needs no brackets."""
-    return (given,) if isinstance(given, str) else _listed(given)
+    return (value,) if isinstance(value, str) else _to_tuple(value)
 
 
-def _written(value: Any) -> Any:
+def _to_text(value: Any) -> Any:
     """A number as a variable holds it."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 # What is a job's to set: variables of communication, allocators, kernels and threads.
-_FAMILIES = "NCCL HCCL GLOO UCX FI OMP MKL KMP CUDA CUDNN CUBLAS TORCH PYTORCH NVTE ASCEND TASK CPU MALLOC"
-_VARIABLE = re.compile(rf"({_FAMILIES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
-_NAMES_A_FILE = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
+_VARIABLE_PREFIXES = (
+    "NCCL HCCL GLOO UCX FI OMP MKL KMP CUDA CUDNN CUBLAS TORCH PYTORCH NVTE ASCEND TASK CPU MALLOC"
+)
+_VARIABLE_PATTERN = re.compile(rf"({_VARIABLE_PREFIXES.replace(' ', '|')})_[A-Z0-9_]{{1,80}}")
+_FILE_PATTERN = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
 
 
-def _of_ranks(name: str) -> str:
+def _check_variable(name: str) -> str:
     """A variable that a job may set."""
-    if not _VARIABLE.fullmatch(name):
+    if not _VARIABLE_PATTERN.fullmatch(name):
         raise ValueError(
-            f"begins with none of {', '.join(_FAMILIES.split())}: set it where ranks are started"
+            f"begins with none of {', '.join(_VARIABLE_PREFIXES.split())}: set it where ranks are started"
         )
-    if _NAMES_A_FILE.search(name):
+    if _FILE_PATTERN.search(name):
         raise ValueError(
             "names a file, of which code may be loaded, or devices: set it where ranks are started"
         )
@@ -104,11 +110,11 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Variable = Annotated[str, AfterValidator(_of_ranks)]
-Value = Annotated[
-    str, BeforeValidator(_written, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
+VariableName = Annotated[str, AfterValidator(_check_variable)]
+VariableValue = Annotated[
+    str, BeforeValidator(_to_text, json_schema_input_type=str | int), Field(pattern=r"^[ -~]{0,1000}$")
 ]
 Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_named, json_schema_input_type=str | tuple[str, ...])]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_to_names, json_schema_input_type=str | tuple[str, ...])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
-Pair = Annotated[tuple[float, float], LISTED]
+Pair = Annotated[tuple[float, float], AS_TUPLE]

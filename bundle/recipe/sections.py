@@ -7,19 +7,26 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bundle.environment import MOST_PER_NODE
+from bundle.environment import MOST_RANKS_PER_NODE
 from bundle.recipe.section import (
-    LISTED,
-    Completed,
+    AS_TUPLE,
+    CompletedSection,
     Count,
     CountOrZero,
     NotNegative,
     Pair,
     Positive,
     Section,
-    or_null,
+    add_null,
 )
-from bundle.recipe.stages import Held, dealt, misplaced, parsed, rounds, shared_out
+from bundle.recipe.stages import (
+    ChunkContents,
+    assign_stages,
+    count_rounds,
+    divide_evenly,
+    find_misplaced,
+    parse_layout,
+)
 
 
 class Devices(Section):
@@ -28,12 +35,12 @@ class Devices(Section):
     nodes: Count = Field(default=1, description="Machines.")
     per_node: Count | None = Field(
         default=None,
-        le=MOST_PER_NODE,
+        le=MOST_RANKS_PER_NODE,
         description="Devices of each machine; null: all it has (cpu: the smallest world that fits).",
     )
 
 
-class Parallel(Completed):
+class Parallel(CompletedSection):
     """Sizes of the parallel groups: pp x dp x cp x tp ranks, for experts pp x expert dp x ep x etp."""
 
     tp: Count = Field(default=1, description="Tensor parallel size.")
@@ -66,26 +73,26 @@ class Parallel(Completed):
     ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
     etp: Count = Field(
         default=1,
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Tensor parallel size of experts; null or left out: tp.",
     )
     sequence_parallel: bool = Field(
         default=False,
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Divide activations between tp ranks; null or left out: tp > 1.",
     )
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Experts and sequences are divided like everything else; a layout says how many chunks there are."""
-        tp = given.get("tp", 1)
-        followed = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
-        layout, pp = given.get("pipeline_model_parallel_layout"), given.get("pp", 1)
+        tp = values.get("tp", 1)
+        derived = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
+        layout, pp = values.get("pipeline_model_parallel_layout"), values.get("pp", 1)
         if isinstance(layout, str) and isinstance(pp, int) and pp > 0:
             with suppress(ValueError):  # the rules say what is wrong
-                chunks = rounds(parsed(layout), pp)
-                followed["vpp"] = chunks if chunks != 1 else None
-        return followed
+                chunks = count_rounds(parse_layout(layout), pp)
+                derived["vpp"] = chunks if chunks != 1 else None
+        return derived
 
     @property
     def model_ranks(self) -> int:
@@ -100,53 +107,53 @@ class Parallel(Completed):
     @property
     def layout(self) -> tuple[str, ...]:
         """The stages of the layout string, each its letters; empty without one. ValueError: it is none."""
-        return parsed(text) if (text := self.pipeline_model_parallel_layout) else ()
+        return parse_layout(text) if (text := self.pipeline_model_parallel_layout) else ()
 
     @property
-    def prediction_rank(self) -> int:
+    def mtp_rank(self) -> int:
         """Which rank of a pipeline has the MTP layers, if there are any."""
         ranks = (number % self.pp for number, stage in enumerate(self.layout) if "m" in stage)
         return next(ranks, self.pp - 1)
 
-    def stages(self, layers: int, mtp_layers: int) -> tuple[tuple[Held, ...], ...] | None:
+    def compute_stages(self, layers: int, mtp_layers: int) -> tuple[tuple[ChunkContents, ...], ...] | None:
         """What the chunks of each pipeline stage hold, as megatron-core deals them out; None: it cannot be.
 
         Without a layout what the first and the last stage leave of a decoder's `layers` is divided evenly,
         each stage into its vpp chunks.
         """
         if self.pipeline_model_parallel_layout is None:
-            lengths = self._lengths(layers)
-            return None if lengths is None else shared_out(lengths, self.vpp or 1, mtp_layers)
+            lengths = self._compute_stage_lengths(layers)
+            return None if lengths is None else divide_evenly(lengths, self.vpp or 1, mtp_layers)
         try:
             layout = self.layout
         except ValueError:
             return None
-        if any(misplaced(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
+        if any(find_misplaced(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
             return None
-        return dealt(layout, self.pp)
+        return assign_stages(layout, self.pp)
 
-    def _lengths(self, layers: int) -> tuple[int, ...] | None:
+    def _compute_stage_lengths(self, layers: int) -> tuple[int, ...] | None:
         """How many of a decoder's `layers` each pipeline stage has where no layout says it."""
         ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
-        given = [length for length in ends if length is not None]
-        between, left = self.pp - len(given), layers - sum(given)
-        if left < between or between < 0 or (left and not between):
+        end_lengths = [length for length in ends if length is not None]
+        middle_stages, middle_layers = self.pp - len(end_lengths), layers - sum(end_lengths)
+        if middle_layers < middle_stages or middle_stages < 0 or (middle_layers and not middle_stages):
             return None
-        each, over = divmod(left, between) if between else (0, 0)
-        if over or any(length % (self.vpp or 1) for length in (each, *given)):
+        middle_length, remainder = divmod(middle_layers, middle_stages) if middle_stages else (0, 0)
+        if remainder or any(length % (self.vpp or 1) for length in (middle_length, *end_lengths)):
             return None
-        first, last = (each if length is None else length for length in ends)
-        return (first, *[each] * (self.pp - 2), last) if self.pp > 1 else (layers,)
+        first, last = (middle_length if length is None else length for length in ends)
+        return (first, *[middle_length] * (self.pp - 2), last) if self.pp > 1 else (layers,)
 
     def fits(self, world: int) -> bool:
         """Whether `world` ranks can be laid out."""
         return world > 0 and world % self.minimal_world == 0
 
-    def dp(self, world: int) -> int:
+    def compute_dp(self, world: int) -> int:
         """The data-parallel size of `world` ranks; the caller has asked `fits`."""
         return world // self.model_ranks
 
-    def expert_dp(self, world: int) -> int:
+    def compute_expert_dp(self, world: int) -> int:
         """How many copies of each expert `world` ranks hold; the caller has asked `fits`."""
         return world // (self.pp * self.etp * self.ep)
 
@@ -165,7 +172,7 @@ class Train(Section):
 
     steps: Count = Field(  # type: ignore[assignment]  # filled in or refused; of epochs, when data is read
         default=None,
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Optimizer steps; null or left out: of samples or epochs. --resume takes more of them,"
         " with the schedule of the new length.",
     )
@@ -209,30 +216,31 @@ class Train(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, given: Any) -> Any:
+    def _complete(cls, values: Any) -> Any:
         """Steps from samples, where nobody says how many."""
-        if not isinstance(given, dict) or given.get("steps") is not None:
-            return given
-        rest = {name: value for name, value in given.items() if name != "steps"}
+        if not isinstance(values, dict) or values.get("steps") is not None:
+            return values
+        rest = {name: value for name, value in values.items() if name != "steps"}
         match rest.get("samples"), rest.get("global_batch_size"):
             case int(samples), int(batch) if samples > 0 and batch > 0 and rest.get("epochs") is None:
                 return rest | {"steps": -(-samples // batch)}
         return rest
 
     @model_validator(mode="after")
-    def _agreed(self) -> Self:
+    def _check_length(self) -> Self:
         if self.epochs is not None and (self.steps is not None or self.samples is not None):
             raise ValueError("give one of steps, samples and epochs, and null for the others")
         if self.steps is None and self.epochs is None:
             raise ValueError("give steps, samples or epochs")
-        if self.samples is not None and self.steps != (made := self.steps_of(1, self.samples)):
+        if self.samples is not None and self.steps != (computed_steps := self.count_steps(1, self.samples)):
             raise ValueError(
-                f"samples {self.samples} make {made} steps of {self.global_batch_size}, and steps is"
+                f"samples {self.samples} make {computed_steps} steps of {self.global_batch_size}, and"
+                " steps is"
                 f" {self.steps}: give one of them, and null for the other"
             )
         return self
 
-    def steps_of(self, epochs: float, samples: int) -> int:
+    def count_steps(self, epochs: float, samples: int) -> int:
         """The steps of as many epochs over `samples` samples, the last one made whole."""
         return math.ceil(Fraction(str(epochs)) * samples / self.global_batch_size)
 
@@ -243,7 +251,7 @@ class Train(Section):
         return self.steps is not None and other.steps is not None and self.steps > other.steps
 
 
-class Optimizer(Completed):
+class Optimizer(CompletedSection):
     """The optimizer, by megatron-core's names, and the learning rate of each step."""
 
     name: Literal["adam", "sgd"] = Field(
@@ -251,7 +259,7 @@ class Optimizer(Completed):
     )
     use_distributed_optimizer: bool = Field(
         default=True,
-        json_schema_extra=or_null,
+        json_schema_extra=add_null,
         description="Divide its state between data-parallel ranks; null or left out: where megatron-core can,"
         " which is adam's.",
     )
@@ -306,9 +314,9 @@ class Optimizer(Completed):
     clip_grad: NotNegative = Field(default=1.0, description="Largest gradient norm; 0: no clipping.")
 
     @classmethod
-    def followers(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Divided where megatron-core can."""
-        return {"use_distributed_optimizer": given.get("name", "adam") == "adam"}
+        return {"use_distributed_optimizer": values.get("name", "adam") == "adam"}
 
     def count_warmup(self, steps: int) -> int:
         """Return the steps of the warm-up in a run of so many."""
@@ -317,12 +325,12 @@ class Optimizer(Completed):
         return min(math.ceil(Fraction(str(self.warmup_ratio)) * steps), steps - 1)
 
     @property
-    def types(self) -> dict[str, str]:
+    def moment_types(self) -> dict[str, str]:
         """The types of the moments of a precision-aware optimizer, by key."""
         return {"exp_avg_dtype": self.exp_avg_dtype, "exp_avg_sq_dtype": self.exp_avg_sq_dtype}
 
     @property
-    def states(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """What it keeps in fp32 for each weight, by torch's names."""
         if self.name == "sgd":
             return ("momentum_buffer",) if self.sgd_momentum else ()
@@ -367,18 +375,18 @@ class Checkpoint(Section):
     )
 
     @property
-    def most(self) -> int:
+    def max_checkpoints(self) -> int:
         """How many lie on the disk at once: those that stay, and one more that is being written."""
         return self.keep + 1
 
-    def exports(self, steps: int) -> int:
+    def count_exports(self, steps: int) -> int:
         """How many exports a run of so many steps leaves."""
         if self.export is None:
             return 0
         return 1 + ((steps - 1) // self.export_interval if self.export_interval else 0)
 
 
-class WeightsAndBiases(Section):
+class WeightsAndBiasesSection(Section):
     """A run of Weights & Biases (extra `wandb`); who it is comes from WANDB_API_KEY."""
 
     project: str = Field(min_length=1, description="The project.")
@@ -388,7 +396,7 @@ class WeightsAndBiases(Section):
     )
 
 
-class MLflow(Section):
+class MLflowSection(Section):
     """A run of MLflow (extra `mlflow`)."""
 
     experiment: str = Field(min_length=1, description="The experiment, made where there is none.")
@@ -397,7 +405,7 @@ class MLflow(Section):
     )
 
 
-class Prometheus(Section):
+class PrometheusSection(Section):
     """An endpoint of rank 0 that Prometheus asks, at /metrics, in OpenMetrics' text."""
 
     port: int = Field(ge=0, le=65535, description="Where it listens; 0: at a free port, which the log names.")
@@ -408,21 +416,23 @@ class Prometheus(Section):
     )
 
 
-class Metrics(Section):
+class MetricsSection(Section):
     """Where numbers go besides metrics.jsonl and the terminal."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
-    wandb: WeightsAndBiases | None = Field(default=None, description="A run of Weights & Biases.")
-    mlflow: MLflow | None = Field(default=None, description="A run of MLflow.")
-    prometheus: Prometheus | None = Field(default=None, description="An endpoint that Prometheus asks.")
+    wandb: WeightsAndBiasesSection | None = Field(default=None, description="A run of Weights & Biases.")
+    mlflow: MLflowSection | None = Field(default=None, description="A run of MLflow.")
+    prometheus: PrometheusSection | None = Field(
+        default=None, description="An endpoint that Prometheus asks."
+    )
 
 
 class Profile(Section):
     """Steps whose trace is written by torch's profiler, into profile/ of the run directory."""
 
-    steps: Annotated[tuple[Count, Count], LISTED] = Field(
+    steps: Annotated[tuple[Count, Count], AS_TUPLE] = Field(
         description="The first and the last step, counted from 1."
     )
-    ranks: Annotated[tuple[CountOrZero, ...], LISTED] = Field(
+    ranks: Annotated[tuple[CountOrZero, ...], AS_TUPLE] = Field(
         default=(0,), min_length=1, description="The ranks that write one each."
     )

@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bundle.errors import EnvironmentUnfit, UsageError, bytes_shown
-from bundle.files import content
+from bundle.errors import EnvironmentUnfit, UsageError, format_bytes
+from bundle.files import read_content
 from bundle.patches.catalogue import PATCHES
-from bundle.recipe import flat
+from bundle.recipe import flatten
 
 # Points of a curve that are drawn. Of more, the lowest and highest of each stretch stay: they are looked for.
-POINTS = 2000
-_NUMBERS, _FILE = 1 << 28, 1 << 24  # bytes of metrics.jsonl (millions of reports), and of any other file
+MAX_POINTS = 2000
+_METRICS_LIMIT, _FILE_LIMIT = (
+    1 << 28,
+    1 << 24,
+)  # bytes of metrics.jsonl (millions of reports), and of any other file
 
 
 @dataclass(frozen=True)
@@ -27,19 +30,19 @@ class Curve:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
-    def drawn(self) -> "Curve":
-        """The curve with at most `POINTS` points."""
+    def downsample(self) -> "Curve":
+        """The curve with at most `MAX_POINTS` points."""
         count = len(self.steps)
-        if count <= POINTS:
+        if count <= MAX_POINTS:
             return self
-        length = -(-2 * count // POINTS)
+        length = -(-2 * count // MAX_POINTS)
         stretches = (range(at, min(at + length, count)) for at in range(0, count, length))
-        kept = sorted({pick(s, key=self.values.__getitem__) for s in stretches for pick in (min, max)})
-        return Curve(tuple(self.steps[at] for at in kept), tuple(self.values[at] for at in kept))
+        indices = sorted({pick(s, key=self.values.__getitem__) for s in stretches for pick in (min, max)})
+        return Curve(tuple(self.steps[at] for at in indices), tuple(self.values[at] for at in indices))
 
 
 @dataclass(frozen=True)
-class Run:
+class RunReport:
     """A run as its directory has it."""
 
     name: str
@@ -49,20 +52,20 @@ class Run:
     result: Mapping[str, Any]
     unread: tuple[str, ...]  # what there was to read and could not be
 
-    def planned(self, *keys: str) -> Any:
+    def find_plan_value(self, *keys: str) -> Any:
         """A value of the plan by its keys, None where there is none."""
-        found: Any = self.plan
+        value: Any = self.plan
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
 
 
-def read(directory: Path) -> Run:
+def read_run(directory: Path) -> RunReport:
     """The run in `directory`. Raises UsageError where no run has reported anything."""
     unread: list[str] = []
     numbers = directory / "metrics.jsonl"
     try:
-        curves = _curves(content(numbers, _NUMBERS), unread)
+        curves = _read_curves(read_content(numbers, _METRICS_LIMIT), unread)
     except OSError as error:
         raise UsageError(
             f"{numbers}: {error.strerror or error}; give the directory of a run, such as runs/NAME"
@@ -70,34 +73,34 @@ def read(directory: Path) -> Run:
     if not curves:
         raise UsageError(f"{numbers}: no numbers yet: a run reports every train.log_interval steps")
     job, versions, result = (
-        _object(directory / f"{name}.json", unread) for name in ("job", "versions", "result")
+        _read_object(directory / f"{name}.json", unread) for name in ("job", "versions", "result")
     )
     plan = job.get("plan")
     planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
-    found = Run(directory.resolve().name, curves, planned, versions, result, tuple(unread))
-    if _drawable(found):
-        return found
-    return replace(found, plan={}, unread=(*unread, "job.json: no job as a launcher writes it"))
+    run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread))
+    if _is_drawable(run):
+        return run
+    return replace(run, plan={}, unread=(*unread, "job.json: no job as a launcher writes it"))
 
 
-def _drawable(run: Run) -> bool:
+def _is_drawable(run: RunReport) -> bool:
     """Whether all that a page shows of a plan has the form that a launcher gives it."""
     try:
-        _facts(run)
-        dict(flat(run.planned("recipe") or {}))
-        for row in run.planned("patches") or []:
+        _summarize_run(run)
+        dict(flatten(run.find_plan_value("recipe") or {}))
+        for row in run.find_plan_value("patches") or []:
             row["id"], row["action"], row["reason"]
     except (AttributeError, LookupError, TypeError, ValueError):
         return False
     return True
 
 
-def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
+def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
     """The curves of a metrics.jsonl; of a step that is there twice, after a resume, the last one counts."""
     seen: dict[str, dict[int, float]] = {}
     broken = 0
     for line in data.splitlines():
-        report = _parsed(line)
+        report = _parse_json(line)
         step = report.pop("step", None) if isinstance(report, dict) else None
         if type(step) is not int:
             broken += bool(line.strip())
@@ -113,22 +116,22 @@ def _curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
     return {name: Curve(*zip(*sorted(values.items()), strict=True)) for name, values in seen.items()}
 
 
-def _object(path: Path, unread: list[str]) -> dict[str, Any]:
+def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     """The JSON object in a file; an empty one where there is no file, or no object in it."""
     try:
-        found = _parsed(content(path, _FILE))
+        document = _parse_json(read_content(path, _FILE_LIMIT))
     except FileNotFoundError:
         return {}
     except OSError as error:
         unread.append(f"{path.name}: {error.strerror or error}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         unread.append(f"{path.name}: no JSON object")
         return {}
-    return found
+    return document
 
 
-def _parsed(data: bytes) -> Any:
+def _parse_json(data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -153,7 +156,7 @@ _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def render(runs: Sequence[Run]) -> str:
+def render_page(runs: Sequence[RunReport]) -> str:
     """The page of these runs, side by side. Raises EnvironmentUnfit without the libraries that draw it."""
     try:
         import jinja2
@@ -169,42 +172,42 @@ def render(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html").render(
         runs=runs,
-        names=labels(runs),
-        charts=list(_charts(runs)),
-        summary=list(_rows([_facts(run) for run in runs])),
-        differing=list(_differing(runs)),
-        versions=list(_rows([_versions(run) for run in runs])),
+        names=label_runs(runs),
+        charts=list(_draw_charts(runs)),
+        summary=list(_build_rows([_summarize_run(run) for run in runs])),
+        differing=list(_find_differences(runs)),
+        versions=list(_build_rows([_format_versions(run) for run in runs])),
         why={patch.id: patch.why for patch in PATCHES},
         plotly=get_plotlyjs(),
     )
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def label_runs(runs: Sequence[RunReport]) -> list[str]:
     """A name for each run, by which the page tells them apart."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({at + 1})" for at, name in enumerate(names)]
 
 
-def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+def group_names(names: Iterable[str]) -> dict[str, list[str]]:
     """The numbers on each chart, in the order of `CHARTS`; others under their own name."""
     groups: dict[str, list[str]] = {title: [] for title in CHARTS}
     for name in sorted(names):
         title = next((t for t, starts in CHARTS.items() if name.startswith(starts)), name)
         groups.setdefault(title, []).append(name)
-    return {title: found for title, found in groups.items() if found}
+    return {title: members for title, members in groups.items() if members}
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
     """Title and HTML of each chart. A colour is a number, a dash is a run."""
     import plotly.graph_objects as go
 
-    for title, numbers in grouped({name for run in runs for name in run.curves}).items():
+    for title, numbers in group_names({name for run in runs for name in run.curves}).items():
         figure = go.Figure(layout={"height": 320, "margin": {"l": 60, "r": 10, "t": 10, "b": 40}})
         for colour, number in enumerate(numbers):
-            for dash, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+            for dash, (run, label) in enumerate(zip(runs, label_runs(runs), strict=True)):
                 if number not in run.curves:
                     continue
-                curve = run.curves[number].drawn()
+                curve = run.curves[number].downsample()
                 figure.add_scatter(
                     x=curve.steps,
                     y=curve.values,
@@ -221,47 +224,49 @@ def _charts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         yield title, figure.to_html(full_html=False, include_plotlyjs=False)
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _summarize_run(run: RunReport) -> dict[str, Any]:
     """What a run was and came to."""
-    axes = run.planned("layout", "axes") or {}
+    axes = run.find_plan_value("layout", "axes") or {}
     sizes = {name: axis.get("size") for name, axis in axes.items() if isinstance(axis, dict)}
     last = max(step for curve in run.curves.values() for step in curve.steps)
-    stages = [stage.get("bytes", {}).get("total") for stage in run.planned("stages") or []]
+    stages = [stage.get("bytes", {}).get("total") for stage in run.find_plan_value("stages") or []]
     totals = [total for total in stages if total]
-    steps = run.planned("recipe", "train", "steps")
+    steps = run.find_plan_value("recipe", "train", "steps")
     return {
         "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
         "Ended by": run.result.get("ended"),
         "Loss at the end": run.result.get("loss"),
         "Layout": " ".join(f"{name}{size}" for name, size in sizes.items() if size and size > 1)
         or "one rank",
-        "Ranks": run.planned("layout", "world"),
-        "Hardware": ", ".join(sorted({d.get("name", "?") for d in run.planned("hardware", "devices") or []}))
-        or run.planned("hardware", "backend"),
-        "megatron-core": run.planned("megatron", "version"),
-        "Attention": run.planned("attention", "value"),
-        "Planned memory of a device": bytes_shown(max(totals)) if totals else None,
-        "Patches applied": sum(row.get("action") == "APPLY" for row in run.planned("patches") or []),
+        "Ranks": run.find_plan_value("layout", "world"),
+        "Hardware": ", ".join(
+            sorted({d.get("name", "?") for d in run.find_plan_value("hardware", "devices") or []})
+        )
+        or run.find_plan_value("hardware", "backend"),
+        "megatron-core": run.find_plan_value("megatron", "version"),
+        "Attention": run.find_plan_value("attention", "value"),
+        "Planned memory of a device": format_bytes(max(totals)) if totals else None,
+        "Patches applied": sum(row.get("action") == "APPLY" for row in run.find_plan_value("patches") or []),
     }
 
 
-def _versions(run: Run) -> dict[str, Any]:
+def _format_versions(run: RunReport) -> dict[str, Any]:
     return {
-        name: f"{found.get('version')}" + (f" ({found['commit']})" if found.get("commit") else "")
-        for name, found in run.versions.items()
-        if isinstance(found, dict)
+        name: f"{package.get('version')}" + (f" ({package['commit']})" if package.get("commit") else "")
+        for name, package in run.versions.items()
+        if isinstance(package, dict)
     }
 
 
-def _rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def _build_rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """A row per fact, a column per run."""
     for name in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(name) for column in columns]
         yield name, ["" if value is None else str(value) for value in values]
 
 
-def _differing(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+def _find_differences(runs: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     """The recipe's keys whose values are not the same in all runs."""
-    for name, values in _rows([dict(flat(run.planned("recipe") or {})) for run in runs]):
+    for name, values in _build_rows([dict(flatten(run.find_plan_value("recipe") or {})) for run in runs]):
         if len(set(values)) > 1:
             yield name, values

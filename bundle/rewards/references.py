@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bundle.errors import shown
+from bundle.errors import format_value
 
 # Where rows in verl's form have it.
 GROUND_TRUTH = "reward_model.ground_truth"
@@ -25,14 +25,16 @@ def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str |
     if isinstance(value, bool | int | float):
         value = json.dumps(value)
     if not isinstance(value, str):
-        raise MissingReference(f"field {name}: must be text or a number, is {shown(value)}")
+        raise MissingReference(f"field {name}: must be text or a number, is {format_value(value)}")
     if pattern is not None:
         match = None
         for match in re.finditer(pattern, value):  # noqa: B007  # the last one counts
             pass
         text: str | None = match[match.re.groups] if match else None
         if text is None:
-            raise MissingReference(f"field {name}: {shown(pattern)} does not match {shown(value)}")
+            raise MissingReference(
+                f"field {name}: {format_value(pattern)} does not match {format_value(value)}"
+            )
         value = text
     reference = value.strip()
     if not reference:

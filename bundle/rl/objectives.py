@@ -51,7 +51,7 @@ class PolicyLoss:
 class PolicyObjective:
     """The loss of a policy, for `Engine.forward_backward`.
 
-    Reads `MicroBatch.values`: advantages, old_log_probs; with a KL coefficient reference_log_probs;
+    Reads `MicroBatch.extra_tensors`: advantages, old_log_probs; with a KL coefficient reference_log_probs;
     rollout_log_probs where the old ones are not the rollout's, which a correction needs. GSPO needs
     micro-batches whose mean is over sequences.
 
@@ -74,7 +74,7 @@ class PolicyObjective:
         settings, is_learned = self._settings, micro_batch.loss_mask > 0
         self._check(micro_batch)
         # Selected before anything is computed, as the values are: a masked position may hold anything.
-        values = micro_batch.values
+        values = micro_batch.extra_tensors
         log_probs, entropy = scores.log_probs.where(is_learned, 0), scores.entropy.where(is_learned, 0)
         advantages, old = values["advantages"], values["old_log_probs"]
         sequences = self._build_sums(micro_batch)
@@ -111,10 +111,10 @@ class PolicyObjective:
         names = ["advantages", "old_log_probs"]
         names += ["reference_log_probs"] if self._settings.kl else []
         names += ["rollout_log_probs"] if self._settings.correction else []
-        missing = [name for name in names if name not in micro_batch.values]
+        missing = [name for name in names if name not in micro_batch.extra_tensors]
         if missing:
-            raise ValueError(f"values: {', '.join(missing)} are missing. Give them to the micro-batch.")
-        if self._settings.kind == "gspo" and micro_batch.sequences is None:
+            raise ValueError(f"extra_tensors: {', '.join(missing)} are missing. Give them to from_packing.")
+        if self._settings.kind == "gspo" and micro_batch.learned_sequences is None:
             raise ValueError("mean: token is not allowed with GSPO. Build micro-batches with mean=sequence.")
 
     def _build_sums(self, micro_batch: MicroBatch) -> SequenceSums | None:

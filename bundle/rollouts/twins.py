@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bundle.architectures import Architecture
-from bundle.architectures.published import NAMES
+from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
 
@@ -41,9 +41,9 @@ class TwinBuilder:
         self._config, self._class = _find_class(self._transformers, config, architecture.model_type)
         self._dtype, self._device = dtype, device
         trunk, full = Tensors(replace(architecture, mtp_layers=0)), Tensors(architecture)
-        self.expected = {name: shape for tensor in trunk for name, shape in tensor.published_shapes()}
-        self.copy_names = frozenset(trunk.copies())
-        names = {*full.copies(), *(name for tensor in full for name in tensor.published)}
+        self.expected = {name: shape for tensor in trunk for name, shape in tensor.list_published_shapes()}
+        self.copy_names = frozenset(trunk.map_copies())
+        names = {*full.map_copies(), *(name for tensor in full for name in tensor.published_names)}
         self.mtp_names = frozenset(names - self.expected.keys() - self.copy_names)
 
     def build(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -126,7 +126,7 @@ def _import_transformers() -> Any:
 
 def _find_class(transformers: Any, config: Mapping[str, Any], model_type: str) -> tuple[Any, Any]:
     """Return the config and the class of transformers. Raise UsageError where it has none for text."""
-    entries = copy.deepcopy({**NAMES[model_type].config, **config})
+    entries = copy.deepcopy({**PUBLISHED_NAMES[model_type].config_defaults, **config})
     for name in ("model_type", "architectures", "auto_map", "quantization_config", "torch_dtype", "dtype"):
         entries.pop(name, None)
     kind = _SAME_CLASS.get(model_type, model_type)

@@ -15,19 +15,19 @@ from bundle import files
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
-from bundle.launch import LOCK, Start
+from bundle.launch import LOCK_FILE, Start
 from bundle.planning import Problem
-from bundle.planning.inputs import Weights, problems_of, weights
-from bundle.planning.size import Disk, disk
-from bundle.recipe import Recipe, differences, load
-from bundle.recipe.document import written
+from bundle.planning.inputs import InitialWeights, inspect_weights, to_problems
+from bundle.planning.size import DiskUsage, estimate_disk
+from bundle.recipe import Recipe, list_differences, load
+from bundle.recipe.document import to_yaml
 
 # The first line of a run's recipe.yaml, by which a directory is known as a run's.
-_OURS = "# The recipe of the run in this directory, written by mcore-bundle.\n"
+_RECIPE_HEADER = "# The recipe of the run in this directory, written by mcore-bundle.\n"
 # What may lie in a directory before its first run: logs of launches, tokens, what a file system makes.
-_BEFORE_A_RUN = {"logs", "data", "lost+found"}
-_NAMED = 8  # files of somebody else that a message names
-_EXPORTED = re.compile(r"(hf|peft)(-\d{8,})?")
+_ALLOWED_NAMES = {"logs", "data", "lost+found"}
+_MAX_NAMED_FILES = 8  # files of somebody else that a message names
+_EXPORT_NAME = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
 class Origin(NamedTuple):
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     weights_only: bool = False
 
     @classmethod
-    def of(cls, start: Start) -> "Origin | None":
+    def from_start(cls, start: Start) -> "Origin | None":
         """What a start names."""
         return cls(start.origin.absolute(), start.weights_only) if start.origin else None
 
@@ -67,7 +67,7 @@ class RunDirectory:
         self.logs = root / "logs"
         self.result = root / "result.json"  # written when the run is finished, and only then
 
-    def exported(self, kind: str, step: int | None = None) -> Path:
+    def build_export_path(self, kind: str, step: int | None = None) -> Path:
         """Where an export of that kind (checkpoint.export) goes; `step`: one before the last, by its number.
 
         It is the trained model as Hugging Face has it, or its adapters as PEFT has them.
@@ -79,21 +79,21 @@ class RunDirectory:
     def exports(self) -> list[Path]:
         """Every export that is there."""
         inside = self.root.glob("*") if files.is_directory(self.root) else ()
-        return [path for path in inside if _EXPORTED.fullmatch(path.name)]
+        return [path for path in inside if _EXPORT_NAME.fullmatch(path.name)]
 
-    def room(self, recipe: Recipe) -> Disk:
+    def estimate_disk(self, recipe: Recipe) -> DiskUsage:
         """The disk of a run of that recipe here, which may have written of it before."""
-        kept = CheckpointDirectory(self.checkpoints).steps()
-        return disk(recipe, self.root, len(kept), len(self.exports))
+        steps = CheckpointDirectory(self.checkpoints).list_steps()
+        return estimate_disk(recipe, self.root, len(steps), len(self.exports))
 
-    def begun(self) -> tuple[int, int] | None:
+    def identify_start(self) -> tuple[int, int] | None:
         """Which start made the run what it is, as something to compare; None where none has."""
         if not files.is_file(self.job):
             return None
         status = self.job.stat()
         return status.st_ino, status.st_mtime_ns
 
-    def begin(self, recipe: Recipe, start: Start) -> bool:
+    def check_start(self, recipe: Recipe, start: Start) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.
 
         An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
@@ -103,7 +103,7 @@ class RunDirectory:
         """
         if start.fresh and start.resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
-        self._refuse_strangers()
+        self._refuse_foreign_files()
         lora = recipe.model.lora
         adapter = lora.path if lora else None
         self._refuse_own_export({"model.path": recipe.model.path, "model.lora.path": adapter})
@@ -114,33 +114,35 @@ class RunDirectory:
         if start.fresh:
             self._refuse_to_remove(start.origin)
             return False
-        if not start.resume and not self._trained():
+        if not start.resume and not self._has_progress():
             return False
-        if self.finished(recipe) and not start.resume:
+        if self.is_finished(recipe) and not start.resume:
             raise UsageError(
                 f"{self.root}: this run is finished; --fresh overwrites it, --resume with more train.steps,"
                 " or with another train.early_stop where that has ended it, goes on with it"
             )
-        self._refuse_another(recipe, longer=start.resume)
-        self._refuse_another_origin(Origin.of(start))
+        self._refuse_other_recipe(recipe, longer=start.resume)
+        self._refuse_other_origin(Origin.from_start(start))
         return True
 
-    def problems(self, recipe: Recipe, start: Start) -> tuple[Problem, ...]:
-        """Everything for which `begin` would refuse a run here."""
+    def find_problems(self, recipe: Recipe, start: Start) -> tuple[Problem, ...]:
+        """Everything for which `check_start` would refuse a run here."""
         try:
-            self.begin(recipe, start)
+            self.check_start(recipe, start)
         except UsageError as error:
-            return tuple(problems_of(error))
+            return tuple(to_problems(error))
         return ()
 
-    def finished(self, recipe: Recipe) -> bool:
+    def is_finished(self, recipe: Recipe) -> bool:
         """Whether the run has come to its result, and `recipe` asks for no more of it.
 
         More steps or epochs do, another early stop, or none, where that has ended it, and an export that is
         not there.
         """
         export = recipe.checkpoint.export
-        if not files.is_file(self.result) or (export is not None and not self.exported(export).is_dir()):
+        if not files.is_file(self.result) or (
+            export is not None and not self.build_export_path(export).is_dir()
+        ):
             return False
         try:
             result = json.loads(self.result.read_text(encoding="utf-8"))
@@ -154,58 +156,59 @@ class RunDirectory:
             return not recipe.train.exceeds(load(self.recipe).train)
         return not isinstance(step, int) or step >= recipe.train.steps
 
-    def nothing_left(self) -> str:
+    def describe_finished(self) -> str:
         """What to tell the user who resumes a finished run."""
         return (
             f"{self.root}: this run is finished; --resume with more train.steps goes on with it,"
             " or with another train.early_stop where that has ended it"
         )
 
-    def beginning(self, recipe: Recipe, start: Start) -> Weights:
+    def find_initial_weights(self, recipe: Recipe, start: Start) -> InitialWeights:
         """What the run begins with, or why it cannot: --from counts until it has a checkpoint of its own."""
         if start.origin is None:
-            return weights(recipe)
+            return inspect_weights(recipe)
         # Adapters are beside the weights of model.path, whatever they begin with.
-        base = weights(recipe) if recipe.model.lora else Weights("")
-        if not start.fresh and CheckpointDirectory(self.checkpoints).steps():
-            return base._replace(described="the run's own newest checkpoint")
+        base = inspect_weights(recipe) if recipe.model.lora else InitialWeights("")
+        if not start.fresh and CheckpointDirectory(self.checkpoints).list_steps():
+            return base._replace(description="the run's own newest checkpoint")
         try:
-            again = not start.fresh and self.began_with() == Origin.of(start)
-            found = self.beginning_checkpoint() if again else None
-            found = found or starting_checkpoint(start.origin)
-            _refuse_misfit(found, recipe, base, weights_only=start.weights_only)
+            again = not start.fresh and self.read_origin() == Origin.from_start(start)
+            checkpoint = self.find_initial_checkpoint() if again else None
+            checkpoint = checkpoint or find_starting_checkpoint(start.origin)
+            _refuse_misfit(checkpoint, recipe, base, weights_only=start.weights_only)
         except UsageError as error:
-            return Weights("", (*base.problems, *problems_of(error)))
+            return InitialWeights("", (*base.problems, *to_problems(error)))
         if start.weights_only:
-            said = f"the weights of {found}; optimizer, schedule and data begin anew, at step 0"
+            description = f"the weights of {checkpoint}; optimizer, schedule and data begin anew, at step 0"
         else:
-            said = f"{found}: weights, optimizer and progress, which go on with the same data"
-        return base._replace(described=said)
+            description = f"{checkpoint}: weights, optimizer and progress, which go on with the same data"
+        return base._replace(description=description)
 
-    def began_with(self) -> Origin | None:
+    def read_origin(self) -> Origin | None:
         """What this run's --from was."""
         if not files.is_file(self.origin):
             return None
-        said = json.loads(self.origin.read_text(encoding="utf-8"))
-        return Origin(Path(said["from"]), said.get("weights_only", False))
+        record = json.loads(self.origin.read_text(encoding="utf-8"))
+        return Origin(Path(record["from"]), record.get("weights_only", False))
 
-    def beginning_checkpoint(self) -> Path | None:
+    def find_initial_checkpoint(self) -> Path | None:
         """The checkpoint that --from was when the run began: what it names may have gone on since.
 
         None where the run began with none. Raises UsageError where it is gone, or is another one by now.
         """
         if not files.is_file(self.origin):
             return None
-        said = json.loads(self.origin.read_text(encoding="utf-8"))
-        found = starting_checkpoint(Path(said.get("checkpoint", said["from"])))
-        if said.get("manifest") not in (None, manifest.digest(found / manifest.NAME)):
+        record = json.loads(self.origin.read_text(encoding="utf-8"))
+        checkpoint = find_starting_checkpoint(Path(record.get("checkpoint", record["from"])))
+        if record.get("manifest") not in (None, manifest.compute_digest(checkpoint / manifest.FILE_NAME)):
             raise UsageError(
-                f"{found}: is not the checkpoint any more that {self.root} began with: put that back, name"
+                f"{checkpoint}: is not the checkpoint any more that {self.root} began with: put that"
+                " back, name"
                 " this run otherwise, or --fresh overwrites it"
             )
-        return found
+        return checkpoint
 
-    def origin_digest(self) -> str:
+    def read_origin_digest(self) -> str:
         """What tells the checkpoint that the run began with from any other; empty where there is none."""
         if not files.is_file(self.origin):
             return ""
@@ -224,7 +227,7 @@ class RunDirectory:
         run at an older checkpoint, or nothing.
         """
         self.result.unlink(missing_ok=True)
-        CheckpointDirectory(self.checkpoints).empty()
+        CheckpointDirectory(self.checkpoints).remove_all()
         for exported in self.exports:
             if exported.exists():
                 shutil.rmtree(exported.resolve())  # a link may say where there is room
@@ -238,33 +241,36 @@ class RunDirectory:
         self.root.mkdir(parents=True, exist_ok=True)
         self._write_recipe(recipe)
         if origin is not None:
-            said = {"from": str(origin.checkpoint), "weights_only": origin.weights_only}
-            if found := newest_checkpoint(origin.checkpoint):
-                said |= {"checkpoint": str(found), "manifest": manifest.digest(found / manifest.NAME)}
-            files.write_json(self.origin, said)
-        self._describe(job, versions)
+            record = {"from": str(origin.checkpoint), "weights_only": origin.weights_only}
+            if checkpoint := find_newest_checkpoint(origin.checkpoint):
+                record |= {
+                    "checkpoint": str(checkpoint),
+                    "manifest": manifest.compute_digest(checkpoint / manifest.FILE_NAME),
+                }
+            files.write_json(self.origin, record)
+        self._write_description(job, versions)
 
-    def write_again(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def write_resume(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         """Writes what a run has that goes on: it may have become longer, or be elsewhere."""
         self.result.unlink(missing_ok=True)
         self._write_recipe(recipe)
-        self._describe(job, versions)
+        self._write_description(job, versions)
 
     def rewind_metrics(self, step: int) -> None:
         """Takes out what an interrupted run noted after `step`: the resumed run will note it again."""
         if not self.metrics.exists():
             return
-        kept = [line for line in _lines(self.metrics) if _noted_until(step, line)]
-        files.write_text(self.metrics, "".join(f"{line}\n" for line in kept))
+        lines = [line for line in _read_lines(self.metrics) if _is_up_to_step(step, line)]
+        files.write_text(self.metrics, "".join(f"{line}\n" for line in lines))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Holds the directory for this process; the kernel lets go when it ends, however it ends.
 
         Raises UsageError while another run holds it, and where nothing can be held.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / LOCK).open("a+", encoding="utf-8") as file:
+        with (self.root / LOCK_FILE).open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -282,36 +288,43 @@ class RunDirectory:
             file.flush()
             yield
 
-    def _trained(self) -> bool:
+    def _has_progress(self) -> bool:
         """Whether a fresh start would lose anything."""
-        noted = self.metrics.exists() and not all(_noted_until(0, line) for line in _lines(self.metrics))
-        return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).steps())
+        noted = self.metrics.exists() and not all(
+            _is_up_to_step(0, line) for line in _read_lines(self.metrics)
+        )
+        return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).list_steps())
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_foreign_files(self) -> None:
         """Raises UsageError where files lie that no run has written; a new or an empty directory is fine."""
         try:
-            if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_OURS.encode()):
+            if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_RECIPE_HEADER.encode()):
                 return
-            others = sorted(path.name for path in self.root.iterdir() if _is_foreign(path))
+            foreign_names = sorted(path.name for path in self.root.iterdir() if _is_foreign(path))
         except PermissionError as error:
             raise UsageError(
                 f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
             ) from error
         except (OSError, ValueError):  # nothing is there; `planning.inputs` says what stands in its place
             return
-        if others:
-            more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        if foreign_names:
+            more = (
+                f" and {len(foreign_names) - _MAX_NAMED_FILES} more"
+                if len(foreign_names) > _MAX_NAMED_FILES
+                else ""
+            )
             raise UsageError(
-                f"--run-directory {self.root}: holds {', '.join(others[:_NAMED])}{more}, but no recipe.yaml"
+                f"--run-directory {self.root}: holds"
+                f" {', '.join(foreign_names[:_MAX_NAMED_FILES])}{more}, but no recipe.yaml"
                 " that a run has written. Name an empty or a new directory, or put the run's recipe.yaml back"
             )
 
-    def _refuse_own_export(self, named: Mapping[str, str | None]) -> None:
-        own = {self.exported(kind).resolve() for kind in ("hf", "peft")} | {
+    def _refuse_own_export(self, model_paths: Mapping[str, str | None]) -> None:
+        export_paths = {self.build_export_path(kind).resolve() for kind in ("hf", "peft")} | {
             place.resolve() for place in self.exports
         }
-        for key, path in named.items():
-            if path is not None and any(Path(path).resolve().is_relative_to(place) for place in own):
+        for key, path in model_paths.items():
+            if path is not None and any(Path(path).resolve().is_relative_to(place) for place in export_paths):
                 raise UsageError(
                     f"{key} {path} is where this run would export to: name another directory with"
                     " --run-directory"
@@ -324,9 +337,9 @@ class RunDirectory:
                 " name another directory with --run-directory"
             )
 
-    def _refuse_another(self, recipe: Recipe, *, longer: bool) -> None:
+    def _refuse_other_recipe(self, recipe: Recipe, *, longer: bool) -> None:
         saved = load(self.recipe)
-        changed = [change for change in differences(saved, recipe) if not change.free_on_resume]
+        changed = [change for change in list_differences(saved, recipe) if not change.is_free_on_resume]
         if longer and recipe.train.exceeds(saved.train):
             changed = [change for change in changed if change.key not in ("train.steps", "train.epochs")]
         if changed:
@@ -336,8 +349,8 @@ class RunDirectory:
                 [str(change) for change in changed],
             )
 
-    def _refuse_another_origin(self, origin: Origin | None) -> None:
-        before = self.began_with()
+    def _refuse_other_origin(self, origin: Origin | None) -> None:
+        before = self.read_origin()
         if origin is not None and origin != before:
             raise UsageError(
                 f"{self.root} holds a run that began {f'with {before}' if before else 'anew'}, not with"
@@ -346,47 +359,47 @@ class RunDirectory:
             )
 
     def _write_recipe(self, recipe: Recipe) -> None:
-        files.write_text(self.recipe, _OURS + written(recipe.dump()))
+        files.write_text(self.recipe, _RECIPE_HEADER + to_yaml(recipe.dump()))
 
-    def _describe(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def _write_description(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         files.write_json(self.job, job)
         files.write_json(self.versions, versions)
 
 
 def _is_foreign(path: Path) -> bool:
     """Whether something in a directory without a run speaks against beginning one there."""
-    if path.name in _BEFORE_A_RUN or path.name.startswith("."):
+    if path.name in _ALLOWED_NAMES or path.name.startswith("."):
         return False
     return not files.is_directory(path) or any(path.iterdir())
 
 
-def newest_checkpoint(named: Path) -> Path | None:
-    """The checkpoint that is `named`, or the newest of the run or of the folder that it names, if any."""
-    if files.is_file(named / manifest.NAME):
-        return named
-    for folder in (named, RunDirectory(named).checkpoints):
+def find_newest_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that is `path`, or the newest of the run or of the folder that it names, if any."""
+    if files.is_file(path / manifest.FILE_NAME):
+        return path
+    for folder in (path, RunDirectory(path).checkpoints):
         directory = CheckpointDirectory(folder)
-        if steps := directory.steps():
-            return directory.place(steps[0])
+        if steps := directory.list_steps():
+            return directory.get_path(steps[0])
     return None
 
 
-def starting_checkpoint(named: Path) -> Path:
-    """The checkpoint to begin with: `named` itself, or the newest of the run or of the folder that it names.
+def find_starting_checkpoint(path: Path) -> Path:
+    """The checkpoint to begin with: `path` itself, or the newest of the run or of the folder that it names.
 
     Raises UsageError where there is none.
     """
-    if (found := newest_checkpoint(named)) is not None:
-        return found
-    if not (files.is_directory(named) or files.is_file(named)):
-        raise UsageError(f"--from {named}: there is no such checkpoint")
+    if (checkpoint := find_newest_checkpoint(path)) is not None:
+        return checkpoint
+    if not (files.is_directory(path) or files.is_file(path)):
+        raise UsageError(f"--from {path}: there is no such checkpoint")
     raise UsageError(
-        f"--from {named}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.NAME})"
+        f"--from {path}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.FILE_NAME})"
         " nor a run that has any"
     )
 
 
-def refuse_middle(checkpoint: Path, step: int, recipe: Recipe) -> None:
+def refuse_mid_run(checkpoint: Path, step: int, recipe: Recipe) -> None:
     """Raises UsageError where a run cannot go on behind that step of another one."""
     if recipe.task == "dpo":
         raise UsageError(
@@ -400,23 +413,23 @@ def refuse_middle(checkpoint: Path, step: int, recipe: Recipe) -> None:
         )
 
 
-def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: Weights, *, weights_only: bool) -> None:
+def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: InitialWeights, *, weights_only: bool) -> None:
     """Raises UsageError for what a rank would refuse of a checkpoint by what that says of itself."""
     try:
         saved = state.read(checkpoint)
     except ValueError as error:
         raise UsageError(f"--from {checkpoint}: this checkpoint cannot be used: {error}") from error
-    state.refuse_another_model(checkpoint, saved, recipe, loaded=base.loaded)
+    state.refuse_another_model(checkpoint, saved, recipe, loaded=base.is_loaded)
     if not weights_only:
         state.refuse_another_optimizer(checkpoint, saved, recipe.optimizer)
-        refuse_middle(checkpoint, saved.state.step, recipe)
+        refuse_mid_run(checkpoint, saved.state.step, recipe)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _noted_until(step: int, line: str) -> bool:
+def _is_up_to_step(step: int, line: str) -> bool:
     """Whether a line of the metrics stays: all but later ones, and one whose writing was interrupted."""
     try:
         noted = json.loads(line)

@@ -20,19 +20,19 @@ import torch
 from numpy.typing import NDArray
 
 from bundle import capabilities, files
-from bundle.errors import EnvironmentUnfit, bytes_shown
+from bundle.errors import EnvironmentUnfit, format_bytes
 from bundle.launch import events
-from bundle.planning.size import count_pairs, model_size
-from bundle.planning.tower import tower_size
-from bundle.recipe import Recipe, flat
+from bundle.planning.size import compute_model_size, count_pairs
+from bundle.planning.tower import compute_tower_size
+from bundle.recipe import Recipe, flatten
 from bundle.runs.directory import RunDirectory
 
-_SPEED, _MEMORY, _LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
+_SPEED, _MEMORY, _SECONDS_LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
 # What a line for people leaves to the files, or writes in other words at its end.
 _NOT_IN_LINE = (
     _SPEED,
     _MEMORY,
-    _LEFT,
+    _SECONDS_LEFT,
     "train/grad_norm",
     "train/learning_rate",
     "train/step_seconds",
@@ -54,12 +54,12 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """`value` with null in place of every number that is not finite, for which JSON has no words."""
     if isinstance(value, dict):
-        return {name: finite(inner) for name, inner in value.items()}
+        return {name: replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [finite(inner) for inner in value]
+        return [replace_nonfinite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -71,7 +71,7 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         noted = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(finite(noted), allow_nan=False) + "\n")
+        self._file.write(json.dumps(replace_nonfinite(noted), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -101,7 +101,7 @@ class PlainLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         at = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        print(f"{at}  {_line(values)}", file=self._stream, flush=True)
+        print(f"{at}  {_format_line(values)}", file=self._stream, flush=True)
 
     def close(self) -> None:
         self._stream.flush()
@@ -128,10 +128,10 @@ class LiveProgress:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if any(name.startswith("validation/") for name in values):
-            self._live.console.print(f"step {step}  {_line(values)}", highlight=False)
+            self._live.console.print(f"step {step}  {_format_line(values)}", highlight=False)
         else:
             self._bar.update(self._task, completed=step)
-            self._numbers = _line(values).replace("train/", "")
+            self._numbers = _format_line(values).replace("train/", "")
 
     def close(self) -> None:
         self._live.stop()
@@ -142,47 +142,47 @@ class EventLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         kind = _EVENTS.get(next(iter(values)).partition("/")[0], "step")
-        events.write_event(kind, step=step, **finite(dict(values)))
+        events.write_event(kind, step=step, **replace_nonfinite(dict(values)))
 
     def close(self) -> None:
         sys.stdout.flush()
 
 
-def terminal(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
+def build_terminal_sink(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
     """Events where the launcher waits for them, live progress on a terminal, plain lines otherwise."""
     if events.has_listener():
         return EventLines()
     return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
 
 
-def _line(values: Mapping[str, float]) -> str:
+def _format_line(values: Mapping[str, float]) -> str:
     """Return what a person watches: losses, tokens a second, peak memory and the time that is left."""
-    words = [f"{name} {_short(value)}" for name, value in values.items() if name not in _NOT_IN_LINE]
+    words = [f"{name} {_format_value(value)}" for name, value in values.items() if name not in _NOT_IN_LINE]
     if _SPEED in values:
         words.append(f"tokens/s {values[_SPEED]:,.0f}")
     if _MEMORY in values:
-        words.append(f"memory {bytes_shown(values[_MEMORY])}")
-    if values.get(_LEFT):
-        words.append(f"left {timedelta(seconds=round(values[_LEFT]))}")
+        words.append(f"memory {format_bytes(values[_MEMORY])}")
+    if values.get(_SECONDS_LEFT):
+        words.append(f"left {timedelta(seconds=round(values[_SECONDS_LEFT]))}")
     return "  ".join(words)
 
 
-def _short(value: float) -> str:
+def _format_value(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
+def start_trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
     """A sink for each tracker of the recipe; a run that goes on goes on in the tracker's run, too.
 
     Raises EnvironmentUnfit where a tracker is not installed or cannot be reached. One that fails later is
     told once and left out: it is no reason to end a training.
     """
     kinds: dict[str, Callable[[Recipe, RunDirectory, str | None], Any]] = {
-        "wandb": WeightsAndBiases,
-        "mlflow": MLflow,
+        "wandb": WeightsAndBiasesSink,
+        "mlflow": MLflowSink,
     }
-    runs: dict[str, str] = json.loads(files.read(directory.trackers) or "{}")
-    made: list[Sink] = []
+    runs: dict[str, str] = json.loads(files.read_text(directory.trackers) or "{}")
+    sinks: list[Sink] = []
     for name, kind in kinds.items():
         if getattr(recipe.metrics, name) is None:
             continue
@@ -198,25 +198,25 @@ def trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
                 f"metrics.{name}: cannot be begun: {type(error).__name__}: {error}"
             ) from error
         runs[name] = sink.run
-        made.append(Tolerated(name, sink))
+        sinks.append(TolerantSink(name, sink))
     if runs:
         files.write_json(directory.trackers, runs)
-    return made
+    return sinks
 
 
-class WeightsAndBiases:
+class WeightsAndBiasesSink:
     """A run of Weights & Biases; with mode offline it lies in the run directory, for `wandb sync`."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, run: str | None) -> None:
         import wandb
 
-        asked = recipe.metrics.wandb
-        assert asked is not None
+        settings = recipe.metrics.wandb
+        assert settings is not None
         self.run = run or uuid.uuid4().hex[:8]
         self._run: Any = wandb.init(
-            project=asked.project,
-            entity=asked.entity,
-            mode=asked.mode,
+            project=settings.project,
+            entity=settings.entity,
+            mode=settings.mode,
             id=self.run,
             resume="allow",
             name=directory.root.resolve().name,
@@ -234,33 +234,37 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class MLflow:
+class MLflowSink:
     """A run of an MLflow server, or of a database in the run directory."""
 
     def __init__(self, recipe: Recipe, directory: RunDirectory, run: str | None) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        asked = recipe.metrics.mlflow
-        assert asked is not None
+        settings = recipe.metrics.mlflow
+        assert settings is not None
         self._metric: Any = Metric
         self._client: Any = MlflowClient(
-            asked.tracking_uri or f"sqlite:///{(directory.root / 'mlflow.db').resolve()}"
+            settings.tracking_uri or f"sqlite:///{(directory.root / 'mlflow.db').resolve()}"
         )
         if run is not None:
             self.run = run
             return
-        found = self._client.get_experiment_by_name(asked.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(asked.experiment)
-        made = self._client.create_run(experiment, run_name=directory.root.resolve().name)
-        self.run = made.info.run_id
-        parameters = [Param(key, json.dumps(value)[:500]) for key, value in flat(recipe.dump())]
+        existing = self._client.get_experiment_by_name(settings.experiment)
+        experiment = (
+            existing.experiment_id if existing else self._client.create_experiment(settings.experiment)
+        )
+        created_run = self._client.create_run(experiment, run_name=directory.root.resolve().name)
+        self.run = created_run.info.run_id
+        parameters = [Param(key, json.dumps(value)[:500]) for key, value in flatten(recipe.dump())]
         for at in range(0, len(parameters), 100):  # as many as a request may hold
             self._client.log_batch(self.run, params=parameters[at : at + 100])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        numbers = {name: value for name, value in finite(dict(values)).items() if value is not None}
+        numbers = {
+            name: value for name, value in replace_nonfinite(dict(values)).items() if value is not None
+        }
         metrics = [self._metric(name, value, now, step) for name, value in numbers.items()]
         self._client.log_batch(self.run, metrics=metrics)
 
@@ -268,7 +272,7 @@ class MLflow:
         self._client.set_terminated(self.run)
 
 
-class Tolerated:
+class TolerantSink:
     """A sink that may fail: it is told once, on standard error, and gets nothing more."""
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -288,11 +292,13 @@ class Tolerated:
             call()
         except Exception as error:  # noqa: BLE001  whatever a foreign service raises
             self._works = False
-            why = f"{type(error).__name__}: {error}"
-            print(f"metrics.{self._name}: gets nothing more in this run: {why}", file=sys.stderr, flush=True)
+            reason = f"{type(error).__name__}: {error}"
+            print(
+                f"metrics.{self._name}: gets nothing more in this run: {reason}", file=sys.stderr, flush=True
+            )
 
 
-class Metrics:
+class MetricsWriter:
     """Sends every report to each sink, and closes them at the end of a `with`; most ranks have no sinks."""
 
     def __init__(self, sinks: list[Sink]) -> None:
@@ -317,16 +323,16 @@ class Speed:
     def __init__(self, recipe: Recipe, backend: str, device: torch.device, *, dp: int) -> None:
         """`dp` is the number of replicas."""
         parallel = recipe.parallel
-        self._size = model_size(recipe.architecture, recipe.model)
-        self._tower = tower_size(recipe.architecture, recipe.model)
+        self._size = compute_model_size(recipe.architecture, recipe.model)
+        self._tower = compute_tower_size(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp * dp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
         if device.type != "cpu" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
-            peak = capabilities.of(backend).peak(torch.cuda.get_device_name(device))
+            peak = capabilities.find_capabilities(backend).find_peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
-    def flops(self, lengths: Sequence[int] | NDArray[np.int64], grids: NDArray[np.int64]) -> float:
+    def compute_flops(self, lengths: Sequence[int] | NDArray[np.int64], grids: NDArray[np.int64]) -> float:
         """Return a rank's share of the model FLOPs of training on sequences of these lengths.
 
         The sequences are those of all replicas. `grids` [images, 3] are the patches of their images in time,
@@ -335,22 +341,22 @@ class Speed:
         tokens = np.asarray(lengths, np.int64)
         pairs = int(count_pairs(tokens).sum())
         windowed = int(count_pairs(tokens, self._size.window).sum())
-        of_images = self._tower.training_flops(grids) if self._tower else 0
-        return (self._size.step_flops(int(tokens.sum()), pairs, windowed) + of_images) / self._ranks
+        image_flops = self._tower.count_training_flops(grids) if self._tower else 0
+        return (self._size.count_step_flops(int(tokens.sum()), pairs, windowed) + image_flops) / self._ranks
 
-    def gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
+    def compute_gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
         """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.
 
         On the cpu that is the resident memory of this process.
         """
-        found = {"train/tflops_per_device": flops / seconds / 1e12}
+        gauges = {"train/tflops_per_device": flops / seconds / 1e12}
         if self._peak is not None:
-            found["train/mfu"] = flops / seconds / self._peak
+            gauges["train/mfu"] = flops / seconds / self._peak
         if self._device.type != "cpu":
-            found["memory/peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+            gauges["memory/peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
         else:
-            found["memory/peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return found
+            gauges["memory/peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return gauges
 
 
 class Profiler:
@@ -361,17 +367,19 @@ class Profiler:
     """
 
     def __init__(self, recipe: Recipe, directory: Path, rank: int) -> None:
-        asked = recipe.profile
-        self._first, self._last = asked.steps if asked is not None and rank in asked.ranks else (1, 0)
+        settings = recipe.profile
+        self._first, self._last = (
+            settings.steps if settings is not None and rank in settings.ranks else (1, 0)
+        )
         self._directory, self._rank = directory, rank
-        self._running: Any = None
-        self._begun = self._done = 0
+        self._profile: Any = None
+        self._trace_first = self._trace_last = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._running is not None:
+        if self._profile is not None:
             self._end()
 
     @contextmanager
@@ -380,11 +388,11 @@ class Profiler:
         if not self._first <= number <= self._last:
             yield
             return
-        if self._running is None:
+        if self._profile is None:
             self._begin(number)
         with torch.profiler.record_function(f"step {number}"):
             yield
-        self._done = number
+        self._trace_last = number
         if number == self._last:
             self._end()
 
@@ -392,13 +400,13 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._running = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._running.start()
-        self._begun = number
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profile.start()
+        self._trace_first = number
 
     def _end(self) -> None:
-        self._running.stop()
+        self._profile.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"rank-{self._rank}-steps-{self._begun}-{self._done}.json.gz"
-        self._running.export_chrome_trace(str(self._directory / name))
-        self._running = None
+        name = f"rank-{self._rank}-steps-{self._trace_first}-{self._trace_last}.json.gz"
+        self._profile.export_chrome_trace(str(self._directory / name))
+        self._profile = None

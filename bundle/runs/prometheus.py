@@ -12,38 +12,39 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from bundle.errors import EnvironmentUnfit
-from bundle.recipe.sections import Prometheus as Asked
+from bundle.recipe.sections import PrometheusSection as PrometheusSection
 
 _log = logging.getLogger(__name__)
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 PREFIX = "mcore_bundle_"
 STEP, RESTARTS = "step", "restarts"
-_FOREIGN = re.compile(r"[^a-zA-Z0-9_]")
+_INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class Prometheus:
+class PrometheusSink:
     """A sink that serves what it was given last, to whoever asks for /metrics.
 
     `run` is the label of all; `restarts` is how often the run was started again.
     """
 
-    def __init__(self, asked: Asked, run: str, restarts: int) -> None:
+    def __init__(self, settings: PrometheusSection, run: str, restarts: int) -> None:
         """Raises EnvironmentUnfit where nobody can listen there."""
         self._run, self._lock = run, threading.Lock()
         self._values: dict[str, tuple[int, float]] = {}
         self._latest: dict[str, float] = {RESTARTS: restarts}
         try:
-            self._server = ThreadingHTTPServer((asked.address, asked.port), self._handler())
+            self._server = ThreadingHTTPServer((settings.address, settings.port), self._build_handler())
         except OSError as error:
             raise EnvironmentUnfit(
-                f"metrics.prometheus: cannot listen on {asked.address}:{asked.port}: {error.strerror}; name"
+                f"metrics.prometheus: cannot listen on {settings.address}:{settings.port}:"
+                f" {error.strerror}; name"
                 " another port or address"
             ) from error
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
-        _log.info("metrics for Prometheus at http://%s:%d/metrics", asked.address, self.port)
+        _log.info("metrics for Prometheus at http://%s:%d/metrics", settings.address, self.port)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Keeps the values of a step until others of their names come."""
@@ -55,12 +56,12 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
 
-    def text(self) -> str:
+    def render_text(self) -> str:
         """What is served."""
         with self._lock:
-            return exposition(self._latest, self._run)
+            return format_exposition(self._latest, self._run)
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
+    def _build_handler(self) -> type[BaseHTTPRequestHandler]:
         sink = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -68,7 +69,7 @@ class Prometheus:
                 if self.path.partition("?")[0] != "/metrics":
                     self.send_error(404)
                     return
-                body = sink.text().encode()
+                body = sink.render_text().encode()
                 self.send_response(200)
                 self.send_header("Content-Type", CONTENT_TYPE)
                 self.send_header("Content-Length", str(len(body)))
@@ -81,31 +82,31 @@ class Prometheus:
         return Handler
 
 
-def exposition(values: Mapping[str, float], run: str) -> str:
+def format_exposition(values: Mapping[str, float], run: str) -> str:
     """The values as OpenMetrics' text, every family once, with its type."""
     families: dict[str, list[str]] = {}
     for key, value in values.items():
-        name, of = named(key)
-        labels = f'run="{_escaped(run)}"' + (f',of="{_escaped(of)}"' if of else "")
-        families.setdefault(name, []).append(f"{name}{{{labels}}} {_number(value)}")
+        name, data_set = parse_metric_key(key)
+        labels = f'run="{_escape_label(run)}"' + (f',of="{_escape_label(data_set)}"' if data_set else "")
+        families.setdefault(name, []).append(f"{name}{{{labels}}} {_format_number(value)}")
     lines = [line for name, samples in families.items() for line in (f"# TYPE {name} gauge", *samples)]
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def named(key: str) -> tuple[str, str]:
+def parse_metric_key(key: str) -> tuple[str, str]:
     """The name of a metric that is reported as `key`, and the data set that it is of, if any."""
     first, *between = key.split("/")
     last = between.pop() if between else ""
     if first == "data" and between:  # data/skipped/NAME
         between, last = [last], between[0]
-    return _FOREIGN.sub("_", PREFIX + "_".join(filter(None, (first, last)))), "/".join(between)
+    return _INVALID_CHARACTERS.sub("_", PREFIX + "_".join(filter(None, (first, last)))), "/".join(between)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     if math.isnan(value):
         return "NaN"
     return str(value) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
 
 
-def _escaped(text: str) -> str:
+def _escape_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
-from bundle.files import json_digest
+from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
+from bundle.files import digest_json
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
-from bundle.launch.job import NAME, Job
-from bundle.launch.orphans import death_signal
+from bundle.launch.job import FILE_NAME, Job
+from bundle.launch.orphans import prepare_death_signal
 from bundle.targets import devices
-from bundle.targets.client import asked
+from bundle.targets.client import run_client
 from bundle.targets.mounts import Mount
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
 HOME = "/home/bundle"
 # Memory that the network card writes to stays where it is.
-_RDMA = (f"--device={devices.RDMA}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
+_RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICES}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
 _LABEL = "mcore-bundle.job"
 _SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Options:
+class DockerOptions:
     """What the engine wants to know, beside the job.
 
     `mounts` are further paths, "SRC" or "SRC:DST" or "SRC:DST:ro"; the values of the variables `environment`
@@ -55,23 +55,23 @@ class Options:
     grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
     groups: tuple[int, ...] = ()
 
-    def violations(self) -> Iterator[str]:
+    def find_violations(self) -> Iterator[str]:
         """All that docker would not take, or would take for something else."""
         if not re.fullmatch(r"[a-zA-Z0-9][\w.:/@-]*", self.image, re.ASCII):
-            yield f"--image {shown(self.image)}: no name of an image"
+            yield f"--image {format_value(self.image)}: no name of an image"
         for mount in self.mounts:
             source, _, rest = mount.partition(":")
             target, _, mode = rest.partition(":")
             if not source.startswith("/") or (rest and not target.startswith("/")) or mode not in ("", "ro"):
-                yield f"--mount {shown(mount)}: /SRC, /SRC:/DST or /SRC:/DST:ro"
+                yield f"--mount {format_value(mount)}: /SRC, /SRC:/DST or /SRC:/DST:ro"
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
-                yield f"--env {shown(name)}: the name of a variable, whose value is taken from here"
+                yield f"--env {format_value(name)}: the name of a variable, whose value is taken from here"
         if not _SIZE.fullmatch(self.shared_memory):
-            yield f"--shared-memory {shown(self.shared_memory)}: a size, such as 64g"
+            yield f"--shared-memory {format_value(self.shared_memory)}: a size, such as 64g"
 
 
-class State(NamedTuple):
+class ContainerState(NamedTuple):
     """What the engine says of a container: its state, why it ended, its exit code once it has."""
 
     name: str
@@ -79,115 +79,130 @@ class State(NamedTuple):
     code: int | None
 
 
-def placed(job: Job) -> Path:
+def get_job_directory(job: Job) -> Path:
     """Where a job's file belongs in its run directory: by a name that no other job has."""
-    return job.directory.absolute() / "logs" / f"docker-{json_digest(job.dump())}"
+    return job.directory.absolute() / "logs" / f"docker-{digest_json(job.dump())}"
 
 
-def named(job: Job, node_rank: int) -> str:
+def build_container_name(job: Job, node_rank: int) -> str:
     """The container of one node of a job: no other job has one of that name."""
     name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", job.recipe.name).strip("-.")
-    return f"mcore-bundle-{name}-{json_digest(job.dump())}-{node_rank}"
+    return f"mcore-bundle-{name}-{digest_json(job.dump())}-{node_rank}"
 
 
-def command(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> Command:
+def build_command(
+    job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = ""
+) -> Command:
     """The command that runs one node. Raises UsageError with everything that it cannot hold."""
     paths = (workdir, job.directory.absolute())
-    wrong = list(options.violations())
-    wrong += [f"{shown(str(p))}: docker reads : as its own" for p in dict.fromkeys(paths) if ":" in str(p)]
-    wrong += job_file.unmet(job, rendezvous)
+    wrong = list(options.find_violations())
+    wrong += [
+        f"{format_value(str(p))}: docker reads : as its own" for p in dict.fromkeys(paths) if ":" in str(p)
+    ]
+    wrong += job_file.find_rendezvous_problems(job, rendezvous)
     if wrong:
         raise UsageError("no command of docker can be written", wrong)
-    words = (
+    arguments = (
         *("docker", "run", "--detach"),
-        f"--name={named(job, node_rank)}",
-        f"--label={_LABEL}={json_digest(job.dump())}",
+        f"--name={build_container_name(job, node_rank)}",
+        f"--label={_LABEL}={digest_json(job.dump())}",
         *([f"--user={options.user}"] if options.user else []),
         *(f"--group-add={group}" for group in options.groups),
         # It writes to what is mounted, and to what goes with it.
         *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
         f"--shm-size={options.shared_memory}",
-        f"--stop-timeout={options.grace_seconds or grace.seconds(job)}",
+        f"--stop-timeout={options.grace_seconds or grace.estimate_save_seconds(job)}",
         # Nodes reach each other on any port. One node alone reaches out, and nobody it.
         *(["--network=host"] if job.nodes > 1 else []),
-        *_devices(job),
-        *(_RDMA if options.rdma else ()),
-        *(f"--volume={mount}" for mount in _mounts(job, options, workdir)),
+        *_list_device_options(job),
+        *(_RDMA_OPTIONS if options.rdma else ()),
+        *(f"--volume={mount}" for mount in _list_volumes(job, options, workdir)),
         f"--workdir={workdir}",
         *(f"--env={name}" for name in options.environment),
         options.image,
-        *job_file.words(
-            job, placed(job) / NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
+        *job_file.build_arguments(
+            job,
+            get_job_directory(job) / FILE_NAME,
+            node_rank,
+            rendezvous,
+            options.restarts,
+            preflight=options.preflight,
         ),
     )
-    return Command(words)
+    return Command(arguments)
 
 
-def mounts(job: Job, options: Options, workdir: Path) -> Sequence[Mount]:
+def list_mounts(job: Job, options: DockerOptions, workdir: Path) -> Sequence[Mount]:
     """What the container sees of the disks of this machine."""
-    return [Mount.read(each, workdir) for each in _mounts(job, options, workdir)]
+    return [Mount.from_option(volume, workdir) for volume in _list_volumes(job, options, workdir)]
 
 
-def _mounts(job: Job, options: Options, workdir: Path) -> Sequence[str]:
-    own = [f"{path}:{path}" for path in dict.fromkeys((workdir, job.directory.absolute()))]
-    return own + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
+def _list_volumes(job: Job, options: DockerOptions, workdir: Path) -> Sequence[str]:
+    volumes = [f"{path}:{path}" for path in dict.fromkeys((workdir, job.directory.absolute()))]
+    return volumes + [mount if ":" in mount else f"{mount}:{mount}" for mount in options.mounts]
 
 
-def dry_run(job: Job, options: Options, workdir: Path, rendezvous: str = "") -> str:
+def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: str = "") -> str:
     """What would run, a command for each node."""
-    rendezvous = job_file.met_at(job, rendezvous)
-    lines = [f"# executes {placed(job) / NAME}, which `mcore-bundle launch docker` writes"]
+    rendezvous = job_file.format_rendezvous(job, rendezvous)
+    lines = [f"# executes {get_job_directory(job) / FILE_NAME}, which `mcore-bundle launch docker` writes"]
     for node in range(job.nodes):
-        lines += [f"# node {node} of {job.nodes}", command(job, options, workdir, node, rendezvous).shell()]
+        lines += [
+            f"# node {node} of {job.nodes}",
+            build_command(job, options, workdir, node, rendezvous).to_shell(),
+        ]
     return "\n".join(lines) + "\n"
 
 
-def submit(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
+def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
     """Starts one node; returns the name of its container. Raises LaunchUnavailable where docker will not."""
-    words, where = command(job, options, workdir, node_rank, rendezvous), placed(job)
-    where.mkdir(parents=True, exist_ok=True)
-    files.write_text(where / NAME, job.text())
-    name = named(job, node_rank)
-    if asked("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
-        if state(name).code is None:
+    node_command, directory = (
+        build_command(job, options, workdir, node_rank, rendezvous),
+        get_job_directory(job),
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_text(directory / FILE_NAME, job.to_text())
+    name = build_container_name(job, node_rank)
+    if run_client("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
+        if query_state(name).code is None:
             raise LaunchUnavailable(
                 f"container {name} runs this very job: `mcore-bundle launch logs docker:{name}`"
             )
-        asked("docker", "rm", name)
-    asked(*words.argv, seconds=None)  # it may fetch the image
+        run_client("docker", "rm", name)
+    run_client(*node_command.argv, seconds=None)  # it may fetch the image
     return name
 
 
-def state(name: str) -> State:
+def query_state(name: str) -> ContainerState:
     """What the engine says of a container. Raises LaunchUnavailable where it knows of none."""
-    form = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
-    status, killed, code, error = asked(
-        "docker", "inspect", "--type=container", f"--format={form}", name
+    template = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
+    status, killed, code, error = run_client(
+        "docker", "inspect", "--type=container", f"--format={template}", name
     ).split(" ", 3)
     reason = "its limit of memory was reached" if killed == "true" else error.strip()
-    ends = int(code) if status in ("exited", "dead") else None
+    exit_code = int(code) if status in ("exited", "dead") else None
     if status == "created" and code != "0":  # what the engine says of one that it could not start
-        ends = int(ExitCode.LAUNCH_UNAVAILABLE)
-    return State(status.upper(), reason, ends)
+        exit_code = int(ExitCode.LAUNCH_UNAVAILABLE)
+    return ContainerState(status.upper(), reason, exit_code)
 
 
 def stop(name: str) -> None:
     """Has a container's ranks save and end; it has the time for that which it was started with."""
-    if state(name).code is None:
-        asked("docker", "kill", "--signal=TERM", name)
+    if query_state(name).code is None:
+        run_client("docker", "kill", "--signal=TERM", name)
 
 
-def written(name: str) -> str:
+def read_log(name: str) -> str:
     """All that a container has written."""
-    return asked("docker", "logs", name, errors_too=True)
+    return run_client("docker", "logs", name, include_stderr=True)
 
 
 def follow(name: str) -> Iterator[str]:
     """What a container writes, as it comes, until it has ended."""
     with subprocess.Popen(
         ["docker", "logs", "--follow", name],
-        preexec_fn=death_signal(signal.SIGTERM),
+        preexec_fn=prepare_death_signal(signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -200,22 +215,22 @@ def follow(name: str) -> Iterator[str]:
 
 def wait(name: str) -> int:
     """The exit code of a container, once it has ended."""
-    return int(asked("docker", "wait", name, seconds=None))
+    return int(run_client("docker", "wait", name, seconds=None))
 
 
-def _devices(job: Job) -> Sequence[str]:
+def _list_device_options(job: Job) -> Sequence[str]:
     """What the container gets of the machine's devices: as many as the job has ranks there."""
     if job.backend == "cuda":
         return [f"--gpus={job.per_node}"]
-    return npus(job.per_node) if job.backend == "ascend" else []
+    return list_npu_options(job.per_node) if job.backend == "ascend" else []
 
 
-def npu_groups(first: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
+def find_npu_groups(device: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
     """The group of this machine's NPUs, whose members alone may open them; () where it has none."""
-    return (first.stat().st_gid,) if first.exists() else ()
+    return (device.stat().st_gid,) if device.exists() else ()
 
 
-def npus(count: int) -> list[str]:
+def list_npu_options(count: int) -> list[str]:
     """What a container needs of the host for so many NPUs: their nodes, and the driver's files; no more."""
-    nodes = [f"--device={device}" for device in devices.npus(count)]
+    nodes = [f"--device={device}" for device in devices.list_npu_nodes(count)]
     return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER]

@@ -10,7 +10,7 @@ from bundle.errors import UsageError
 from bundle.launch.job import Job
 
 FILE = Path(__file__).with_name("images.json")  # made of docker-bake.json by `python -m tools.images page`
-REGISTRY = "mcore-bundle"  # bake's own: what was built on this machine
+DEFAULT_REGISTRY = "mcore-bundle"  # bake's own: what was built on this machine
 
 
 class Image(NamedTuple):
@@ -22,18 +22,18 @@ class Image(NamedTuple):
     tag: str
 
 
-def built() -> list[Image]:
+def load_images() -> list[Image]:
     """Every image that bake builds."""
-    return [Image(**each) for each in json.loads(FILE.read_text())]
+    return [Image(**row) for row in json.loads(FILE.read_text())]
 
 
-def default(job: Job, registry: str = REGISTRY) -> str:
+def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:
     """The image of ours for a job. Raises UsageError with those that there are, where none is for it."""
-    images = [image for image in built() if image.backend == job.backend]
-    fits = [image for image in images if image.chip in ("", job.generation)]
-    for alike in (str, _minor):  # of two with one minor, the one that has the very version
-        for image in fits:
-            if alike(image.megatron) == alike(job.megatron):
+    images = [image for image in load_images() if image.backend == job.backend]
+    candidates = [image for image in images if image.chip in ("", job.generation)]
+    for normalize in (str, _parse_minor):  # of two with one minor, the one that has the very version
+        for image in candidates:
+            if normalize(image.megatron) == normalize(job.megatron):
                 return f"{registry}/{image.tag}"
     chip = f", {job.generation}" if job.generation else ""
     raise UsageError(
@@ -43,7 +43,7 @@ def default(job: Job, registry: str = REGISTRY) -> str:
     )
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def _parse_minor(version: str) -> tuple[int, ...]:
     try:
         return Version(version).release[:2]
     except InvalidVersion:

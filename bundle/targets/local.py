@@ -22,19 +22,19 @@ from bundle.errors import EnvironmentUnfit, ExitCode, LaunchUnavailable, UsageEr
 from bundle.launch import command as ranks
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
-from bundle.launch.job import NAME, Job
+from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.rendezvous import discover
-from bundle.targets.growing import grown
+from bundle.targets.log_reader import tail_log
 
-LOG = "node.log"
-_LOCK, _GROUP, _ENDED = "lock", "group", "ended"
-_LOOK_SECONDS = 0.5
+LOG_NAME = "node.log"
+_LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
+_POLL_SECONDS = 0.5
 # The shell outlives a request to save, which goes to all of its group, and writes down how the node ended.
 _SHELL = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 
 
 @dataclass(frozen=True)
-class Options:
+class LocalOptions:
     """How often ranks are started again in place, without a new checkpoint between; what runs them.
 
     `mcore` is the megatron-core that they import instead of the installed one, as `train` takes it;
@@ -47,7 +47,7 @@ class Options:
     python: str = sys.executable
 
 
-class State(NamedTuple):
+class NodeState(NamedTuple):
     """How a node is: its state, why it is so, its exit code once it has ended."""
 
     name: str
@@ -55,44 +55,50 @@ class State(NamedTuple):
     code: int | None
 
 
-def command(job: Job, options: Options, folder: Path, node_rank: int = 0, rendezvous: str = "") -> Command:
+def build_command(
+    job: Job, options: LocalOptions, folder: Path, node_rank: int = 0, rendezvous: str = ""
+) -> Command:
     """What runs one node. Raises UsageError where several machines are not told where they meet."""
-    if wrong := job_file.unmet(job, rendezvous):
+    if wrong := job_file.find_rendezvous_problems(job, rendezvous):
         raise UsageError("no command can be written", wrong)
-    words = job_file.words(
-        job, folder / NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
+    arguments = job_file.build_arguments(
+        job, folder / FILE_NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
     )
     mcore = [f"--mcore={options.mcore}"] if options.mcore else []
-    return Command((options.python, "-m", "bundle", *words, *mcore))
+    return Command((options.python, "-m", "bundle", *arguments, *mcore))
 
 
-def dry_run(job: Job, options: Options, rendezvous: str = "") -> str:
+def render_dry_run(job: Job, options: LocalOptions, rendezvous: str = "") -> str:
     """What would run: a command for each node, and the one by which that starts its ranks."""
-    folder, rendezvous = next(_next(job)), job_file.met_at(job, rendezvous)
-    lines = [f"# executes {folder / NAME}, which `mcore-bundle launch local` writes"]
+    folder, rendezvous = next(_list_next_folders(job)), job_file.format_rendezvous(job, rendezvous)
+    lines = [f"# executes {folder / FILE_NAME}, which `mcore-bundle launch local` writes"]
     for node in range(job.nodes):
         lines += [
             f"# node {node} of {job.nodes}",
-            command(job, options, folder, node, rendezvous).shell(),
+            build_command(job, options, folder, node, rendezvous).to_shell(),
             "# which starts its ranks by",
         ]
-        where = discover({}, nodes=job.nodes, node_rank=node, endpoint=rendezvous or None)
-        lines.append(ranks.command(job_file.launch(job, where, python=options.python), {}).shell())
+        node_rendezvous = discover({}, nodes=job.nodes, node_rank=node, endpoint=rendezvous or None)
+        lines.append(
+            ranks.build_command(
+                job_file.build_launch(job, node_rendezvous, python=options.python), {}
+            ).to_shell()
+        )
     return "\n".join(lines) + "\n"
 
 
-def submit(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
+def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
     """Starts one node; returns the name of its folder. Raises EnvironmentUnfit where that cannot be made."""
-    folders = _next(job)
-    words = command(job, options, folder := next(folders), node_rank, rendezvous)
+    folders = _list_next_folders(job)
+    node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
     try:
-        while not _made(folder):  # another node just has
-            words = command(job, options, folder := next(folders), node_rank, rendezvous)
-        with (folder / _LOCK).open("wb") as lock, (folder / LOG).open("wb") as log:
+        while not _create_folder(folder):  # another node just has
+            node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
+        with (folder / _LOCK_NAME).open("wb") as lock, (folder / LOG_NAME).open("wb") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            files.write_text(folder / NAME, job.text())
+            files.write_text(folder / FILE_NAME, job.to_text())
             process = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL, str(folder / _ENDED), *words.argv],
+                ["/bin/sh", "-c", _SHELL, str(folder / _EXIT_CODE_NAME), *node_command.argv],
                 cwd=workdir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -100,58 +106,58 @@ def submit(job: Job, options: Options, workdir: Path, node_rank: int = 0, rendez
                 start_new_session=True,
                 pass_fds=(lock.fileno(),),
             )
-        files.write_text(folder / _GROUP, f"{process.pid} {socket.gethostname()}")
+        files.write_text(folder / _GROUP_NAME, f"{process.pid} {socket.gethostname()}")
     except OSError as error:
         raise EnvironmentUnfit(f"{folder}: {error.strerror}; name another with --run-directory") from error
     return str(folder)
 
 
-def state(name: str) -> State:
+def query_state(name: str) -> NodeState:
     """How a node is. Raises LaunchUnavailable where none was started in such a folder."""
-    if _runs(Path(name)):
-        return State("RUNNING", "", None)
-    said = (files.read(Path(name) / _ENDED) or "").strip()
-    if not said.isdigit():
-        return State("LOST", "killed, or its machine was", int(ExitCode.LAUNCH_UNAVAILABLE))
-    code = int(said)
-    return State("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
+    if _is_running(Path(name)):
+        return NodeState("RUNNING", "", None)
+    exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
+    if not exit_text.isdigit():
+        return NodeState("LOST", "killed, or its machine was", int(ExitCode.LAUNCH_UNAVAILABLE))
+    code = int(exit_text)
+    return NodeState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
 
 
 def stop(name: str) -> None:
     """Has a node's ranks save and end; told so again, it ends at once."""
-    if not _runs(Path(name)):
+    if not _is_running(Path(name)):
         return
-    group, _, host = (files.read(Path(name) / _GROUP) or "").partition(" ")
+    group, _, host = (files.read_text(Path(name) / _GROUP_NAME) or "").partition(" ")
     if host != socket.gethostname():
         raise LaunchUnavailable(f"local:{name}: runs on {host or 'another machine'}; stop it there")
     os.killpg(int(group), signal.SIGTERM)
 
 
-def written(name: str) -> str:
+def read_log(name: str) -> str:
     """All that a node has written."""
-    return "".join(grown([_known(name) / LOG]))
+    return "".join(tail_log([_require_folder(name) / LOG_NAME]))
 
 
 def follow(name: str) -> Iterator[str]:
     """What a node writes, as it comes, until it has ended."""
-    yield from grown(Path(name) / LOG for _ in _looked_at(name))
+    yield from tail_log(Path(name) / LOG_NAME for _ in _poll_states(name))
 
 
 def wait(name: str) -> int:
     """The exit code of a node, once it has ended."""
-    *_, last = _looked_at(name)
+    *_, last = _poll_states(name)
     assert last.code is not None, "it has ended"
     return last.code
 
 
-def _next(job: Job) -> Iterator[Path]:
+def _list_next_folders(job: Job) -> Iterator[Path]:
     """The folders that the next launch of a run here may have."""
     logs = job.directory.absolute() / "logs"
     taken = [int(path.name[6:]) for path in logs.glob("local-*") if path.name[6:].isdecimal()]
     return (logs / f"local-{number}" for number in count(max(taken, default=0) + 1))
 
 
-def _made(folder: Path) -> bool:
+def _create_folder(folder: Path) -> bool:
     """Whether this process made it, and no other."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -161,15 +167,15 @@ def _made(folder: Path) -> bool:
     return True
 
 
-def _known(name: str) -> Path:
+def _require_folder(name: str) -> Path:
     folder = Path(name)
-    if not files.is_file(folder / _LOCK):
+    if not files.is_file(folder / _LOCK_NAME):
         raise LaunchUnavailable(f"local:{name}: no job was launched there, on this machine")
     return folder
 
 
-def _runs(folder: Path) -> bool:
-    with (_known(str(folder)) / _LOCK).open("rb") as lock:
+def _is_running(folder: Path) -> bool:
+    with (_require_folder(str(folder)) / _LOCK_NAME).open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -177,10 +183,10 @@ def _runs(folder: Path) -> bool:
     return False
 
 
-def _looked_at(name: str) -> Iterator[State]:
+def _poll_states(name: str) -> Iterator[NodeState]:
     """How a node is, every now and then until it has ended."""
     while True:
-        yield (now := state(name))
+        yield (now := query_state(name))
         if now.code is not None:
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)

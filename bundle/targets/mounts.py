@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from bundle import files
 from bundle.launch.job import Job
-from bundle.planning.inputs import found
+from bundle.planning.inputs import find_local_inputs
 
 
 class Mount(NamedTuple):
@@ -17,29 +17,29 @@ class Mount(NamedTuple):
     source: Path | None = None
 
     @classmethod
-    def read(cls, written: str, workdir: Path) -> Self:
+    def from_option(cls, option: str, workdir: Path) -> Self:
         """What "SRC", "SRC:DST" and "SRC:DST:FLAGS" show."""
-        source, _, rest = written.partition(":")
+        source, _, rest = option.partition(":")
         target = rest.partition(":")[0] or source
         return cls(workdir / target, workdir / source)
 
 
-def hidden(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> Iterator[str]:
+def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> Iterator[str]:
     """Every input of a job that is here, and that a container with these mounts does not see.
 
     `workdir` is where its ranks run, which relative paths are of; `advice` what to say, {} being a directory.
     """
-    for key, written, paths in found(job.recipe, job.start.origin):
-        inside = (Path(os.path.normpath(workdir / path)) for path in paths)
-        if unseen := next((path for path in inside if not _sees(mounts, path)), None):
-            place = unseen.parent if files.is_file(unseen) else unseen
+    for key, value, paths in find_local_inputs(job.recipe, job.start.origin):
+        container_paths = (Path(os.path.normpath(workdir / path)) for path in paths)
+        if unseen := next((path for path in container_paths if not _is_visible(mounts, path)), None):
+            directory = unseen.parent if files.is_file(unseen) else unseen
             yield (
-                f"{key} {written} is here, and no --mount shows it to the container:"
-                f" {advice.format(place)}, unless the image has it"
+                f"{key} {value} is here, and no --mount shows it to the container:"
+                f" {advice.format(directory)}, unless the image has it"
             )
 
 
-def _sees(mounts: Sequence[Mount], path: Path) -> bool:
+def _is_visible(mounts: Sequence[Mount], path: Path) -> bool:
     """Whether that path leads to the same in the container, links within a mount included."""
     for target, source in mounts:
         if not path.is_relative_to(target):
@@ -48,6 +48,6 @@ def _sees(mounts: Sequence[Mount], path: Path) -> bool:
             return True
         real = Path(os.path.realpath(source / path.relative_to(target)))
         shown = (Path(os.path.realpath(source)), *(mount.target for mount in mounts))
-        if any(real.is_relative_to(each) for each in shown):
+        if any(real.is_relative_to(directory) for directory in shown):
             return True
     return False

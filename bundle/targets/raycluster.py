@@ -21,99 +21,99 @@ from pathlib import Path
 
 from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError
-from bundle.files import json_digest
+from bundle.files import digest_json
 from bundle.launch.job import Job
-from bundle.launch.orphans import death_signal
-from bundle.launch.rendezvous import LOOPBACK, Rendezvous, own_address
-from bundle.launch.starters import unstarted
-from bundle.targets.ray import TOKEN, bundles, imported, started_with, why
+from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.rendezvous import LOOPBACK, Rendezvous, find_own_address
+from bundle.launch.starters import remove_starter_variables
+from bundle.targets.ray import TOKEN_NAME, build_bundles, build_start_options, describe_error, import_ray
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _END_SECONDS = 30  # that Ray's processes may take to end
-_ELSEWHERE = "192.0.2.1"  # an address of nobody (RFC 5737); nothing is sent there
-_SILENT = 5  # looks in a row at which nobody answers where the head was
+_UNUSED_ADDRESS = "192.0.2.1"  # an address of nobody (RFC 5737); nothing is sent there
+_MOST_SILENT_POLLS = 5  # looks in a row at which nobody answers where the head was
 
 
-def words(job: Job, head: str, own: str, folder: Path | None) -> list[str]:
-    """What `ray` is told on a machine whose address is `own`, where `head` is ADDRESS:PORT.
+def build_start_arguments(job: Job, head: str, node_address: str, folder: Path | None) -> list[str]:
+    """What `ray` is told on a machine whose address is `node_address`, where `head` is ADDRESS:PORT.
 
     `folder` is where Ray writes on all of them; the head alone is told of it.
     """
-    each, *_ = bundles(job)
-    where = [f"--address={head}"]
+    bundle, *_ = build_bundles(job)
+    role_options = [f"--address={head}"]
     if folder is not None:
-        where = ["--head", f"--port={head.rpartition(':')[2]}", f"--temp-dir={folder}"]
-        where += [f"--dashboard-host={LOOPBACK}"]
+        role_options = ["--head", f"--port={head.rpartition(':')[2]}", f"--temp-dir={folder}"]
+        role_options += [f"--dashboard-host={LOOPBACK}"]
     return [
-        *("start", "--block", "--disable-usage-stats", *where, f"--node-ip-address={own}"),
-        *(f"--{name}={value}" for name, value in started_with(each).items()),
+        *("start", "--block", "--disable-usage-stats", *role_options, f"--node-ip-address={node_address}"),
+        *(f"--{name}={value}" for name, value in build_start_options(bundle).items()),
         # Its default is one number, which two nodes that share a machine cannot both have.
-        f"--dashboard-agent-listen-port={_free_port()}",
+        f"--dashboard-agent-listen-port={_find_free_port()}",
     ]
 
 
-def run(job: Job, file: Path, where: Rendezvous, drive: Callable[[], int], wait: int) -> int:
+def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], wait: int) -> int:
     """Starts this machine's part of the cluster; on the first one, what `drive` says when it has run there.
 
     The others end when the first one has. Raises UsageError where these are not the machines of the job, and
     LaunchUnavailable where Ray does not start, or its head is not there within `wait` seconds.
     """
-    if where.is_rank or where.nodes != job.nodes:
+    if rendezvous.is_rank or rendezvous.nodes != job.nodes:
         raise UsageError(
-            f"--start: the job has {job.nodes} nodes, with one process on each; {where.source} says"
-            f" {where.nodes} ({where.reason})"
+            f"--start: the job has {job.nodes} nodes, with one process on each; {rendezvous.source} says"
+            f" {rendezvous.nodes} ({rendezvous.reason})"
         )
-    imported()  # where it is not installed, nothing is begun
-    address = _reached_at(where.address)
-    head, token = f"{address}:{where.port or _free_port()}", file.parent / TOKEN
-    log = file.parent / f"ray-{where.node_rank}.log"
+    import_ray()  # where it is not installed, nothing is begun
+    address = _resolve_address(rendezvous.address)
+    head, token = f"{address}:{rendezvous.port or _find_free_port()}", file.parent / TOKEN_NAME
+    log = file.parent / f"ray-{rendezvous.node_rank}.log"
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": head}
-    if where.node_rank == 0:
+    if rendezvous.node_rank == 0:
         _write_token(token)
-        with _started(job, head, address, token, log, first=True) as ray:
-            _until_up(ray, head, log, wait)
+        with _run_ray(job, head, address, token, log, is_head=True) as ray:
+            _wait_until_up(ray, head, log, wait)
             return drive()
     deadline = time.monotonic() + wait
-    while not _answers(head):
+    while not _is_reachable(head):
         if time.monotonic() > deadline:
             raise LaunchUnavailable(f"no head of Ray at {head} within {wait} s")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     # Told to save and end, the first one has all nodes do so, and this one is needed until then.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    with _started(job, head, own_address(address), token, log, first=False) as ray:
-        silent = 0
-        while silent < _SILENT:
-            time.sleep(_LOOK_SECONDS)
-            silent = 0 if _answers(head) else silent + 1
-            if not silent and ray.poll() is not None:
+    with _run_ray(job, head, find_own_address(address), token, log, is_head=False) as ray:
+        silent_polls = 0
+        while silent_polls < _MOST_SILENT_POLLS:
+            time.sleep(_POLL_SECONDS)
+            silent_polls = 0 if _is_reachable(head) else silent_polls + 1
+            if not silent_polls and ray.poll() is not None:
                 raise LaunchUnavailable(f"Ray has ended on this machine; {log} says why")
     return int(ExitCode.OK)  # how the job ended is the first machine's word
 
 
 @contextmanager
-def _started(
-    job: Job, head: str, own: str, token: Path, log: Path, *, first: bool
+def _run_ray(
+    job: Job, head: str, node_address: str, token: Path, log: Path, *, is_head: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Ray's processes of this machine, for as long as this lasts; whoever started us says nothing to them."""
     # Of a name that nobody can know before, so that nobody else has made it.
-    folder = Path(tempfile.gettempdir()) / f"ray-{json_digest(files.read(token))}"
+    folder = Path(tempfile.gettempdir()) / f"ray-{digest_json(files.read_text(token))}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts"),
-                *words(job, head, own, folder if first else None),
+                *build_start_arguments(job, head, node_address, folder if is_head else None),
             ],
-            env=unstarted(os.environ),
+            env=remove_starter_variables(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            preexec_fn=death_signal(signal.SIGTERM),
+            preexec_fn=prepare_death_signal(signal.SIGTERM),
         )
     try:
         yield process
     finally:
-        if first:
+        if is_head:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
@@ -122,20 +122,20 @@ def _started(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait: int) -> None:
+def _wait_until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait: int) -> None:
     """Returns when the head takes a driver. Raises LaunchUnavailable where it does not."""
-    ray, deadline = imported(), time.monotonic() + wait
-    said = "it does not answer"
+    ray, deadline = import_ray(), time.monotonic() + wait
+    reason = "it does not answer"
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if _answers(head):
+            if _is_reachable(head):
                 ray.init(address=head, log_to_driver=False, logging_level=logging.ERROR)
                 ray.shutdown()
                 return
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-            said = why(error)
-        time.sleep(_LOOK_SECONDS)
-    raise LaunchUnavailable(f"Ray did not start on this machine: {said}; {log} has what it wrote")
+            reason = describe_error(error)
+        time.sleep(_POLL_SECONDS)
+    raise LaunchUnavailable(f"Ray did not start on this machine: {reason}; {log} has what it wrote")
 
 
 def _write_token(path: Path) -> None:
@@ -144,22 +144,24 @@ def _write_token(path: Path) -> None:
         file.write(secrets.token_hex(32))
 
 
-def _reached_at(name: str) -> str:
+def _resolve_address(name: str) -> str:
     """The address of the first machine, as the others reach it."""
-    found = socket.gethostbyname(name)
+    address = socket.gethostbyname(name)
     # Debian has a machine's own name mean 127.0.1.1 there.
-    return own_address(_ELSEWHERE) if found.startswith("127.") and found != LOOPBACK else found
+    return (
+        find_own_address(_UNUSED_ADDRESS) if address.startswith("127.") and address != LOOPBACK else address
+    )
 
 
-def _answers(head: str) -> bool:
+def _is_reachable(head: str) -> bool:
     host, _, port = head.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_LOOK_SECONDS).close()
+        socket.create_connection((host, int(port)), timeout=_POLL_SECONDS).close()
     except OSError:
         return False
     return True
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with closing(socket.create_server(("", 0))) as free:
         return int(free.getsockname()[1])

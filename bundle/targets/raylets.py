@@ -19,16 +19,16 @@ from typing import Any
 
 from bundle.errors import ExitCode, LaunchUnavailable
 from bundle.launch import job as job_file
-from bundle.launch.causes import Action, Kind
+from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.job import Job
-from bundle.launch.orphans import death_signal
-from bundle.launch.process import Ended
-from bundle.launch.restarts import repeated
-from bundle.launch.starters import unstarted
+from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.process import LaunchFailed
+from bundle.launch.restarts import run_with_restarts
+from bundle.launch.starters import remove_starter_variables
 from bundle.launch.verdict import Verdict
-from bundle.targets.ray import STOP, Options, bundles, imported, why
+from bundle.targets.ray import STOP_NAME, RayOptions, build_bundles, describe_error, import_ray
 
-_LOOK_SECONDS, _WAIT_SECONDS = 0.5, 2
+_POLL_SECONDS, _WAIT_SECONDS = 0.5, 2
 
 
 class Node:
@@ -37,9 +37,9 @@ class Node:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def meeting(self) -> str:
+    def find_rendezvous(self) -> str:
         """Where the nodes may meet, if this is the first: HOST:PORT."""
-        ray = imported()
+        ray = import_ray()
         with closing(socket.create_server(("", 0))) as free:
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
@@ -49,13 +49,13 @@ class Node:
             [sys.executable, "-m", "bundle", *words],
             cwd=workdir,
             # Whoever started Ray's machines has numbered them, and the job's nodes are numbered otherwise.
-            env=unstarted(os.environ),
+            env=remove_starter_variables(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=death_signal(signal.SIGTERM),
+            preexec_fn=prepare_death_signal(signal.SIGTERM),
         )
         assert self._process.stdout is not None, "it is a pipe"
         for line in self._process.stdout:  # noqa: UP028 (Ray sends it what it counted, a file takes nothing)
@@ -69,131 +69,133 @@ class Node:
             self._process.terminate()
 
 
-class Run:
+class RayLaunch:
     """One start of all nodes: what each came to, and who asks them to stop."""
 
-    def __init__(self, job: Job, file: Path, options: Options, stopped: Callable[[], bool]) -> None:
-        self._job, self._file, self._options, self._stopped = job, file, options, stopped
+    def __init__(self, job: Job, file: Path, options: RayOptions, is_stopped: Callable[[], bool]) -> None:
+        self._job, self._file, self._options, self._is_stopped = job, file, options, is_stopped
         self.codes: dict[int, int] = {}
         self.lost: dict[int, str] = {}
 
-    def go(self) -> None:
+    def run(self) -> None:
         """Returns when all nodes have ended. Raises LaunchUnavailable where machines are not free in time,
         and Ended where the job is told to stop before they are.
         """
-        ray = imported()
+        ray = import_ray()
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = placement_group(bundles(self._job), strategy="STRICT_SPREAD")
+        group = placement_group(build_bundles(self._job), strategy="STRICT_SPREAD")
         try:
             deadline = time.monotonic() + self._options.wait
             while not group.wait(_WAIT_SECONDS):
-                if self._stopped():
-                    raise Ended(_stopped(self._job))
+                if self._is_stopped():
+                    raise LaunchFailed(_build_stop_verdict(self._job))
                 if time.monotonic() > deadline:
-                    raise LaunchUnavailable(self._not_free(ray))
+                    raise LaunchUnavailable(self._describe_shortage(ray))
             actor = ray.remote(Node)
             nodes = [
                 actor.options(
-                    num_cpus=each["CPU"],
-                    num_gpus=each.get("GPU", 0.0),
-                    resources={name: count for name, count in each.items() if name not in ("CPU", "GPU")},
+                    num_cpus=bundle["CPU"],
+                    num_gpus=bundle.get("GPU", 0.0),
+                    resources={name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
                     max_concurrency=2,  # one that runs, one that is told to stop
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=rank
                     ),
                 ).remote()
-                for rank, each in enumerate(bundles(self._job))
+                for rank, bundle in enumerate(build_bundles(self._job))
             ]
             try:
-                where = ray.get(nodes[0].meeting.remote())
+                rendezvous = ray.get(nodes[0].find_rendezvous.remote())
             except ray.exceptions.RayError as error:
-                self.lost[0] = why(error)
+                self.lost[0] = describe_error(error)
                 return
             threads = [
-                Thread(target=self._follow, args=(rank, node, where), daemon=True)
+                Thread(target=self._follow_node, args=(rank, node, rendezvous), daemon=True)
                 for rank, node in enumerate(nodes)
             ]
             for thread in threads:
                 thread.start()
-            told = False
+            stop_sent = False
             while any(thread.is_alive() for thread in threads):
-                if self._stopped() and not told:
-                    told = True
+                if self._is_stopped() and not stop_sent:
+                    stop_sent = True
                     for node in nodes:
                         node.stop.remote()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         finally:
             remove_placement_group(group)
 
-    def _follow(self, rank: int, node: Any, where: str) -> None:
-        ray = imported()
-        asked = self._options
-        words = job_file.words(self._job, self._file, rank, where, asked.restarts, preflight=asked.preflight)
+    def _follow_node(self, rank: int, node: Any, rendezvous: str) -> None:
+        ray = import_ray()
+        options = self._options
+        words = job_file.build_arguments(
+            self._job, self._file, rank, rendezvous, options.restarts, preflight=options.preflight
+        )
         try:
-            for said in node.run.options(num_returns="streaming").remote(words, str(Path.cwd())):
-                line = ray.get(said)
+            for item in node.run.options(num_returns="streaming").remote(words, str(Path.cwd())):
+                line = ray.get(item)
                 if isinstance(line, int):
                     self.codes[rank] = line
                 else:
                     print(line, end="", flush=True)
         except ray.exceptions.RayError as error:
-            self.lost[rank] = why(error)
+            self.lost[rank] = describe_error(error)
 
-    def _not_free(self, ray: Any) -> str:
-        each = ", ".join(f"{count:g} {name}" for name, count in bundles(self._job)[0].items())
-        there = "; ".join(
-            ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in bundles(self._job)[0])
+    def _describe_shortage(self, ray: Any) -> str:
+        required = ", ".join(f"{count:g} {name}" for name, count in build_bundles(self._job)[0].items())
+        available = "; ".join(
+            ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in build_bundles(self._job)[0])
             for node in ray.nodes()
             if node["Alive"]
         )
         return (
-            f"{self._job.nodes} machines with {each} each were not free within {self._options.wait} s;"
-            f" the cluster has {there}"
+            f"{self._job.nodes} machines with {required} each were not free within {self._options.wait} s;"
+            f" the cluster has {available}"
         )
 
 
-def run(job: Job, file: Path, options: Options, kept: Callable[[], object]) -> int:
+def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], object]) -> int:
     """Runs a job on the Ray cluster that this machine is of; the exit code that its nodes come to.
 
     A machine that is lost is replaced, where Ray has another, as often as `options.restarts` says without a
-    new checkpoint, which `kept` names. Raises LaunchUnavailable where there is no cluster, and Ended.
+    new checkpoint, which `get_progress` names. Raises LaunchUnavailable where there is no cluster, and Ended.
     """
-    ray = imported()
+    ray = import_ray()
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        raise LaunchUnavailable(f"no cluster of Ray that takes us: {why(error)}") from error
-    asked = Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    request = file.parent / STOP
+        raise LaunchUnavailable(f"no cluster of Ray that takes us: {describe_error(error)}") from error
+    stop_event = Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
+    stop_file = file.parent / STOP_NAME
     codes: list[int] = []
 
     def start() -> None:
-        made = Run(job, file, options, lambda: asked.is_set() or request.exists())
-        made.go()
-        codes[:] = made.codes.values()
-        if made.lost:
-            raise Ended(_lost(job, made.lost))
+        launch = RayLaunch(job, file, options, lambda: stop_event.is_set() or stop_file.exists())
+        launch.run()
+        codes[:] = launch.codes.values()
+        if launch.lost:
+            raise LaunchFailed(_build_lost_verdict(job, launch.lost))
 
-    repeated(start, options.restarts, kept)
+    run_with_restarts(start, options.restarts, get_progress)
     return max(codes)
 
 
-def _stopped(job: Job) -> Verdict:
+def _build_stop_verdict(job: Job) -> Verdict:
     cause = "told to stop before its machines were free"
-    return Verdict(ExitCode.TERMINATED, Kind.STOPPED, cause, Action.RESTART, nodes=job.nodes)
+    return Verdict(ExitCode.TERMINATED, FailureKind.STOPPED, cause, RestartAction.RESTART, nodes=job.nodes)
 
 
-def _lost(job: Job, lost: dict[int, str]) -> Verdict:
+def _build_lost_verdict(job: Job, lost: dict[int, str]) -> Verdict:
     rank = min(lost)
-    named = ", ".join(f"node {each} ({said})" for each, said in sorted(lost.items()))
+    named = ", ".join(f"node {node} ({reason})" for node, reason in sorted(lost.items()))
     return Verdict(
         ExitCode.JOB_FAILED,
-        Kind.LOST_NODE,
+        FailureKind.LOST_NODE,
         f"lost by Ray, and all that ran there: {named}",
-        Action.RESTART,
+        RestartAction.RESTART,
         node_rank=rank,
         nodes=job.nodes,
     )

@@ -13,20 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bundle.data import Batch, Loader
-from bundle.data.samples import BLANK, Sizes
+from bundle.data import Loader, SampleBatch
+from bundle.data.samples import BLANK, SampleSizes
 from bundle.engine import Engine, Losses, MicroBatch
 from bundle.engine.engine import StepResult
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.mcore.groups import Groups
+from bundle.packing.images import ImageInputs
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.sections import EarlyStop
-from bundle.runs.metrics import Metrics
-from bundle.sequences.images import Images
-from bundle.sequences.packing import Packing
-from bundle.training.preferences import paired
+from bundle.runs.metrics import MetricsWriter
+from bundle.training.preferences import with_reference
 
 
 class Batches:
@@ -47,67 +47,69 @@ class Batches:
         # What a reference says of every document of the corpus, once it is known; of pairs alone.
         self.reference: NDArray[np.float64] | None = None
         # Of the last step, on all replicas together.
-        self.sizes = Sizes(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
+        self.sizes = SampleSizes(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
 
-    def training(self, consumed: int) -> list[MicroBatch]:
-        """The micro-batches of the step that begins after `consumed` samples of the whole run."""
-        self.sizes = self._loader.sizes(consumed)
-        return [self._micro_batch(batch) for batch in self._loader.training(consumed)]
+    def build_training_batches(self, consumed_samples: int) -> list[MicroBatch]:
+        """The micro-batches of the step that begins after `consumed_samples` samples of the whole run."""
+        self.sizes = self._loader.compute_sizes(consumed_samples)
+        return [self._build_micro_batch(batch) for batch in self._loader.read_training_step(consumed_samples)]
 
     @property
     def tokens_of_step(self) -> int:
         """Tokens of the last step on all replicas, learned or not."""
         return int(self.sizes.lengths.sum())
 
-    def once(self) -> Iterator[tuple[list[Batch], list[MicroBatch]]]:
+    def iterate_once(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
         """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
-        for batches in chain(self._loader.once(), self._loader.validation().values()):
-            yield batches, [self._micro_batch(batch) for batch in batches]
+        for batches in chain(self._loader.read_all_samples(), self._loader.read_validation().values()):
+            yield batches, [self._build_micro_batch(batch) for batch in batches]
 
-    def validation(self) -> dict[str, list[MicroBatch]]:
+    def build_validation_batches(self) -> dict[str, list[MicroBatch]]:
         """The micro-batches to evaluate with, the same each time, by what their losses are called."""
-        given = self._loader.validation().items()
-        return {name: [self._micro_batch(batch) for batch in batches] for name, batches in given}
+        batch_sets = self._loader.read_validation().items()
+        return {name: [self._build_micro_batch(batch) for batch in batches] for name, batches in batch_sets}
 
-    def _micro_batch(self, batch: Batch) -> MicroBatch:
-        cp, options = self._groups.cp, {**self._options, "images": self._images(batch)}
-        given = batch.ids, batch.labels, batch.loss_mask
-        if batch.lengths is None and batch.filled is None:
-            ids, labels, mask = (x.to(self._device) for x in given)
-            made = from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
+    def _build_micro_batch(self, batch: SampleBatch) -> MicroBatch:
+        cp, options = self._groups.cp, {**self._options, "images": self._build_images(batch)}
+        row_tensors = batch.ids, batch.labels, batch.loss_mask
+        if batch.lengths is None and batch.row_lengths is None:
+            ids, labels, mask = (x.to(self._device) for x in row_tensors)
+            micro_batch = from_rows(ids, labels, mask, cp=cp.size, rank=cp.rank, **options)
         else:
             # Rows as `from_rows` has them, in which padding is no token.
             alignment = self._alignment if batch.lengths else Alignment("bshd", cp=cp.size)
-            packing = Packing.of(
-                lengths_of(batch), alignment, rank=cp.rank, length=self._length, device=self._device
+            packing = Packing.from_lengths(
+                get_lengths(batch), alignment, rank=cp.rank, length=self._length, device=self._device
             )
-            ids, labels, mask = (unpadded(batch, x).to(self._device) for x in given)
-            made = from_packing(ids, labels, mask, packing, **options)
+            ids, labels, mask = (remove_padding(batch, x).to(self._device) for x in row_tensors)
+            micro_batch = from_packing(ids, labels, mask, packing, **options)
         if self.reference is None:
-            return made
-        known = np.where(batch.documents == BLANK, 0.0, self.reference[batch.documents])
-        return paired(made, torch.from_numpy(known).float().to(self._device))
+            return micro_batch
+        log_probs = np.where(batch.documents == BLANK, 0.0, self.reference[batch.documents])
+        return with_reference(micro_batch, torch.from_numpy(log_probs).float().to(self._device))
 
-    def _images(self, batch: Batch) -> Images | None:
+    def _build_images(self, batch: SampleBatch) -> ImageInputs | None:
         """The images and videos of a batch, for a model that sees some."""
         if self._vision is None:
             return None
-        lengths, ids = np.asarray(lengths_of(batch), np.int64), unpadded(batch, batch.ids).numpy()
-        made = Images.of(batch.pixels, batch.grids, ids, lengths, self._vision, batch.seconds)
-        return made.to(self._device)
+        lengths, ids = np.asarray(get_lengths(batch), np.int64), remove_padding(batch, batch.ids).numpy()
+        images = ImageInputs.from_sequences(
+            batch.pixels, batch.grids, ids, lengths, self._vision, batch.seconds
+        )
+        return images.to(self._device)
 
 
-def lengths_of(batch: Batch) -> Sequence[int]:
+def get_lengths(batch: SampleBatch) -> Sequence[int]:
     """Tokens of each sequence, padding aside."""
     rows, length = batch.ids.shape
-    return batch.lengths or batch.filled or (length,) * rows
+    return batch.lengths or batch.row_lengths or (length,) * rows
 
 
-def unpadded(batch: Batch, values: Tensor) -> Tensor:
+def remove_padding(batch: SampleBatch, values: Tensor) -> Tensor:
     """Of values [b, s] of a batch those of its sequences, one after the other: [t]."""
-    if batch.filled is None:
+    if batch.row_lengths is None:
         return values.flatten()
-    return values[torch.arange(values.shape[1]) < torch.tensor(batch.filled)[:, None]]
+    return values[torch.arange(values.shape[1]) < torch.tensor(batch.row_lengths)[:, None]]
 
 
 @dataclass
@@ -131,14 +133,14 @@ class Progress:
     lowest: float | None = None
     unimproved: int = 0
 
-    def evaluated(self, loss: float, rule: EarlyStop) -> None:
+    def count_evaluation(self, loss: float, rule: EarlyStop) -> None:
         """Counts an evaluation; one that is no number is not below any."""
         if math.isfinite(loss) and (self.lowest is None or loss < self.lowest - rule.min_delta):
             self.lowest, self.unimproved = loss, 0
         else:
             self.unimproved += 1
 
-    def early_end(self, rule: EarlyStop | None) -> str | None:
+    def find_early_end(self, rule: EarlyStop | None) -> str | None:
         """Why the run ends before its last step; None where it does not."""
         if rule is None or self.unimproved < rule.patience:
             return None
@@ -156,18 +158,18 @@ class Hooks:
 
     save: Callable[[Progress], None]
     should_stop: Callable[[], bool]
-    alive: Callable[[int], None]
-    profiled: Callable[[int], AbstractContextManager[None]]
-    flops: Callable[[], float]  # of a device, in the step that was just made
-    gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
-    of_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
+    send_heartbeat: Callable[[int], None]
+    profile_step: Callable[[int], AbstractContextManager[None]]
+    count_flops: Callable[[], float]  # of a device, in the step that was just made
+    compute_gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
+    broadcast_from_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
     # Writes the model as others open it, after this many steps: before the next one, or when a run goes on.
     export: Callable[[int], None] = lambda _: None
     # What is unusual about the steps that are about to be reported, as metrics.
-    unusual: Callable[[Progress], Mapping[str, float]] = lambda _: {}
+    measure_anomalies: Callable[[Progress], Mapping[str, float]] = lambda _: {}
 
 
-def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, hooks: Hooks) -> None:
+def train(engine: Engine, data: Batches, progress: Progress, metrics: MetricsWriter, hooks: Hooks) -> None:
     """Returns after the last step, which an early stop may have made an earlier one.
 
     `progress` holds the losses reported last: of held-out data, else of the first validation set, if any.
@@ -175,46 +177,46 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
     JobFailed when a gradient or a reported loss is not finite and the recipe says `train.on_nan: stop`.
     """
     recipe, early_stop = engine.recipe, engine.recipe.train.early_stop
-    validation = data.validation()
+    validation = data.build_validation_batches()
     if early_stop is not None and not validation:
         raise UsageError("train.early_stop: so little data is held out that there is no evaluation")
-    while progress.step < recipe.train.steps and not progress.early_end(early_stop):
-        if progress.step and _due(progress.step, recipe.checkpoint.export_interval):
+    while progress.step < recipe.train.steps and not progress.find_early_end(early_stop):
+        if progress.step and _is_due(progress.step, recipe.checkpoint.export_interval):
             hooks.export(progress.step)
         started = time.perf_counter()
-        with hooks.profiled(progress.step + 1):
-            engine.forward_backward(data.training(progress.consumed_samples))
+        with hooks.profile_step(progress.step + 1):
+            engine.forward_backward(data.build_training_batches(progress.consumed_samples))
             result = engine.step()
         progress.unreported_seconds += time.perf_counter() - started
-        progress.unreported_flops += hooks.flops()
+        progress.unreported_flops += hooks.count_flops()
         progress.unreported_tokens += data.tokens_of_step
         progress.unreported_steps += 1
         progress.step += 1
         progress.consumed_samples += recipe.train.global_batch_size
-        hooks.alive(progress.step)
+        hooks.send_heartbeat(progress.step)
 
         if not math.isfinite(result.grad_norm):
-            _not_finite(recipe.train.on_nan, progress)
-        if _due(progress.step, recipe.train.log_interval) or progress.step == recipe.train.steps:
+            _handle_infinite_gradient(recipe.train.on_nan, progress)
+        if _is_due(progress.step, recipe.train.log_interval) or progress.step == recipe.train.steps:
             progress.losses = engine.take_losses()
-            report = _report(recipe, progress, progress.losses, result)
-            seen = hooks.gauges(progress.unreported_flops, progress.unreported_seconds)
-            metrics.write(progress.step, report | dict(seen) | dict(hooks.unusual(progress)))
+            report = _build_report(recipe, progress, progress.losses, result)
+            gauges = hooks.compute_gauges(progress.unreported_flops, progress.unreported_seconds)
+            metrics.write(progress.step, report | dict(gauges) | dict(hooks.measure_anomalies(progress)))
             if recipe.train.on_nan == "stop":
-                _refuse_no_number(progress, progress.losses)
+                _refuse_infinite_loss(progress, progress.losses)
             progress.unreported_steps, progress.unreported_seconds = 0, 0.0
             progress.unreported_flops, progress.unreported_tokens = 0.0, 0
         last = progress.step == recipe.train.steps
-        if validation and (last or _due(progress.step, recipe.train.eval_interval)):
+        if validation and (last or _is_due(progress.step, recipe.train.eval_interval)):
             losses = {name: engine.evaluate(batches) for name, batches in validation.items()}
             progress.losses = next(iter(losses.values()))
-            for name, found in losses.items():
-                metrics.write(progress.step, _named(name, found))
+            for name, set_losses in losses.items():
+                metrics.write(progress.step, _name_losses(name, set_losses))
             if early_stop is not None:
-                progress.evaluated(hooks.of_rank_0(progress.losses.main), early_stop)
-                last = last or progress.early_end(early_stop) is not None
+                progress.count_evaluation(hooks.broadcast_from_rank_0(progress.losses.main), early_stop)
+                last = last or progress.find_early_end(early_stop) is not None
         stop = hooks.should_stop()
-        if stop or last or _due(progress.step, recipe.checkpoint.interval):
+        if stop or last or _is_due(progress.step, recipe.checkpoint.interval):
             hooks.save(progress)
         if stop and not last:
             raise Preempted(
@@ -222,7 +224,7 @@ def train(engine: Engine, data: Batches, progress: Progress, metrics: Metrics, h
             )
 
 
-def _not_finite(policy: str, progress: Progress) -> None:
+def _handle_infinite_gradient(policy: str, progress: Progress) -> None:
     if policy == "stop":
         raise JobFailed(
             f"the gradient of step {progress.step} is not finite; no checkpoint was written since, so that a"
@@ -232,31 +234,33 @@ def _not_finite(policy: str, progress: Progress) -> None:
     progress.skipped_updates += 1
 
 
-def _refuse_no_number(progress: Progress, losses: Losses) -> None:
+def _refuse_infinite_loss(progress: Progress, losses: Losses) -> None:
     if math.isfinite(losses.main):
         return
     begun = progress.step - progress.unreported_steps + 1
-    why = "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
+    reason = "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
     raise JobFailed(
-        f"the loss of steps {begun} to {progress.step} is not finite, {why}; no checkpoint was written of"
+        f"the loss of steps {begun} to {progress.step} is not finite, {reason}; no checkpoint was written of"
         " these. Look at the data: which parts of its rows are answers, and whether any are"
     )
 
 
-def _due(step: int, interval: int) -> bool:
+def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _named(part: str, losses: Losses) -> dict[str, float]:
-    values = {f"{part}/loss": losses.main} | {f"{part}/{name}": x for name, x in losses.measures.items()}
+def _name_losses(part: str, losses: Losses) -> dict[str, float]:
+    values = {f"{part}/loss": losses.main} | {
+        f"{part}/{name}": value for name, value in losses.measures.items()
+    }
     return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}
 
 
-def _report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResult) -> dict[str, float]:
+def _build_report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResult) -> dict[str, float]:
     """What training did since the last report; rates are of the steps alone, without evaluation or saving."""
     skipped = {"train/skipped_updates": progress.skipped_updates} if recipe.train.on_nan == "skip" else {}
     seconds = progress.unreported_seconds / progress.unreported_steps
-    return _named("train", losses) | {
+    return _name_losses("train", losses) | {
         "train/grad_norm": result.grad_norm,
         "train/learning_rate": result.learning_rate,
         "train/tokens_per_second": progress.unreported_tokens / progress.unreported_seconds,

@@ -23,7 +23,7 @@ from bundle.recipe.recipe import DPO
 MEASURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
-def paired(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
+def with_reference(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
     """The micro-batch of pairs, with the reference's log-probability [sequences] of each answer.
 
     Layers of multi-token prediction learn the better answers: their loss is a mean over these.
@@ -33,15 +33,15 @@ def paired(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
     counted = micro_batch.packing.spread(better)
     return replace(
         micro_batch,
-        reference=reference,
+        reference_log_probs=reference,
         mtp_masks=tuple(mask * counted for mask in micro_batch.mtp_masks),
     )
 
 
-class Preferences:
+class PreferenceObjective:
     """The loss -log sigmoid(beta * log-ratio of the better answer - beta * that of the worse one) of pairs.
 
-    An objective for micro-batches whose mean is one over sequences (`paired`).
+    An objective for micro-batches whose mean is one over sequences (`with_reference`).
     """
 
     measures: Mapping[str, Reduction] = MappingProxyType(dict.fromkeys(MEASURES, "mean"))
@@ -52,17 +52,17 @@ class Preferences:
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
         """[1 + MEASURES, b, s / cp]: for each token the loss of its pair, and what is measured of it."""
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
-        assert micro_batch.reference is not None, "pairs are made by `paired`"
+        assert micro_batch.reference_log_probs is not None, "pairs are made by `paired`"
         sequences, learned = SequenceSums(packing, self._cp), weight > 0
         sums = sequences.add(log_probs.detach().float().where(learned, 0))
-        chosen, rejected = (self._beta * (sums - micro_batch.reference)).view(-1, 2).unbind(1)
+        chosen, rejected = (self._beta * (sums - micro_batch.reference_log_probs)).view(-1, 2).unbind(1)
         margin = chosen - rejected
         right, wrong = 1 - self._smoothing, self._smoothing
         loss = -right * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
         slope = self._beta * (wrong * margin.sigmoid() - right * (-margin).sigmoid())
 
-        of_pairs = torch.stack([loss, chosen, rejected, margin, (margin > 0).to(loss.dtype)])
-        values = of_pairs[:, sequences.owner // 2]
+        pair_values = torch.stack([loss, chosen, rejected, margin, (margin > 0).to(loss.dtype)])
+        values = pair_values[:, sequences.owner // 2]
         # The mean over sequences gives each token its weight, and counts every pair twice.
         slopes = torch.stack([slope, -slope], 1).flatten()[sequences.owner] * 2 / weight.where(learned, 1)
         gradient = slopes * (log_probs - log_probs.detach())

@@ -9,15 +9,15 @@ from torch.distributed import Store
 
 from bundle import backends, log
 from bundle.distributed import watchdog, world
-from bundle.distributed.watchdog import Watchdog, collectives_seconds
-from bundle.distributed.world import agree, handed_down
+from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
+from bundle.distributed.world import agree_on_fields, share_decision
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
 from bundle.launch import job as job_file
 from bundle.launch import orphans, outcomes
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.patches.plan import PatchPlan
 
 if TYPE_CHECKING:
@@ -25,59 +25,64 @@ if TYPE_CHECKING:
     from bundle.recipe import Recipe
 
 
-def work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> ExitCode:
+def run_rank(
+    rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: Job | None, wait: int
+) -> ExitCode:
     """How this rank ended; whoever started it learns why.
 
-    `told` is the job that this rank was given. Where that is none, or leaves its patches open, rank 0 calls
-    `decide` and hands down what comes of it. Ranks that were told nothing wait `wait` seconds for others.
+    `prepared_job` is the job that this rank was given. Where that is none, or leaves its patches open, rank 0
+    calls `decide` and hands down what comes of it. Ranks that were told nothing wait `wait` seconds for
+    others.
     """
-    rank, local_rank = where.rank, where.local_rank
+    rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
     orphans.die_with_parent()
-    orphans.take_forks_along()
+    orphans.kill_forks_on_exit()
     watchdog.show_stacks_on_request()
-    return outcomes.report(rank, local_rank, lambda: _work(where, decide, told, wait))
+    return outcomes.run_and_report(
+        rank, local_rank, lambda: _run_rank(rendezvous, decide, prepared_job, wait)
+    )
 
 
-def patched_runtime(patches: PatchPlan, backend: str, recipe: "Recipe | None" = None) -> "Runtime":
+def prepare_runtime(patches: PatchPlan, backend: str, recipe: "Recipe | None" = None) -> "Runtime":
     """The runtime of a backend, for the job of `recipe`; its patches stay in force while this process lives.
 
     Raises PatchError where megatron-core is not the planned one.
     """
-    applying.apply(patches)
+    patcher.apply(patches)
     return backends.prepare(backend, recipe)
 
 
-def _work(where: Rendezvous, decide: Callable[[], Job], told: Job | None, wait: int) -> None:
-    rank, size = where.rank, where.world_size
+def _run_rank(rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: Job | None, wait: int) -> None:
+    rank, size = rendezvous.rank, rendezvous.world_size
     assert rank is not None and size is not None, "only a rank works"
-    timeout = timedelta(seconds=told.recipe.distributed.timeout_seconds if told else wait)
-    meeting = world.open_store(where, timeout)
-    job = told
+    timeout = timedelta(seconds=prepared_job.recipe.distributed.timeout_seconds if prepared_job else wait)
+    store = world.open_store(rendezvous, timeout)
+    job = prepared_job
     if job is None or job.patches is None:
-        job = job_file.parse(handed_down(meeting, rank, size, lambda: decide().text(), timeout))
-    if (where.nodes, size) != (job.nodes, job.nodes * job.per_node):
+        job = job_file.parse(share_decision(store, rank, size, lambda: decide().to_text(), timeout))
+    if (rendezvous.nodes, size) != (job.nodes, job.nodes * job.per_node):
         raise UsageError(
-            f"the job is for {job.nodes} x {job.per_node} ranks, and {where.source} started {size}"
-            f" on {where.nodes} nodes"
+            f"the job is for {job.nodes} x {job.per_node} ranks, and {rendezvous.source} started {size}"
+            f" on {rendezvous.nodes} nodes"
         )
-    unfit = list(job_file.misfits(job, packages.detect().megatron, image.own()))
-    agree(meeting, rank, size, {"job": job.digest, **job.fields}, timeout, unfit)
-    place = world.folder(meeting, rank, job.directory / "logs")
-    outcomes.meet(place, where.node_rank, where.local_rank or 0)
-    _train(job, where, meeting, place)
+    unfit = list(job_file.find_misfits(job, packages.detect().megatron, image.read_own_record()))
+    agree_on_fields(store, rank, size, {"job": job.digest, **job.agreement_fields}, timeout, unfit)
+    world_folder = world.choose_world_folder(store, rank, job.directory / "logs")
+    outcomes.create_world_folder(world_folder, rendezvous.node_rank, rendezvous.local_rank or 0)
+    _train(job, rendezvous, store, world_folder)
 
 
-def _train(job: Job, where: Rendezvous, meeting: Store, place: Path) -> None:
-    assert where.rank is not None and where.local_rank is not None and job.patches is not None
+def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -> None:
+    assert rendezvous.rank is not None and rendezvous.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
-    runtime = patched_runtime(job.patches, job.backend, job.recipe)
-    device = runtime.device(where.local_rank)
-    with Watchdog(seconds, place, where.rank, where.local_rank) as dog:
-        patient = timedelta(seconds=collectives_seconds(seconds))
-        world.initialize(where, meeting, runtime.collectives, patient, device)
-        with dog.patience("importing megatron"):
+    runtime = prepare_runtime(job.patches, job.backend, job.recipe)
+    device = runtime.select_device(rendezvous.local_rank)
+    with Watchdog(seconds, world_folder, rendezvous.rank, rendezvous.local_rank) as dog:
+        timeout = timedelta(seconds=compute_collective_seconds(seconds))
+        world.initialize(rendezvous, store, runtime.collectives, timeout, device)
+        with dog.extend_patience("importing megatron"):
             # Only now: it must meet the patches.
             from bundle.training import trainer
         try:

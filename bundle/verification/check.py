@@ -79,185 +79,210 @@ class Result:
 
 def judge(patch: str, check: Check, without: Sequence[Observation], with_it: Sequence[Observation]) -> Result:
     """The result of a check from what its ranks saw in the run without the patch and in the one with it."""
-    reasons = [seen.unprovable for seen in (*without, *with_it) if seen.unprovable is not None]
+    reasons = [
+        observation.unprovable for observation in (*without, *with_it) if observation.unprovable is not None
+    ]
     if reasons:
         return Result(patch, Status.NOT_PROVABLE, reasons[0])
     # One rank that fails as expected is enough: the others may only see that it is gone.
-    expected = any(matches(failure, seen) for failure in check.without for seen in without)
-    agrees = all(seen.gap is not None and seen.gap <= check.agreement for seen in with_it)
-    reason = f"without it: {_shown(without)}; with it: {_shown(with_it)}"
+    expected = any(matches(failure, observation) for failure in check.without for observation in without)
+    agrees = all(
+        observation.gap is not None and observation.gap <= check.agreement for observation in with_it
+    )
+    reason = f"without it: {_format_observations(without)}; with it: {_format_observations(with_it)}"
     if expected and agrees:
         return Result(patch, Status.PROVEN, reason)
-    wanted = " or ".join(_described(failure) for failure in check.without)
-    wrong = [] if expected else [f"without it there should be {wanted}"]
+    expected_failures = " or ".join(_format_failure(failure) for failure in check.without)
+    wrong = [] if expected else [f"without it there should be {expected_failures}"]
     wrong += [] if agrees else [f"with it the gap should be at most {check.agreement:g}"]
     return Result(patch, Status.FAILED, f"{reason} ({'; '.join(wrong)})")
 
 
-def matches(failure: Raises | Gap, seen: Observation) -> bool:
+def matches(failure: Raises | Gap, observation: Observation) -> bool:
     """Whether a rank saw this failure."""
     if isinstance(failure, Gap):
         # A run that became infinite or not a number has left the reference too.
-        return seen.gap is not None and not seen.gap < failure.at_least
-    return seen.raised is not None and failure.type in seen.raised.split() and failure.text in seen.message
+        return observation.gap is not None and not observation.gap < failure.at_least
+    return (
+        observation.raised is not None
+        and failure.type in observation.raised.split()
+        and failure.text in observation.message
+    )
 
 
-def _shown(seen: Sequence[Observation]) -> str:
-    return " | ".join(dict.fromkeys(map(str, seen)))
+def _format_observations(observations: Sequence[Observation]) -> str:
+    return " | ".join(dict.fromkeys(map(str, observations)))
 
 
-def _described(failure: Raises | Gap) -> str:
+def _format_failure(failure: Raises | Gap) -> str:
     if isinstance(failure, Gap):
         return f"a gap of at least {failure.at_least:g}"
     return f"{failure.type}: {failure.text}"
 
 
-def measured(by: str, *without: Raises | Gap, **rest: Any) -> Check:
+def build_check(measurement: str, *without: Raises | Gap, **rest: Any) -> Check:
     """The Check by an "area:function" of our own measurements; `rest` as in Check."""
-    return Check(measurement=f"bundle.verification.measurements.{by}", without=without, **rest)
+    return Check(measurement=f"bundle.verification.measurements.{measurement}", without=without, **rest)
 
 
 CHECKS: dict[str, Check] = {  # by the patch's id
-    "mla-packed-qkv": measured(
-        "attention:packed_over_ranks",
+    "mla-packed-qkv": build_check(
+        "attention:measure_packed_ranks",
         Raises("RuntimeError", "Sizes of tensors must match"),  # 0.12: a batch dimension of 1
         Raises("RuntimeError", "split_with_sizes expects"),  # 0.13: boundaries without padding
         world=2,
     ),
-    "mla-thd-value-padding": measured(
-        "attention:narrow_values",
+    "mla-thd-value-padding": build_check(
+        "attention:measure_narrow_values",
         Raises("UsageError", "flash attention wants thd heads of one size"),
         needs=("mla-packed-qkv",),
     ),
-    "mla-uncompressed-query-norm": measured(
-        "attention:uncompressed_queries",
+    "mla-uncompressed-query-norm": build_check(
+        "attention:measure_uncompressed_queries",
         Raises("ValueError", "is non-trivial, but `q_lora_rank is None`"),  # megatron's local spec
         Raises("JobFailed", "folded a norm into a projection"),  # Transformer Engine's: a name of no other
     ),
-    "mla-rotary-key-gradient": measured("attention:rotary_key", Gap(1e-2), world=2),
-    "mla-query-norm-gradient": measured(  # twice as large
-        "attention:query_norm", Gap(0.5), world=2, needs=("mla-rotary-key-gradient",)
+    "mla-rotary-key-gradient": build_check("attention:measure_rotary_key", Gap(1e-2), world=2),
+    "mla-query-norm-gradient": build_check(  # twice as large
+        "attention:measure_query_norm", Gap(0.5), world=2, needs=("mla-rotary-key-gradient",)
     ),
-    "packed-rotary-host-reads": measured(
-        "attention:rotary_positions",
+    "packed-rotary-host-reads": build_check(
+        "attention:measure_rotary_positions",
         Raises("RuntimeError", "meta"),
         Raises("NotImplementedError", "meta tensor"),
         world=2,
     ),
-    "cuda-attention-host-reads": measured(  # bf16
-        "attention:host_reads", Raises("RuntimeError", "synchronizing CUDA operation"), agreement=1e-2
+    "cuda-attention-host-reads": build_check(  # bf16
+        "attention:measure_host_reads", Raises("RuntimeError", "synchronizing CUDA operation"), agreement=1e-2
     ),
-    "mtp-context-parallel-roll": measured("mtp:context_parallel", Gap(1e-2), world=2),
-    "mtp-loss-context-parallel-count": measured("mtp:context_parallel", Gap(1e-2), world=2),
-    "mtp-loss-context-parallel-normalisation": measured("mtp:context_parallel", Gap(1e-2), world=2),
-    "mtp-packed-roll-boundaries": measured("mtp:padded_packing", Gap(1e-1)),
-    "mtp-per-token-weight": measured(  # one token of eight and more
-        "mtp:per_token", Gap(0.1), world=2, needs=("mtp-context-parallel-roll",)
+    "mtp-context-parallel-roll": build_check("mtp:measure_context_parallel", Gap(1e-2), world=2),
+    "mtp-loss-context-parallel-count": build_check("mtp:measure_context_parallel", Gap(1e-2), world=2),
+    "mtp-loss-context-parallel-normalisation": build_check(
+        "mtp:measure_context_parallel", Gap(1e-2), world=2
     ),
-    "mtp-zero-layers": measured(
-        "mtp:zero_layers",
+    "mtp-packed-roll-boundaries": build_check("mtp:measure_padded_packing", Gap(1e-1)),
+    "mtp-per-token-weight": build_check(  # one token of eight and more
+        "mtp:measure_per_token_loss", Gap(0.1), world=2, needs=("mtp-context-parallel-roll",)
+    ),
+    "mtp-zero-layers": build_check(
+        "mtp:measure_zero_layers",
         Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),
         agreement=0.0,
     ),
-    "mtp-without-labels": measured(
-        "mtp:without_labels",
+    "mtp-without-labels": build_check(
+        "mtp:measure_missing_labels",
         Raises("AssertionError", "labels should not be None"),  # to 0.13
         Raises("AttributeError", "'NoneType' object has no attribute 'clone'"),  # to 0.16
         Gap(1.0),  # one run of the layers for nothing
         agreement=0.0,
     ),
-    "mtp-labels-from-input": measured(  # more weights have gradients than the layers have run
-        "mtp:without_labels", Gap(5.0), agreement=0.0
+    "mtp-labels-from-input": build_check(  # more weights have gradients than the layers have run
+        "mtp:measure_missing_labels", Gap(5.0), agreement=0.0
     ),
-    "mtp-packed-full-recompute": measured(
-        "mtp:recomputed",
+    "mtp-packed-full-recompute": build_check(
+        "mtp:measure_recompute",
         Raises("TypeError", "save_for_backward can only save variables"),
         agreement=0.0,
     ),
-    "mtp-full-recompute": measured(
-        "mtp:recomputed",
+    "mtp-full-recompute": build_check(
+        "mtp:measure_recompute",
         Raises("TypeError", "unexpected keyword argument 'padding_mask'"),
         agreement=0.0,
     ),
-    "recompute-reclaim": measured(  # layers whose input is still there
-        "experts:inputs_alive", Gap(1.0), agreement=0.0
+    "recompute-reclaim": build_check(  # layers whose input is still there
+        "experts:measure_live_inputs", Gap(1.0), agreement=0.0
     ),
-    "router-replay": measured("experts:replay", Gap(0.1), agreement=0.0),  # of the tokens go elsewhere
-    "router-replay-by-layer": measured("experts:replay", Gap(0.1), agreement=0.0),
-    "native-replay-recompute": measured("experts:native_recompute", Gap(1e-2), agreement=0.0),
-    "mla-without-te-linear": measured(
-        "gradients:latent_attention",
+    "router-replay": build_check(
+        "experts:measure_replay", Gap(0.1), agreement=0.0
+    ),  # of the tokens go elsewhere
+    "router-replay-by-layer": build_check("experts:measure_replay", Gap(0.1), agreement=0.0),
+    "native-replay-recompute": build_check("experts:measure_native_recompute", Gap(1e-2), agreement=0.0),
+    "mla-without-te-linear": build_check(
+        "gradients:measure_latent_attention",
         Raises("TypeError", "isinstance() arg 2 must be a type"),  # to 0.16
         Raises("ValueError", "Unsupported linear_q_down_proj"),
         world=2,
         agreement=1e-4,
     ),
-    "cpu-moe-splits-on-host": measured("experts:over_ranks", Raises("TypeError", "all_to_all"), world=2),
-    "router-without-te-gemm": measured("experts:router_in_fp32", Raises("NameError", "te_general_gemm")),
-    "optimizer-without-fp8-quantize": measured(
-        "gradients:optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
+    "cpu-moe-splits-on-host": build_check(
+        "experts:measure_split_experts", Raises("TypeError", "all_to_all"), world=2
     ),
-    "per-token-loss-context-parallel": measured("gradients:per_token", Gap(0.5), world=2),  # twice as large
-    "balancing-per-token-ranks": measured(
-        "experts:per_token",
+    "router-without-te-gemm": build_check(
+        "experts:measure_fp32_router", Raises("NameError", "te_general_gemm")
+    ),
+    "optimizer-without-fp8-quantize": build_check(
+        "gradients:measure_optimizer_step", Raises("RuntimeError", "Invalid Transformer Engine version")
+    ),
+    "per-token-loss-context-parallel": build_check(
+        "gradients:measure_per_token_loss", Gap(0.5), world=2
+    ),  # twice as large
+    "balancing-per-token-ranks": build_check(
+        "experts:measure_per_token_loss",
         Gap(1e-2),
         world=2,
         needs=("per-token-loss-context-parallel", "cuda-norm-of-expert-weights"),
     ),
-    "balancing-mean-context-parallel": measured("experts:mean", Gap(1e-2), world=2),
-    "balancing-per-token-rows": measured("experts:sequences", Gap(1e-2)),
-    "expert-bias-counts": measured("experts:counts", Gap(1e-4), agreement=0.0),  # no odd number above 256
-    "shared-embedding-bucket": measured(
-        "gradients:shared_embedding", Raises("AssertionError", "each param only belongs to a single bucket")
+    "balancing-mean-context-parallel": build_check("experts:measure_mean_loss", Gap(1e-2), world=2),
+    "balancing-per-token-rows": build_check("experts:measure_sequence_loss", Gap(1e-2)),
+    "expert-bias-counts": build_check(
+        "experts:measure_expert_counts", Gap(1e-4), agreement=0.0
+    ),  # no odd number above 256
+    "shared-embedding-bucket": build_check(
+        "gradients:measure_shared_embedding",
+        Raises("AssertionError", "each param only belongs to a single bucket"),
     ),
-    "cuda-norm-of-whole-weights": measured("gradients:latent_attention", Gap(1e-3), world=2),
-    "cuda-norm-of-expert-weights": measured("gradients:experts", Gap(1e-3), world=2),
-    "dist-checkpoint-serialization": measured(
-        "checkpoints:round_trip",
+    "cuda-norm-of-whole-weights": build_check("gradients:measure_latent_attention", Gap(1e-3), world=2),
+    "cuda-norm-of-expert-weights": build_check("gradients:measure_experts", Gap(1e-3), world=2),
+    "dist-checkpoint-serialization": build_check(
+        "checkpoints:measure_round_trip",
         Raises("RuntimeError", "missing 1 required positional argument: 'serialization_format'"),
         agreement=0.0,
     ),
-    "dist-checkpoint-numpy-product": measured(
-        "checkpoints:shared_round_trip",
+    "dist-checkpoint-numpy-product": build_check(
+        "checkpoints:measure_shared_round_trip",
         Raises("AttributeError", "module 'numpy' has no attribute 'product'"),
         world=2,
         agreement=0.0,
         needs=("dist-checkpoint-serialization",),
     ),
-    "restricted-unpickle": measured(
-        "checkpoints:code_in_common_state", Gap(1.0), agreement=0.0
+    "restricted-unpickle": build_check(
+        "checkpoints:measure_unsafe_state", Gap(1.0), agreement=0.0
     ),  # the code ran
-    "offload-stale-weights": measured("gradients:loaded_weights", Gap(0.5), agreement=0.0),
-    "offload-resume-fp32": measured("gradients:loaded_state", Raises("KeyError", "Parameter"), agreement=0.0),
-    "attention-sinks-norm": measured("attention:sinks", Gap(1e-2), world=2),
-    "output-gate-of-shared-groups": measured(
-        "attention:gated_output", Raises("RuntimeError", "is invalid for input of size"), world=2
+    "offload-stale-weights": build_check("gradients:measure_loaded_weights", Gap(0.5), agreement=0.0),
+    "offload-resume-fp32": build_check(
+        "gradients:measure_loaded_state", Raises("KeyError", "Parameter"), agreement=0.0
     ),
-    "gated-delta-norm-gradient": measured("attention:output_norm", Gap(0.1), world=2),
-    "cross-attention-groups": measured(  # twice as many
-        "attention:given_ranks", Gap(1.0), world=2, agreement=0.0
+    "attention-sinks-norm": build_check("attention:measure_sinks", Gap(1e-2), world=2),
+    "output-gate-of-shared-groups": build_check(
+        "attention:measure_gated_output", Raises("RuntimeError", "is invalid for input of size"), world=2
     ),
-    "mrope-packed": measured(
-        "mtp:packed_positions",
+    "gated-delta-norm-gradient": build_check("attention:measure_output_norm", Gap(0.1), world=2),
+    "cross-attention-groups": build_check(  # twice as many
+        "attention:measure_cross_attention_rows", Gap(1.0), world=2, agreement=0.0
+    ),
+    "mrope-packed": build_check(
+        "mtp:measure_packed_positions",
         Gap(1e-2),
         Raises("RuntimeError", "is invalid for input of size"),  # 0.12 cuts another dimension
         world=2,
     ),
-    "mtp-whole-embeddings": measured(
-        "mtp:whole_embeddings", Raises("RuntimeError", "Sizes of tensors must match"), world=2
+    "mtp-whole-embeddings": build_check(
+        "mtp:measure_unsharded_embeddings", Raises("RuntimeError", "Sizes of tensors must match"), world=2
     ),
-    "optimizer-checkpoint-default": measured(
-        "checkpoints:default_form",
+    "optimizer-checkpoint-default": build_check(
+        "checkpoints:measure_default_format",
         Raises("CheckpointingException", "flattened_range is not supported"),
         agreement=0.0,
     ),
-    "dp-reshardable-steps": measured("checkpoints:steps", Gap(0.5), agreement=0.0),  # one step of three
-    "padding-mask-expert-bias": measured(
-        "experts:expert_bias", Raises("RuntimeError", "must match the size of tensor"), agreement=0.0
+    "dp-reshardable-steps": build_check(
+        "checkpoints:measure_steps", Gap(0.5), agreement=0.0
+    ),  # one step of three
+    "padding-mask-expert-bias": build_check(
+        "experts:measure_expert_bias", Raises("RuntimeError", "must match the size of tensor"), agreement=0.0
     ),
-    "padding-mask-own-count": measured("experts:own_count", Gap(0.5), world=2),  # twice as large
-    "global-aux-loss-tokens": measured("experts:global_loss", Gap(1e-2)),
-    "frozen-weight-product": measured("gradients:frozen_product", Gap(1.0)),
-    "label-smoothing-over-ranks": measured("gradients:label_smoothing", Gap(1e-2), world=2),
-    "loss-of-gathered-logits": measured("gradients:gathered_logits", Gap(1e-2), world=2),
+    "padding-mask-own-count": build_check("experts:measure_token_count", Gap(0.5), world=2),  # twice as large
+    "global-aux-loss-tokens": build_check("experts:measure_global_loss", Gap(1e-2)),
+    "frozen-weight-product": build_check("gradients:measure_frozen_product", Gap(1.0)),
+    "label-smoothing-over-ranks": build_check("gradients:measure_label_smoothing", Gap(1e-2), world=2),
+    "loss-of-gathered-logits": build_check("gradients:measure_gathered_logits", Gap(1e-2), world=2),
 }

@@ -11,13 +11,13 @@ import torch
 from bundle.backends import Runtime
 from bundle.errors import BundleError
 from bundle.mcore import groups, optimization
-from bundle.mcore.gpt import transformer_config
+from bundle.mcore.gpt import build_transformer_config
 from bundle.mcore.groups import Groups
-from bundle.mcore.packed import packed_seq_params
+from bundle.mcore.packed_sequences import build_packed_seq_params
 from bundle.models import gpt, naming
+from bundle.packing.packing import Packing, shard
 from bundle.recipe import Parallel, Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Padding
-from bundle.sequences.packing import Packing, shard
 from bundle.verification.check import NotProvable
 
 VOCABULARY = 64
@@ -76,7 +76,7 @@ YARN = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class RankBatch:
     """What a model is given on this rank: [b, s / cp]; packed: [1, t / cp]."""
 
     ids: torch.Tensor
@@ -89,13 +89,13 @@ class Batch:
 Numbers = dict[str, torch.Tensor]
 
 
-def texts(lengths: Sequence[int]) -> list[torch.Tensor]:
+def draw_sequences(lengths: Sequence[int]) -> list[torch.Tensor]:
     """Sequences of these many tokens and one more to predict, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, VOCABULARY, (n + 1,), generator=generator) for n in lengths]
 
 
-def run(model: torch.nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
+def compute_loss(model: torch.nn.Module, batch: RankBatch, **options: Any) -> torch.Tensor:
     """The summed loss of a batch on this rank."""
     losses = model(
         batch.ids,
@@ -120,31 +120,33 @@ class Bench:
     timeout_seconds: int
 
     @contextmanager
-    def layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator["Layout"]:
+    def open_layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator["BenchLayout"]:
         """A layout of the ranks; without arguments every rank computes the whole by itself."""
         sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
-        made = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
+        process_groups = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
         try:
-            yield Layout(**vars(made), bench=self)
+            yield BenchLayout(**vars(process_groups), bench=self)
         finally:
             groups.destroy()
 
-    def norm_gap(
+    def measure_norm_gap(
         self, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
     ) -> float:
         """The gradient norm in a layout of these parallel sizes, against that of one rank."""
-        return self.gap_to_one_rank(lambda layout: layout.gradient_norm(config, options), **sizes)
+        return self.measure_gap_to_one_rank(
+            lambda layout: layout.measure_gradient_norm(config, options), **sizes
+        )
 
-    def gap_to_one_rank(self, compute: Callable[["Layout"], Numbers], **sizes: int) -> float:
+    def measure_gap_to_one_rank(self, compute: Callable[["BenchLayout"], Numbers], **sizes: int) -> float:
         """How far what is computed in a layout of these parallel sizes is from what one rank computes."""
-        with self.layout() as layout:
+        with self.open_layout() as layout:
             reference = compute(layout)
-        with self.layout(**sizes) as layout:
-            return gap(compute(layout), reference)
+        with self.open_layout(**sizes) as layout:
+            return measure_gap(compute(layout), reference)
 
 
 @dataclass(frozen=True)
-class Layout(Groups):
+class BenchLayout(Groups):
     """The process groups of one layout of the ranks, and what a tiny model is given and computes in it."""
 
     bench: Bench
@@ -154,7 +156,7 @@ class Layout(Groups):
         """The device of this rank."""
         return self.bench.device
 
-    def recipe(self, config: Mapping[str, Any], **model: Any) -> Recipe:
+    def build_recipe(self, config: Mapping[str, Any], **model: Any) -> Recipe:
         """The job of a tiny model on this layout; `model` are further keys of the recipe's model section."""
         return from_mapping(
             {
@@ -167,86 +169,88 @@ class Layout(Groups):
             },
         )
 
-    def chunk(
+    def build_chunk(
         self,
         config: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
         **model: Any,
     ) -> torch.nn.Module:
         """The bare GPTModel of this rank, the same weights in every layout; `options` are megatron's own."""
-        job = self.recipe(config, **model)
+        job = self.build_recipe(config, **model)
         try:
-            chosen = self.bench.runtime.options(job)
+            backend_options = self.bench.runtime.build_config_options(job)
         except BundleError as error:  # this backend has no such kernel, or not here
             raise NotProvable(str(error)) from error
-        settings = transformer_config(job, {**chosen, **(options or {})})
-        return gpt.build(job, settings, self.bench.runtime, self)[0].to(self.device)
+        settings = build_transformer_config(job, {**backend_options, **(options or {})})
+        return gpt.build_chunks(job, settings, self.bench.runtime, self)[0].to(self.device)
 
-    def rows(self, tokens: torch.Tensor, mask: torch.Tensor) -> Batch:
+    def build_batch(self, tokens: torch.Tensor, mask: torch.Tensor) -> RankBatch:
         """Unpacked input from tokens [b, s + 1] and a loss mask [b, s]."""
         positions = torch.arange(mask.shape[1]).expand_as(mask)
-        whole = (tokens[:, :-1], positions, tokens[:, 1:], mask)
-        return Batch(*(shard(x, self.cp.size, self.cp.rank).to(self.device) for x in whole))
+        full_tensors = (tokens[:, :-1], positions, tokens[:, 1:], mask)
+        return RankBatch(*(shard(x, self.cp.size, self.cp.rank).to(self.device) for x in full_tensors))
 
-    def two_rows(self, length: int = 16) -> Batch:
+    def build_two_rows(self, length: int = 16) -> RankBatch:
         """Two unpacked rows of so many tokens, all of which are learned."""
-        return self.rows(torch.stack(texts((length, length))), torch.ones(2, length))
+        return self.build_batch(torch.stack(draw_sequences((length, length))), torch.ones(2, length))
 
-    def single(self, texts: Sequence[torch.Tensor]) -> list[Batch]:
+    def build_single_batches(self, texts: Sequence[torch.Tensor]) -> list[RankBatch]:
         """Each sequence as unpacked input of its own: the reference of everything packed."""
-        return [self.rows(text[None], torch.ones(1, len(text) - 1)) for text in texts]
+        return [self.build_batch(text[None], torch.ones(1, len(text) - 1)) for text in texts]
 
-    def packed(self, texts: Sequence[torch.Tensor], multiple: int) -> Batch:
+    def pack_sequences(self, texts: Sequence[torch.Tensor], multiple: int) -> RankBatch:
         """All sequences as one packed input, each padded to a multiple (of 2 cp, with ranks of context)."""
         lengths = tuple(len(text) - 1 for text in texts)
-        padding = Padding(lengths, tuple(-(-n // multiple) * multiple for n in lengths), tail=0)
+        padding = Padding(lengths, tuple(-(-n // multiple) * multiple for n in lengths), tail_rows=0)
         packing = Packing(padding, Alignment("thd", cp=self.cp.size), self.cp.rank, self.device)
         ids, labels = (
             torch.cat([text[i : i + n] for text, n in zip(texts, lengths, strict=True)]) for i in (0, 1)
         )
         ids, labels = ids.to(self.device), labels.to(self.device)
-        return Batch(
+        return RankBatch(
             packing.pack(ids),
             packing.positions,
             packing.pack(labels),
             packing.pack(torch.ones_like(labels, dtype=torch.float32)),
-            packed_seq_params(packing),
+            build_packed_seq_params(packing),
         )
 
-    def packed_gap(
+    def measure_packed_gap(
         self,
         model: torch.nn.Module,
         sequences: Sequence[torch.Tensor],
-        alone: torch.nn.Module | None = None,
+        reference_model: torch.nn.Module | None = None,
     ) -> float:
-        """How far the padded pack of all sequences is from an unpacked pass for each, by `alone` if given."""
-        reference = self.trained(alone or model, self.single(sequences))
+        """How far the padded pack of all sequences is from an unpacked pass for each, by
+        `reference_model` if given.
+        """
+        reference = self.run_backward(reference_model or model, self.build_single_batches(sequences))
         model.zero_grad()
-        return gap(self.trained(model, [self.packed(sequences, multiple=8)]), reference)
+        return measure_gap(self.run_backward(model, [self.pack_sequences(sequences, multiple=8)]), reference)
 
-    def trained(self, model: torch.nn.Module, batches: Sequence[Batch]) -> Numbers:
+    def run_backward(self, model: torch.nn.Module, batches: Sequence[RankBatch]) -> Numbers:
         """The loss and every gradient of the batches' sum, added up over the context-parallel ranks."""
         total = torch.zeros((), device=batches[0].mask.device)
         for batch in batches:
-            loss = run(model, batch)
+            loss = compute_loss(model, batch)
             loss.backward()
             total += loss.detach()
-        return {"loss": self.summed(total), **self.gradients(model)}
+        return {"loss": self.sum_over_ranks(total), **self.collect_gradients(model)}
 
-    def gradients(self, model: torch.nn.Module) -> Numbers:
+    def collect_gradients(self, model: torch.nn.Module) -> Numbers:
         """Every gradient by the parameter's layout-independent name, summed over context-parallel ranks."""
         return {
-            named.name: self.summed(named.parameter.grad.clone())
-            for named in naming.parameters(model, self)
-            if named.parameter.grad is not None
+            entry.name: self.sum_over_ranks(entry.parameter.grad.clone())
+            for entry in naming.find_parameters(model, self)
+            if entry.parameter.grad is not None
         }
 
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the context-parallel ranks."""
         torch.distributed.all_reduce(x, group=self.cp.group)
         return x
 
-    def gradient_norm(
+    def measure_gradient_norm(
         self,
         config: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
@@ -254,25 +258,27 @@ class Layout(Groups):
         rows_at_once: int = 2,
     ) -> Numbers:
         """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
-        model = self.chunk(config, options)
-        return {"norm": self.stepped(config, model, rows_at_once=rows_at_once)}
+        model = self.build_chunk(config, options)
+        return {"norm": self.take_step(config, model, rows_at_once=rows_at_once)}
 
-    def stepped(
+    def take_step(
         self, config: Mapping[str, Any], model: torch.nn.Module, *, rows_at_once: int = 2
     ) -> torch.Tensor:
         """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights.
 
         Of two rows, in one micro-batch or in two.
         """
-        job = self.recipe(config)
-        wrapped = optimization.data_parallel(job, model.config, [model])
-        optimizer = optimization.optimizer(job, wrapped)
-        tokens = torch.stack(texts((32, 32)))
-        parts = [self.rows(part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
+        job = self.build_recipe(config)
+        wrapped = optimization.wrap_data_parallel(job, model.config, [model])
+        optimizer = optimization.build_optimizer(job, wrapped)
+        tokens = torch.stack(draw_sequences((32, 32)))
+        parts = [self.build_batch(part, torch.ones(rows_at_once, 32)) for part in tokens.split(rows_at_once)]
 
-        def step(batches: Iterator[Batch], part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        def step(
+            batches: Iterator[RankBatch], part: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)
-            loss, tokens = run(part, batch), batch.mask.sum()
+            loss, tokens = compute_loss(part, batch), batch.mask.sum()
             if model.config.calculate_per_token_loss:
                 return loss, lambda _: (loss, tokens.int(), {})
             return loss, lambda _: (loss / (tokens * self.cp.size), {})  # megatron multiplies by cp
@@ -282,18 +288,18 @@ class Layout(Groups):
         return torch.tensor(norm)
 
 
-def gap(seen: Numbers, reference: Numbers) -> float:
+def measure_gap(actual: Numbers, reference: Numbers) -> float:
     """The largest distance of any number, relative to the largest of its tensor; infinite if some lack."""
-    if seen.keys() != reference.keys():
+    if actual.keys() != reference.keys():
         return float("inf")
-    distances = [_relative(seen[name], reference[name]) for name in reference]
-    return worst(distances)
+    distances = [_compute_distance(actual[name], reference[name]) for name in reference]
+    return find_worst(distances)
 
 
-def worst(gaps: Iterable[float | torch.Tensor]) -> float:
+def find_worst(gaps: Iterable[float | torch.Tensor]) -> float:
     """The largest; not a number if one is none, which Python's max would lose behind any other."""
-    return float(torch.stack([torch.as_tensor(each).double().cpu() for each in gaps]).max())
+    return float(torch.stack([torch.as_tensor(distance).double().cpu() for distance in gaps]).max())
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _compute_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(torch.float32).tiny)

@@ -18,36 +18,36 @@ import torch.distributed as dist
 
 from bundle import backends
 from bundle.backends import Runtime
-from bundle.patches import applying, hook
-from bundle.verification import Order, answer, read_orders, read_plan, scratch
+from bundle.patches import hook, patcher
+from bundle.verification import WorkOrder, get_run_directory, read_orders, read_plan, write_observation
 from bundle.verification.check import NotProvable, Observation
 
-_COLLECTIVES = 20  # seconds until a rank gives up on another one
+_COLLECTIVE_SECONDS = 20  # seconds until a rank gives up on another one
 
 
-def main(rank: int, processes: int, directory: Path, backend: str) -> None:
+def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
     """Runs this process's share of the orders."""
-    hook.leave()  # what is patched in which run is said by its order
+    hook.remove_finder()  # what is patched in which run is said by its order
     runtime = backends.prepare(backend)
     import bundle.verification.numbers  # noqa: F401  imports megatron, which must meet the backend
 
     for order in read_orders(directory):
-        ranks = order.ranks(processes)
+        ranks = order.choose_ranks(process_count)
         if rank not in ranks:
             continue
 
-        def work(order: Order = order, place: int = ranks.index(rank)) -> None:
-            answer(directory, order, rank, run(order, place, directory, runtime))
+        def work(order: WorkOrder = order, rank_index: int = ranks.index(rank)) -> None:
+            write_observation(directory, order, rank, run(order, rank_index, directory, runtime))
 
         if backend == "cpu":
-            fault = _in_fork(work, order.seconds)
+            fault = _run_in_fork(work, order.seconds)
             if fault:
-                answer(directory, order, rank, fault)
+                write_observation(directory, order, rank, fault)
         else:  # a device cannot be used on both sides of a fork: the parent starts a process for each order
             work()
 
 
-def _in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
+def _run_in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
     """Runs `work` in a child, so that no run meets what another one left; returns why it did not end well."""
     child = os.fork()
     if child == 0:
@@ -60,8 +60,8 @@ def _in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
             os._exit(code)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
+        ended_pid, status = os.waitpid(child, os.WNOHANG)
+        if ended_pid:
             code = os.waitstatus_to_exitcode(status)
             return Observation(raised="Died", message=f"the run ended with status {code}") if code else None
         time.sleep(0.005)
@@ -70,7 +70,7 @@ def _in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
     return Observation(raised="TimeoutError", message=f"the run took more than {seconds:.0f} s")
 
 
-def run(order: Order, rank: int, directory: Path, runtime: Runtime) -> Observation:
+def run(order: WorkOrder, rank: int, directory: Path, runtime: Runtime) -> Observation:
     """What this rank saw."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -83,23 +83,23 @@ def run(order: Order, rank: int, directory: Path, runtime: Runtime) -> Observati
         return Observation(raised=kinds, message=" ".join(str(error).split())[:300])
 
 
-def _measure(order: Order, rank: int, directory: Path, runtime: Runtime) -> float:
+def _measure(order: WorkOrder, rank: int, directory: Path, runtime: Runtime) -> float:
     from bundle.verification.numbers import Bench
 
-    files = scratch(directory, order)
-    device = runtime.device(rank)
+    files = get_run_directory(directory, order)
+    device = runtime.select_device(rank)
     dist.init_process_group(
         runtime.collectives,
         store=dist.FileStore(str(files / "store"), order.world),
         rank=rank,
         world_size=order.world,
-        timeout=timedelta(seconds=_COLLECTIVES),
+        timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
     )
-    applying.apply(read_plan(directory, order))
+    patcher.apply(read_plan(directory, order))
     module, name = order.measurement.split(":")
     measure = getattr(importlib.import_module(module), name)
-    with runtime.megatron():
-        return float(measure(Bench(runtime, device, files, _COLLECTIVES)))
+    with runtime.megatron_calls():
+        return float(measure(Bench(runtime, device, files, _COLLECTIVE_SECONDS)))
 
 
 if __name__ == "__main__":

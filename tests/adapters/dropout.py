@@ -37,7 +37,7 @@ def main() -> None:
     runtime = ready()
     rank = world.join()
     found: dict[str, Any] = world.each(LAYOUTS.items(), lambda names: measure(names, runtime))
-    with runtime.megatron():
+    with runtime.megatron_calls():
         found[PEFT] = compare_with_peft()
     if rank == 0:
         print(json.dumps(found))
@@ -78,10 +78,10 @@ def train(name: str, overrides: list[str], runtime: Any) -> tuple[list[Any], lis
     from tests.engine.experiments import gather_gradients
 
     recipe = load(name, overrides)
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
-    matrices = list(adapters.every_matrix(engine.models))
+    matrices = list(adapters.list_matrices(engine.models))
     with torch.no_grad():
         for named in matrices:
             named.parameter.add_(0.01)  # B is zero
@@ -96,14 +96,14 @@ def train(name: str, overrides: list[str], runtime: Any) -> tuple[list[Any], lis
 
     for module in engine.models[0].modules():
         if isinstance(module, mcore.Adapter):
-            kind = f"{module._expert} {module._dim}"
+            kind = f"{module._is_expert} {module._dim}"
             module.register_forward_pre_hook(lambda *_, kind=kind: current.__setitem__(0, kind))
     vars(mcore)["F"] = types.SimpleNamespace(**vars(F) | {"dropout": drop})
-    before = engine.log_probs(batches[:1])[0].log_probs
+    before = engine.compute_log_probs(batches[:1])[0].log_probs
     assert not masks, "values are dropped in evaluation"
     engine.forward_backward(batches)
     count = len(masks)
-    assert torch.equal(engine.log_probs(batches[:1])[0].log_probs, before)
+    assert torch.equal(engine.compute_log_probs(batches[:1])[0].log_probs, before)
     assert len(masks) == count
     vars(mcore)["F"] = F
     gather_gradients(engine)
@@ -118,7 +118,7 @@ def compare_with_peft() -> float:
     from peft import LoraConfig, get_peft_model
 
     from bundle.mcore import groups
-    from bundle.mcore.adapters import Adapter, LowRank
+    from bundle.mcore.adapters import Adapter, LowRankPair
     from bundle.recipe import Parallel
 
     groups.initialize(Parallel(), seed=1, timeout_seconds=60)
@@ -134,7 +134,7 @@ def compare_with_peft() -> float:
     layers = [model.base_model.model[name] for name in "qk"]
     x, weight = torch.randn(5, 2, 8), torch.randn(5, 2, 10)
     pairs = [
-        LowRank(
+        LowRankPair(
             *(
                 torch.nn.Parameter(getattr(layer, f"lora_{m}")["default"].weight.detach().clone())
                 for m in "AB"
@@ -143,7 +143,7 @@ def compare_with_peft() -> float:
         for layer in layers
     ]
     ours = Adapter(
-        [pairs], (6, 4), 1, scale=2.0, dropout=0.3, dim=None, group=dist.group.WORLD, expert=False,
+        [pairs], (6, 4), 1, scale=2.0, dropout=0.3, dim=None, group=dist.group.WORLD, is_expert=False,
         sequence_parallel=False,
     )  # fmt: skip
     tracker.states_["data-parallel-rng"] = torch.get_rng_state()

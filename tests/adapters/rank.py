@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from bundle import backends, pretrained
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.adapters import reference
 from tests.adapters.cases import CASES, Case
@@ -43,13 +43,13 @@ CHECKPOINT, SECOND = "checkpoint", "second"
 
 def main(directory: Path, layouts: list[str]) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     rank = world.join()
     cases = [
         (f"{layout}: {name}", (case, layout)) for layout in layouts for name, case in cases_of(layout).items()
     ]
-    with runtime.megatron():
+    with runtime.megatron_calls():
         found = world.each(cases, lambda each: distances(*each, directory / each[0].name, runtime))
     if rank == 0:
         print(json.dumps(found))
@@ -107,8 +107,8 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
 
     job = recipe(case, directory, layout)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
-    matrices = list(adapters.every_matrix(engine.models))
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
+    matrices = list(adapters.list_matrices(engine.models))
     asked = {name for chunk in engine.models for name, p in chunk.named_parameters() if p.requires_grad}
     assert len(asked) == len(matrices)
     assert all(name.startswith("adapters.") for name in asked)
@@ -119,11 +119,11 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     wanted = load_file(directory / reference.NUMBERS)
     of_rank = batch(engine, reference.tokens_of(directory)[0], (LENGTH,))
     found = {}
-    scores = engine.log_probs([of_rank])[0].log_probs.flatten()
-    bare = engine.reference_log_probs([of_rank])[0].flatten()
+    scores = engine.compute_log_probs([of_rank])[0].log_probs.flatten()
+    bare = engine.compute_reference_log_probs([of_rank])[0].flatten()
     found["reference"] = distance(bare, wanted.pop(reference.BARE))
     found["log-probs"] = distance(scores, wanted["log-probs"])
-    assert torch.equal(engine.log_probs([of_rank])[0].log_probs.flatten(), scores)
+    assert torch.equal(engine.compute_log_probs([of_rank])[0].log_probs.flatten(), scores)
     engine.forward_backward([of_rank])
     gather_gradients(engine)
     of_whole = [wanted[name] for name in wanted if name != "log-probs"]
@@ -136,12 +136,14 @@ def distances(case: Case, layout: str, directory: Path, runtime) -> dict[str, fl
     kept = directory / CHECKPOINT
     if layout == ALONE:
         kept.mkdir()
-        checkpoints.save(kept, engine.kept, engine.optimizer)
+        checkpoints.save(kept, engine.checkpoint_modules, engine.optimizer)
     else:
         with torch.no_grad():
             for named in matrices:
                 named.parameter.fill_(float("nan"))
-        checkpoints.load(kept, engine.kept, engine.optimizer, checkpoints.sharding())
+        checkpoints.load(
+            kept, engine.checkpoint_modules, engine.optimizer, checkpoints.choose_sharding_type()
+        )
     engine.forward_backward([of_rank])
     engine.step()
     if layout == ALONE:
@@ -158,7 +160,7 @@ def distance(seen: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def part(named, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole matrix."""
-    return named.shard.of(whole) if named.shard else whole
+    return named.shard.extract(whole) if named.shard else whole
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def test_a_directory_s_dropout_is_read_and_may_be_replaced(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(WRITTEN | {"lora_dropout": 0.25}))
     assert with_lora(model={"lora": {"path": str(tmp_path)}}).model.lora.dropout == 0.25
     assert with_lora(model={"lora": {"path": str(tmp_path), "dropout": 0.0}}).model.lora.dropout == 0
-    assert adapters.config(4, 8.0, 0.25, ["q_proj"], None)["lora_dropout"] == 0.25
+    assert adapters.build_adapter_config(4, 8.0, 0.25, ["q_proj"], None)["lora_dropout"] == 0.25
 
 
 @pytest.mark.parametrize("wrong", [1, 1.5, -0.1, "0.1", True])

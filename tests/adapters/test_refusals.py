@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from bundle.environment.hardware import detect, preset
+from bundle.environment.hardware import build_preset, detect
 from bundle.errors import UsageError
-from bundle.planning.inputs import weights
+from bundle.planning.inputs import inspect_weights
 from bundle.recipe import from_mapping
 from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
@@ -83,7 +83,7 @@ def test_a_stage_without_adapters_is_refused_in_the_plan():
     bare = {"pp": 2, "pipeline_model_parallel_layout": "E|ttttL"}
     (text,) = [problem.text for problem in plan(with_lora(parallel=bare), on, nodes=1, per_node=2).problems]
     assert text.startswith("model.lora: no layers are in a chunk of stage 0, and nothing would")
-    assert not plan(with_lora(), preset("h200"), nodes=1, per_node=1).problems
+    assert not plan(with_lora(), build_preset("h200"), nodes=1, per_node=1).problems
 
 
 def directory(path, said=WRITTEN, shapes=None):
@@ -110,7 +110,7 @@ def test_an_adapter_says_its_rank_alpha_and_targets(tmp_path):
     read = beginning(directory(tmp_path / "adapter"))
     assert (read.model.lora.rank, read.model.lora.alpha) == (4, 8.0)
     assert read.model.lora.targets == ("down_proj", "q_proj")
-    assert not weights(read).problems
+    assert not inspect_weights(read).problems
     assert from_mapping(read.dump()) == read
     with pytest.raises(UsageError) as error:
         beginning(tmp_path / "adapter", rank=8, targets=["q_proj", "down_proj"])
@@ -165,10 +165,10 @@ def test_matrices_of_another_model_are_listed_together(tmp_path):
         f"{at}.0.self_attn.k_proj.lora_A.weight": (4, 64),  # of no target
     }
     recipe = beginning(directory(tmp_path / "adapter", shapes=wrong))
-    said = "\n".join(problem.text for problem in weights(recipe).problems)
+    said = "\n".join(problem.text for problem in inspect_weights(recipe).problems)
     assert f"{at}.0.self_attn.q_proj.lora_A.weight is [64, 4], the model's is [4, 64]" in said
     assert f"{at}.4.self_attn.q_proj.lora_A.weight belongs to none of the targets" in said
     assert f"{at}.0.self_attn.k_proj.lora_A.weight belongs to none of the targets" in said
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    (problem, *_) = weights(recipe).problems
+    (problem, *_) = inspect_weights(recipe).problems
     assert "adapter_model.safetensors: cannot be read" in problem.text

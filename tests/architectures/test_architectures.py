@@ -203,7 +203,7 @@ def test_which_layers_of_qwen3_next_have_gated_delta_nets():
     ):
         read = from_config(config | said)
         assert read.delta_net and read.delta_net.layers == layers
-        assert read.attention_layers == layers.count(0)
+        assert read.num_attention_layers == layers.count(0)
     assert read.moe and read.moe.shared_gate and read.moe.shared_ffn_hidden_size == 24
     assert (read.rotary_fraction, read.output_gate, read.zero_centered_norms) == (0.25, True, True)
     assert from_config(config | {"layer_types": [full] * 6}).delta_net is None

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bundle.architectures import from_config
-from bundle.architectures.config import IRRELEVANT
+from bundle.architectures.config import IRRELEVANT_KEYS
 from bundle.errors import UsageError
-from bundle.planning.plan import plan_for
+from bundle.planning.plan import build_plan
 from bundle.recipe import load
 
 LLAMA = {
@@ -70,11 +70,11 @@ def test_every_key_of_the_base_class_is_known(file, name, least):
     assert len(names) >= least
     of_the_model = {"rope_scaling", "rope_theta"}
     private = {name for name in names if name.endswith(("_tensor", "_hash", "_length")) and name[0] == "_"}
-    assert names - IRRELEVANT - CHANGES.keys() - of_the_model - private == set()
+    assert names - IRRELEVANT_KEYS - CHANGES.keys() - of_the_model - private == set()
 
 
 def test_such_keys_leave_the_model_as_it_is():
-    values = dict.fromkeys(sorted(IRRELEVANT - {"model_type", "quantization_config"}), 3)
+    values = dict.fromkeys(sorted(IRRELEVANT_KEYS - {"model_type", "quantization_config"}), 3)
     assert from_config(LLAMA | values) == from_config(LLAMA)
 
 
@@ -91,7 +91,7 @@ def test_a_key_that_would_change_the_model_is_refused_unless_it_is_empty(name):
 
 def test_a_plan_names_the_keys_that_have_no_effect():
     recipe = load("demo", ["model.config.num_labels=3", "model.config.gradient_checkpointing=true"])
-    (note,) = [note for note in plan_for(recipe).notes if note.startswith("model.config: ")]
+    (note,) = [note for note in build_plan(recipe).notes if note.startswith("model.config: ")]
     assert "num_labels" in note and "gradient_checkpointing" in note
     off = load("demo", ["model.config.gradient_checkpointing=false", "model.config.id2label={}"])
-    assert not [note for note in plan_for(off).notes if note.startswith("model.config: ")]
+    assert not [note for note in build_plan(off).notes if note.startswith("model.config: ")]

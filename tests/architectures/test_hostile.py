@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.architectures import SUPPORTED, Architecture, from_config
+from bundle.architectures import SUPPORTED_FAMILIES, Architecture, from_config
 from bundle.errors import UsageError
 from tests.architectures.test_architectures import DENSE, V3
 
@@ -20,7 +20,7 @@ NESTED = st.fixed_dictionaries(
 KEYS = sorted({*V3, *DENSE, "rope_parameters", "layer_types", "mlp_only_layers", "sliding_window", "n_group"})
 
 
-@given(st.sampled_from(SUPPORTED), st.dictionaries(st.sampled_from(KEYS), JSON | NESTED, max_size=4))
+@given(st.sampled_from(SUPPORTED_FAMILIES), st.dictionaries(st.sampled_from(KEYS), JSON | NESTED, max_size=4))
 def test_any_values_are_read_or_refused(model_type, changes):
     try:
         read = from_config(V3 | DENSE | {"num_experts": 8} | changes | {"model_type": model_type})

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bundle.architectures import from_config
-from bundle.architectures.identity import changes, noted
+from bundle.architectures.identity import dump_architecture, list_changes
 
 CONFIG = {
     "model_type": "mixtral", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48,
@@ -16,25 +16,28 @@ CONFIG = {
 
 def test_a_model_is_its_own():
     architecture = from_config(CONFIG)
-    assert changes(noted(architecture), architecture, "the checkpoint") == []
+    assert list_changes(dump_architecture(architecture), architecture, "the checkpoint") == []
 
 
 @pytest.mark.parametrize(
     "balanced", [{"router_aux_loss_coef": 0.5}, {"output_router_logits": True}, {"router_aux_loss_coef": 0.0}]
 )
 def test_how_experts_are_balanced_makes_no_other_model(balanced):
-    assert changes(noted(from_config(CONFIG)), from_config(CONFIG | balanced), "the checkpoint") == []
+    assert (
+        list_changes(dump_architecture(from_config(CONFIG)), from_config(CONFIG | balanced), "the checkpoint")
+        == []
+    )
 
 
 def test_a_recipe_may_balance_where_the_config_does_not():
     pretrained = from_config(CONFIG)
     assert pretrained.moe is not None and pretrained.moe.unused_aux_loss_coeff == 0.02
     asked = replace(pretrained.moe, aux_loss_coeff=0.001, unused_aux_loss_coeff=0.0)
-    assert changes(noted(pretrained), replace(pretrained, moe=asked), "the checkpoint") == []
+    assert list_changes(dump_architecture(pretrained), replace(pretrained, moe=asked), "the checkpoint") == []
 
 
 def test_another_number_of_experts_for_a_token_is_told():
     other = from_config(CONFIG | {"num_experts_per_tok": 3})
-    assert changes(noted(from_config(CONFIG)), other, "the checkpoint") == [
+    assert list_changes(dump_architecture(from_config(CONFIG)), other, "the checkpoint") == [
         "moe.topk: 2 in the checkpoint, 3 in the recipe"
     ]

@@ -9,26 +9,26 @@ from bundle.capabilities import Capabilities
 from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cpu import CPU
 from bundle.capabilities.cuda import CUDA
-from bundle.environment.hardware import NAMES, preset
+from bundle.environment.hardware import PRESET_NAMES, build_preset
 from bundle.fp8 import SCALINGS
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 BACKENDS = (CPU, CUDA, ASCEND)
 
 
-@pytest.mark.parametrize("named", [name for name in NAMES if preset(name).backend == "cuda"])
+@pytest.mark.parametrize("named", [name for name in PRESET_NAMES if build_preset(name).backend == "cuda"])
 def test_the_rate_of_every_gpu_that_can_be_named_is_known(named):
-    peak = CUDA.peak(preset(named).devices[0].name)
+    peak = CUDA.find_peak(build_preset(named).devices[0].name)
     assert peak is not None and 1e14 < peak.bf16 < 1e16 and peak.source
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA", ""])
 def test_the_rate_of_a_device_of_another_name_is_not_guessed(device):
-    assert CUDA.peak(device) is None and CPU.peak(device) is None
+    assert CUDA.find_peak(device) is None and CPU.find_peak(device) is None
 
 
 def refusal(backend: Capabilities, scaling: Any, format: Any, generation: str | None) -> str:
-    return backend.fp8_refusal(scaling, format, generation) or "none"
+    return backend.explain_fp8_refusal(scaling, format, generation) or "none"
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,19 @@ def refusal(backend: Capabilities, scaling: Any, format: Any, generation: str | 
     ],
 )
 def test_fp8_by_compute_capability(scaling, runs, not_):
-    assert [CUDA.fp8_refusal(scaling, "e4m3", capability) for capability in runs] == [None] * len(runs)
+    assert [CUDA.explain_fp8_refusal(scaling, "e4m3", capability) for capability in runs] == [None] * len(
+        runs
+    )
     for capability in not_:
         assert f"this device is {capability}" in refusal(CUDA, scaling, "hybrid", capability)
-    assert CUDA.fp8_refusal(scaling, "e4m3", None) is None
+    assert CUDA.explain_fp8_refusal(scaling, "e4m3", None) is None
 
 
 def test_there_is_no_fp8_on_ascend_and_a_cpu_has_all_of_it():
     for generation in ("a3", "a5", None):
         assert "MindSpeed's layers: backend_options.mindspeed" in refusal(ASCEND, "mxfp8", "e4m3", generation)
     for scaling in SCALINGS:
-        assert CPU.fp8_refusal(scaling, "hybrid", "x86_64") is None
+        assert CPU.explain_fp8_refusal(scaling, "hybrid", "x86_64") is None
     assert "has no nvfp4" in refusal(CUDA, "nvfp4", "e4m3", "10.0")
     assert "no format e5m2" in refusal(CUDA, "mxfp8", "e5m2", "10.0")
 
@@ -78,7 +80,9 @@ def test_there_is_no_fp8_on_ascend_and_a_cpu_has_all_of_it():
 )
 def test_attention_kernels_refuse_what_they_do_not_take(backend, name, case, refusal):
     layout, mask, qk, v = case
-    reasons = backend.kernel(name).refusals(layout=layout, mask=mask, qk_head_dim=qk, v_head_dim=v)
+    reasons = backend.find_kernel(name).list_shape_refusals(
+        layout=layout, mask=mask, qk_head_dim=qk, v_head_dim=v
+    )
     assert bool(reasons) == (refusal is not None)
     assert refusal is None or refusal in reasons[0]
 
@@ -109,7 +113,7 @@ def test_kernels_of_a_gpu_are_those_of_its_generation(generation, config, sectio
     recipe = job(
         config, backend="cuda", model={"config": config, "dtype": "bf16", "attention": kernel}, **sections
     )
-    reasons = CUDA.attention_refusals(recipe, generation)
+    reasons = CUDA.list_attention_refusals(recipe, generation)
     assert any(refusal in why for why in reasons) if refusal else not reasons
 
 
@@ -117,12 +121,14 @@ def test_latent_attention_of_an_a100_is_unfused_and_counted_so():
     rows = {"data": {"packed": False}}
     recipe = job(DEEPSEEK | MLA, model={"config": DEEPSEEK | MLA, "dtype": "bf16"}, **rows)
     for generation, kernel in (("8.0", "unfused"), ("9.0", "auto")):
-        assert CUDA.attention(recipe, generation).value == kernel
-        assert CUDA.layers_of(recipe, generation).scores is (kernel == "unfused")
+        assert CUDA.choose_attention(recipe, generation).value == kernel
+        assert CUDA.choose_layer_traits(recipe, generation).keeps_scores is (kernel == "unfused")
 
 
 def test_all_reasons_come_at_once():
-    reasons = CUDA.kernel("flash").refusals(layout="thd", mask="arbitrary", qk_head_dim=512, v_head_dim=128)
+    reasons = CUDA.find_kernel("flash").list_shape_refusals(
+        layout="thd", mask="arbitrary", qk_head_dim=512, v_head_dim=128
+    )
     assert len(reasons) == 3
 
 
@@ -131,20 +137,20 @@ def test_tables_are_complete(backend):
     assert {(m.model, m.layout) for m in backend.masks} == {
         (m, x) for m in ("text", "vlm") for x in ("thd", "bshd")
     }
-    assert len(backend.masks) == 4 and all(mask.why for mask in backend.masks)
+    assert len(backend.masks) == 4 and all(mask.reason for mask in backend.masks)
     # The engine gives text models no mask, on every backend.
-    assert {backend.mask("text", layout).form for layout in ("thd", "bshd")} == {"none"}
+    assert {backend.find_mask("text", layout).form for layout in ("thd", "bshd")} == {"none"}
     names = [variable.name for variable in backend.environment]
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in names
-    assert all(variable.why and isinstance(variable.value, str) for variable in backend.environment)
+    assert all(variable.reason and isinstance(variable.value, str) for variable in backend.environment)
     kernels = {kernel.name for kernel in backend.kernels}
     assert backend.auto_attention.value in ({"auto"} if backend is CUDA else kernels)
-    assert {option.name for option in backend.fp8} == (set() if backend.without_fp8 else set(SCALINGS))
+    assert {option.name for option in backend.fp8} == (set() if backend.no_fp8_reason else set(SCALINGS))
 
 
 def test_variables_follow_the_features():
     plain, rl = (
-        {variable.name for variable in CUDA.variables(features)}
+        {variable.name for variable in CUDA.list_variables(features)}
         for features in (frozenset(), frozenset({"rl", "moe"}))
     )
     assert rl - plain == {"NCCL_CUMEM_ENABLE"}
@@ -160,7 +166,7 @@ def test_variables_follow_the_features():
     ],
 )
 def test_schedulers_have_a_name_for_a_device(backend, generation, kubernetes, slurm, ray):
-    found = capabilities.of(backend).resource(generation)
+    found = capabilities.find_capabilities(backend).find_resource(generation)
     assert found is not None and found[:3] == (kubernetes, slurm, ray)
 
 
@@ -176,7 +182,7 @@ def test_schedulers_have_a_name_for_a_device(backend, generation, kubernetes, sl
     ],
 )
 def test_one_hardware_queue_is_for_tp_and_cp_before_blackwell(features, generation, value):
-    made = {v.name: v.value for v in CUDA.variables(frozenset(features), generation=generation)}
+    made = {v.name: v.value for v in CUDA.list_variables(frozenset(features), generation=generation)}
     assert made["CUDA_DEVICE_MAX_CONNECTIONS"] == value
 
 
@@ -194,19 +200,19 @@ def test_one_hardware_queue_is_for_tp_and_cp_before_blackwell(features, generati
 def test_threads_are_cores_by_ranks_on_accelerators(backend, cores_per_rank, threads):
     (found,) = (
         v
-        for v in backend.variables(frozenset(), cores_per_rank=cores_per_rank)
+        for v in backend.list_variables(frozenset(), cores_per_rank=cores_per_rank)
         if v.name == "OMP_NUM_THREADS"
     )
-    assert found.value == threads and found.yields
+    assert found.value == threads and found.is_overridable
 
 
 def test_no_scheduler_counts_cpus_as_devices():
-    assert capabilities.of("cpu").resource("") is None
+    assert capabilities.find_capabilities("cpu").find_resource("") is None
 
 
 def test_variables_follow_the_nodes_and_what_the_recipe_says():
     def values(nodes: int, **said: str | None) -> dict[str, str]:
-        return {v.name: v.value for v in ASCEND.variables(frozenset(), nodes, said)}
+        return {v.name: v.value for v in ASCEND.list_variables(frozenset(), nodes, said)}
 
     one, two = values(1), values(2)
     assert one["GLOO_SOCKET_IFNAME"] == "lo" and "GLOO_SOCKET_IFNAME" not in two
@@ -215,7 +221,9 @@ def test_variables_follow_the_nodes_and_what_the_recipe_says():
     assert changed == {
         name: value for name, value in two.items() if name not in ("OMP_NUM_THREADS", "CPU_AFFINITY_CONF")
     } | {"HCCL_BUFFSIZE": "300", "OMP_NUM_THREADS": "4"}
-    (why,) = (v.why for v in ASCEND.variables(frozenset(), 2, {"OMP_NUM_THREADS": "4"}) if v.value == "4")
+    (why,) = (
+        v.reason for v in ASCEND.list_variables(frozenset(), 2, {"OMP_NUM_THREADS": "4"}) if v.value == "4"
+    )
     assert why.startswith("the recipe says so; else '8': cores per rank (not known)")
 
 
@@ -234,7 +242,7 @@ def test_variables_follow_the_nodes_and_what_the_recipe_says():
     ],
 )
 def test_values_that_do_not_go_together_are_named(said, why):
-    made = {v.name: v.value for v in ASCEND.variables(frozenset(), 1, said)}
-    found = ASCEND.conflicts_of(made)
+    made = {v.name: v.value for v in ASCEND.list_variables(frozenset(), 1, said)}
+    found = ASCEND.list_conflicts(made)
     assert len(found) == bool(why) and all(why in each for each in found)
-    assert not CUDA.conflicts_of(made)
+    assert not CUDA.list_conflicts(made)

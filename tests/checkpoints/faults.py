@@ -57,7 +57,9 @@ def disguise(checkpoint: Path, place: Path, name: str, content: bytes) -> None:
 
     shutil.copytree(checkpoint, place)
     (place / name).write_bytes(content)
-    manifest.write(place, {listed: manifest.digest(place / listed) for listed in manifest.file_names(place)})
+    manifest.write(
+        place, {listed: manifest.compute_digest(place / listed) for listed in manifest.list_file_names(place)}
+    )
 
 
 class Renumbered:
@@ -77,7 +79,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     from bundle.checkpoints.checkpoints import Checkpoints
     from bundle.checkpoints.directory import CheckpointDirectory
     from bundle.checkpoints.state import TrainState
-    from bundle.distributed.world import on_all_ranks
+    from bundle.distributed.world import run_on_all_ranks
 
     engine = make_engine(CASE, runtime)
     kept = CheckpointDirectory(folder / "ours")
@@ -85,7 +87,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     for step in (1, 2, 3):
         train_step(engine, step)
         ours.save(TrainState(step, step * ROWS, "digest"))
-    newest, mark = kept.place(3), folder / "ran"
+    newest, mark = kept.get_path(3), folder / "ran"
     seen: dict[str, Any] = {}
 
     def outcome(action: Any) -> Any:
@@ -119,17 +121,17 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     weights = newest / "megatron" / "__1_0.distcp"
     alone(lambda: weights.write_bytes(weights.read_bytes()[:-100]))
     seen["truncated"] = outcome(ours.load_newest)
-    alone(lambda: kept.place(1).joinpath("state.json").rename(folder / "state.json"))
-    alone(lambda: shutil.copytree(kept.place(2), folder / "second"))
-    alone(lambda: (kept.place(2) / "random-00000.safetensors").unlink())
+    alone(lambda: kept.get_path(1).joinpath("state.json").rename(folder / "state.json"))
+    alone(lambda: shutil.copytree(kept.get_path(2), folder / "second"))
+    alone(lambda: (kept.get_path(2) / "random-00000.safetensors").unlink())
     seen["two damaged"] = outcome(ours.load_newest)
-    alone(lambda: shutil.rmtree(kept.place(2)))
-    alone(lambda: (folder / "second").rename(kept.place(2)))
-    alone(lambda: (folder / "state.json").rename(kept.place(1) / "state.json"))
-    second = kept.place(2) / "megatron" / "common.pt"
+    alone(lambda: shutil.rmtree(kept.get_path(2)))
+    alone(lambda: (folder / "second").rename(kept.get_path(2)))
+    alone(lambda: (folder / "state.json").rename(kept.get_path(1) / "state.json"))
+    second = kept.get_path(2) / "megatron" / "common.pt"
     alone(lambda: second.write_bytes(pickle.dumps(Payload(mark))))
     seen["tampered"] = outcome(ours.load_newest)
-    alone(lambda: (kept.place(1) / "manifest.json").unlink())
+    alone(lambda: (kept.get_path(1) / "manifest.json").unlink())
     seen["all damaged"] = outcome(ours.load_newest)
     seen["ran"] = mark.exists()
 
@@ -147,7 +149,7 @@ def run(runtime: Any, folder: Path, _plan: Any) -> dict[str, Any]:
     dist.barrier()
     alone(full.clear)
     seen["left behind"] = sorted(path.name for path in full.root.iterdir())
-    seen["any error"] = outcome(lambda: on_all_ranks(surprise))
+    seen["any error"] = outcome(lambda: run_on_all_ranks(surprise))
     seen["after full disk"] = outcome(small.load_newest)
     seen["none"] = outcome(Checkpoints(CheckpointDirectory(folder / "none"), engine, keep=1).load_newest)
     return seen

@@ -7,9 +7,9 @@ from bundle.checkpoints.directory import CheckpointDirectory
 
 
 def write(kept: CheckpointDirectory, step: int, keep: int = 2) -> None:
-    partial = kept.start(step)
+    partial = kept.create_partial(step)
     (partial / "weights").write_text(str(step))
-    manifest.write(partial, {"weights": manifest.digest(partial / "weights")})
+    manifest.write(partial, {"weights": manifest.compute_digest(partial / "weights")})
     kept.publish(step, keep)
 
 
@@ -19,13 +19,13 @@ def kept(tmp_path: Path) -> CheckpointDirectory:
 
 
 def test_nothing_is_there_at_first(kept):
-    assert kept.steps() == []
+    assert kept.list_steps() == []
 
 
 def test_the_newest_stay_and_latest_names_the_last(kept):
     for step in (100, 200, 300, 1000):
         write(kept, step)
-    assert kept.steps() == [1000, 300]
+    assert kept.list_steps() == [1000, 300]
     assert (kept.root / "latest").read_text() == "step-00001000\n"
     assert sorted(p.name for p in kept.root.iterdir()) == ["latest", "step-00000300", "step-00001000"]
 
@@ -37,7 +37,7 @@ def test_after_a_fall_back_the_checkpoint_just_written_stays(kept, keep):
     assert kept.go_back_to(10) == ["damaged-step-00000030", "damaged-step-00000020"]
     assert (kept.root / "latest").read_text() == "step-00000010\n"
     write(kept, 12, keep)
-    assert kept.steps() == [12, 10][:keep]
+    assert kept.list_steps() == [12, 10][:keep]
     assert (kept.root / "latest").read_text() == "step-00000012\n"
     assert (kept.root / "damaged-step-00000030" / "weights").read_text() == "30"
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_is_damaged_again_takes_the_place_of_the_one_before(ke
     for attempt in (1, 2):
         for step in (10, 20):
             write(kept, step)
-        (kept.place(20) / "weights").write_text(f"damaged {attempt}")
+        (kept.get_path(20) / "weights").write_text(f"damaged {attempt}")
         assert kept.go_back_to(10) == ["damaged-step-00000020"]
     assert (kept.root / "damaged-step-00000020" / "weights").read_text() == "damaged 2"
     assert kept.go_back_to(10) == []
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_damaged_again_takes_the_place_of_the_one_before(ke
 def test_a_newer_checkpoint_never_costs_the_one_just_published(kept):
     write(kept, 20)
     write(kept, 12, keep=1)
-    assert kept.steps() == [20, 12]
+    assert kept.list_steps() == [20, 12]
 
 
 def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp_path):
@@ -65,21 +65,25 @@ def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp
     for step in (10, 20, 30):
         write(kept, step)
     kept.go_back_to(20)
-    for left in (kept.partial(40).name, ".deleting-step-00000005", ".deleting-damaged-step-00000006"):
+    for left in (
+        kept.get_partial_path(40).name,
+        ".deleting-step-00000005",
+        ".deleting-damaged-step-00000006",
+    ):
         (elsewhere / left).mkdir()
     (elsewhere / ".latest.4711").write_text("half")
     strangers = ["20261122", ".latest", "damaged-00000030", "important.bin", "latest.1", "step-of-mine"]
     for name in strangers:
         (elsewhere / name).write_text("three weeks")
-    kept.empty()
+    kept.remove_all()
     assert sorted(path.name for path in elsewhere.iterdir()) == sorted(strangers)
     assert kept.root.is_symlink()
 
 
 def test_an_interrupted_write_is_no_checkpoint_and_is_cleared_by_the_next(kept):
     write(kept, 100)
-    (kept.start(200) / "half").write_text("x")
-    assert kept.steps() == [100]
+    (kept.create_partial(200) / "half").write_text("x")
+    assert kept.list_steps() == [100]
     write(kept, 300)
     assert not list(kept.root.glob(".*"))
 
@@ -88,21 +92,21 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(kept, monkeypatch):
     write(kept, 100)
     monkeypatch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(OSError("power")))
     with pytest.raises(OSError, match="power"):
-        kept._remove(kept.place(100))
-    assert kept.steps() == []
+        kept._remove(kept.get_path(100))
+    assert kept.list_steps() == []
 
 
 def test_a_resumed_run_replaces_the_checkpoint_of_a_step(kept):
     write(kept, 100)
     write(kept, 100)
-    assert kept.steps() == [100]
+    assert kept.list_steps() == [100]
 
 
 def test_a_checkpoint_moved_to_another_disk_is_let_go_and_not_removed(kept, tmp_path):
     write(kept, 100)
     elsewhere = tmp_path / "other"
-    kept.place(100).rename(elsewhere)
-    kept.place(100).symlink_to(elsewhere)
+    kept.get_path(100).rename(elsewhere)
+    kept.get_path(100).symlink_to(elsewhere)
     write(kept, 200, keep=1)
-    assert kept.steps() == [200]
+    assert kept.list_steps() == [200]
     assert (elsewhere / "weights").read_text() == "100"

@@ -16,14 +16,15 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "megatron" / "__1_0.distcp").write_bytes(b"weights")
     (tmp_path / "state.json").write_text("{}")
     manifest.write(
-        tmp_path, {name: manifest.digest(tmp_path / name) for name in manifest.file_names(tmp_path)}
+        tmp_path,
+        {name: manifest.compute_digest(tmp_path / name) for name in manifest.list_file_names(tmp_path)},
     )
     return tmp_path
 
 
 def damage(directory: Path) -> list[str]:
     digests = manifest.read(directory)
-    return manifest.defects(directory, digests, digests)
+    return manifest.find_defects(directory, digests, digests)
 
 
 def test_what_was_written_has_no_defects(checkpoint):
@@ -47,7 +48,9 @@ def test_a_folder_that_is_a_link_is_no_part_of_a_checkpoint(checkpoint, tmp_path
     elsewhere = tmp_path_factory.mktemp("other") / "megatron"
     (checkpoint / "megatron").rename(elsewhere)
     (checkpoint / "megatron").symlink_to(elsewhere)
-    assert manifest.strangers(checkpoint, manifest.read(checkpoint)) == ["megatron is not in its manifest"]
+    assert manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint)) == [
+        "megatron is not in its manifest"
+    ]
 
 
 @pytest.mark.parametrize("size", [2**22 - 1, 2**22, 2**22 + 1, 2**24 + 3])
@@ -55,10 +58,10 @@ def test_every_byte_of_a_large_file_counts(tmp_path, size):
     content = bytearray(os.urandom(size))
     path = tmp_path / "weights"
     path.write_bytes(content)
-    assert manifest.digest(path) == hashlib.sha256(content).hexdigest()
+    assert manifest.compute_digest(path) == hashlib.sha256(content).hexdigest()
     content[-1] ^= 1
     path.write_bytes(content)
-    assert manifest.digest(path, sync=True) == hashlib.sha256(content).hexdigest()
+    assert manifest.compute_digest(path, sync=True) == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_every_byte_of_a_large_file_counts(tmp_path, size):
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(checkpoint, text):
-    (checkpoint / manifest.NAME).write_text(text)
+    (checkpoint / manifest.FILE_NAME).write_text(text)
     with pytest.raises(ValueError, match="manifest"):
         manifest.read(checkpoint)
 
@@ -84,21 +87,21 @@ def test_a_manifest_that_is_not_ours_is_refused(checkpoint, text):
     st.integers(1, 9),
 )
 def test_every_file_is_read_by_exactly_one_rank(names, world_size):
-    shares = [name for rank in range(world_size) for name in manifest.share(names, rank, world_size)]
+    shares = [name for rank in range(world_size) for name in manifest.select_share(names, rank, world_size)]
     assert sorted(shares) == sorted(names)
 
 
 def test_a_rank_reads_what_it_wrote():
     names = ["megatron/__0_0.distcp", "megatron/__1_0.distcp", "random-00001.safetensors", "state.json"]
-    assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(manifest.share(names, 1, 2))
+    assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(manifest.select_share(names, 1, 2))
 
 
 def test_a_file_that_nobody_listed_is_named(checkpoint):
     (checkpoint / "megatron" / "common.pt").write_bytes(b"")
-    found = manifest.strangers(checkpoint, manifest.read(checkpoint))
+    found = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
     assert found == ["megatron/common.pt is not in its manifest"]
 
 
 def test_the_manifest_is_plain_json(checkpoint):
-    found = json.loads((checkpoint / manifest.NAME).read_text())
+    found = json.loads((checkpoint / manifest.FILE_NAME).read_text())
     assert found["schema"] == 1

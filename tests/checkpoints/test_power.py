@@ -31,11 +31,13 @@ def good(root: Tree) -> None:
 
 
 def write(kept: CheckpointDirectory, step: int, keep: int) -> None:
-    partial = kept.start(step)
+    partial = kept.create_partial(step)
     (partial / "megatron").mkdir()
     for name in ("state.json", "megatron/weights"):
         (partial / name).write_bytes(content(step, name))
-    digests = {name: manifest.digest(partial / name, sync=True) for name in manifest.file_names(partial)}
+    digests = {
+        name: manifest.compute_digest(partial / name, sync=True) for name in manifest.list_file_names(partial)
+    }
     manifest.write(partial, digests)
     kept.publish(step, keep)
 

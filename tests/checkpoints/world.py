@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bundle import backends
-from bundle.patches import applying
+from bundle.patches import patcher
 from tests import world
 from tests.matrix.cases import LENGTH, ROWS, VOCABULARY, Case
 from tests.matrix.rank import patches
@@ -27,7 +27,7 @@ def launch(module: str, folder: Path, size: int, plan: Any, core: Core) -> Any:
 def take_part(cases: list[Case], body: Callable[[Any, Path, Any], Any]) -> None:
     """Runs `body(runtime, folder, plan)` as one rank; what it returns on rank 0 is what `launch` returns."""
     torch.set_num_threads(1)
-    applying.apply(patches(cases))
+    patcher.apply(patches(cases))
     runtime = backends.prepare(world.backend())
     rank = world.join()
     with redirect_stdout(sys.stderr):
@@ -44,7 +44,7 @@ def make_engine(case: Case, runtime: Any) -> Any:
     from bundle.mcore import groups
 
     recipe = case.recipe()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         groups.destroy()
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     return Engine(recipe, runtime, state, world.device(runtime))

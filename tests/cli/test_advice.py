@@ -6,9 +6,9 @@ import re
 import pytest
 
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.checkpoints.state import NAME
+from bundle.checkpoints.state import FILE_NAME
 from bundle.data import prepare
-from bundle.data.cache import place
+from bundle.data.cache import choose_cache_directory
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
 from tests.cli.in_process import run_command
@@ -34,11 +34,11 @@ def begin_run(job) -> RunDirectory:
 def begin_run_with_data(job) -> None:
     """A run whose checkpoint says which data it was trained on."""
     run = begin_run(job)
-    checkpoint = CheckpointDirectory(run.checkpoints).place(3)
-    identity = dict(prepare(job, place(job, run.root)).identity)
-    said = json.loads((checkpoint / NAME).read_text())
+    checkpoint = CheckpointDirectory(run.checkpoints).get_path(3)
+    identity = dict(prepare(job, choose_cache_directory(job, run.root)).identity)
+    said = json.loads((checkpoint / FILE_NAME).read_text())
     said["state"]["metrics"]["data"] = identity
-    (checkpoint / NAME).write_text(json.dumps(said))
+    (checkpoint / FILE_NAME).write_text(json.dumps(said))
 
 
 @pytest.fixture(autouse=True)

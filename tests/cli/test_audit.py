@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bundle.patches import hook
-from bundle.patches.hook import Words
+from bundle.patches.hook import HookArguments
 from tests.command import run_bundle
 from tests.environment.trees import install
 from tests.patches.trees import Release, copied
@@ -179,10 +179,10 @@ import os, sys
 own = list(sys.path)
 sys.path += os.environ["NEEDS"].split(os.pathsep)
 from bundle.environment import search
-current = search.current
+current = search.build_worker_path
 def without(paths=own):
-    return search.search_path(paths, "", search.Path.cwd())
-search.current = without
+    return search.build_search_path(paths, "", search.Path.cwd())
+search.build_worker_path = without
 from bundle.cli import main
 main()
 """
@@ -209,8 +209,8 @@ def test_a_wrong_call_is_a_usage_error(args: tuple[str, ...], says: str):
 def test_a_hook_that_patches_every_program_of_the_environment_is_named(release: Release, tmp_path: Path):
     packages = environment(tmp_path / "env", release("0.12.3"))
     assert document("--env", str(tmp_path / "env"))["hooks"] == []
-    file = packages / hook.NAME
-    file.write_text(Words(("mtp", "cp"), vouched=("mtp-packed",)).text())
+    file = packages / hook.FILE_NAME
+    file.write_text(HookArguments(("mtp", "cp"), vouched=("mtp-packed",)).render_file())
     said = {"features": ["mtp", "cp"], "vouched": ["mtp-packed"], "allowed": [], "backend": "auto"}
     found = document("--env", str(tmp_path / "env/bin/python"))
     assert found["hooks"] == [{"file": str(file), **said, "fault": None}]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.cli.building import STEPS, Wish, build_recipe
+from bundle.cli.building import LEAST_EPOCH_STEPS, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import BundleError, UsageError
 from bundle.recipe import load
@@ -25,7 +25,7 @@ def chats(tmp_path) -> Path:
 
 def build(place: Path, *overrides: str, task: str = "sft", data: Path, model: Path, **more):
     request = JobRequest(overrides=list(overrides), run_directory=place / "run")
-    return build_recipe(Wish(task, str(model), [str(data)], request=request, **more))
+    return build_recipe(TaskSpec(task, str(model), [str(data)], request=request, **more))
 
 
 def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats, tmp_path):
@@ -34,7 +34,7 @@ def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats
     assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
     assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
     assert (recipe.name, recipe.model.weights) == ("run", "load")
-    assert Wish("dpo", "hub/Tiny_Qwen3!", [], lora=True).name == "dpo-lora-tiny_qwen3-"
+    assert TaskSpec("dpo", "hub/Tiny_Qwen3!", [], lora=True).name == "dpo-lora-tiny_qwen3-"
 
 
 def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
@@ -42,7 +42,7 @@ def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
     built = build(tmp_path, data=rows, model=model)
     train, count = built.recipe.train, len(built.corpus.training)
     assert built.recipe.data.packed and built.recipe.data.sequence_length == 256
-    assert STEPS <= count / train.global_batch_size < 2 * STEPS
+    assert LEAST_EPOCH_STEPS <= count / train.global_batch_size < 2 * LEAST_EPOCH_STEPS
 
 
 def test_what_a_user_sets_wins_and_is_no_choice(model, chats, tmp_path):
@@ -147,7 +147,7 @@ def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002" in text and text.count("# ") >= 10
     built = build_recipe(
-        Wish("sft", str(model), [str(chats)], request=JobRequest(overrides=["optimizer.lr=2e-4"]))
+        TaskSpec("sft", str(model), [str(chats)], request=JobRequest(overrides=["optimizer.lr=2e-4"]))
     )
     assert load(tmp_path / "recipe.yaml") == built.recipe
     bundle("plan", "recipe.yaml", cwd=tmp_path)

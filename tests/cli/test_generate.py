@@ -102,9 +102,9 @@ def test_a_checkpoint_and_one_prompt_are_enough(run, capfd):
 
 def test_tokens_are_printed_as_they_come(monkeypatch):
     """Each piece at once; a character of several tokens when it is whole."""
-    from bundle.data.tokenizers import Bytes
+    from bundle.data.tokenizers import ByteTokenizer
 
-    decode, pieces = Bytes().decode, []
+    decode, pieces = ByteTokenizer().decode, []
     stream = TextStream(decode, [256], as_json=False)
     monkeypatch.setattr("builtins.print", lambda *words, **_: pieces.append("".join(words)))
     ids = [*"a é, 中!\n".encode(), 256]
@@ -187,13 +187,13 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     exported = (lora / "peft").rename(tmp_path / "peft")
     code, out, err = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20", "--json")
     assert code == 0, err
-    writer = Prompts.of_directory(base)
-    ids = torch.tensor([list(writer.prompt("What is blue?", {}).ids)])
+    writer = Prompts.from_directory(base)
+    ids = torch.tensor([list(writer.build_prompt("What is blue?", {}).ids)])
     opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = {
         "do_sample": False,
         "max_new_tokens": 20,
-        "eos_token_id": list(writer.ends),
+        "eos_token_id": list(writer.end_tokens),
         "pad_token_id": 0,
     }
     mask = torch.ones_like(ids)
@@ -201,7 +201,7 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     adapted = peft.PeftModel.from_pretrained(opened, exported).eval()
     wanted = adapted.generate(input_ids=ids, attention_mask=mask, **settings)[0, ids.shape[1] :].tolist()
     found = json.loads(out)
-    answer = wanted[:-1] if wanted[-1] in writer.ends else wanted
+    answer = wanted[:-1] if wanted[-1] in writer.end_tokens else wanted
     assert wanted != alone, "the adapter changes the answer"
     assert (found["answer"], found["tokens"]) == (writer.tokenizer.decode(answer), len(wanted))
     code, streamed, _ = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20")

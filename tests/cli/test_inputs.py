@@ -80,7 +80,9 @@ def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb):
 
 
 def problems(directory, *overrides):
-    return [(int(p.code), p.text) for p in inputs.input_problems(load("demo", overrides), Path(directory))]
+    return [
+        (int(p.code), p.text) for p in inputs.find_input_problems(load("demo", overrides), Path(directory))
+    ]
 
 
 def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch):

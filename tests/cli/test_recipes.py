@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from bundle.cli.recipes import app
 from bundle.errors import UsageError
-from bundle.recipe import built_in, from_mapping, load
+from bundle.recipe import from_mapping, list_built_in, load
 from bundle.recipe.document import parse
 
 
@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
 
 def test_list_names_every_recipe_and_what_it_is_for():
     text, said = run("list"), json.loads(run("list", "--json"))
-    assert said["schema"] == 1 and [r["name"] for r in said["recipes"]] == built_in()
+    assert said["schema"] == 1 and [r["name"] for r in said["recipes"]] == list_built_in()
     for recipe in said["recipes"]:
         assert len(recipe["about"]) > 40 and recipe["name"] in text
     assert max(map(len, text.splitlines())) <= 110

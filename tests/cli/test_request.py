@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from bundle.cli import dpo, launch, options, plan, pretrain, sft, train
-from bundle.cli.request import JobRequest, Machines, spread
+from bundle.cli.request import JobRequest, Machines, expand_options
 
 COMMON = {field.name for field in fields(JobRequest)}
 LAUNCH: Any = typer.main.get_command(launch.app)
@@ -38,7 +38,7 @@ def test_what_is_said_reaches_the_verb_and_what_is_not_is_as_it_would_be():
     app, called = typer.Typer(), []
 
     @app.command()
-    @spread
+    @expand_options
     def verb(recipe: options.Recipe, request: JobRequest, machines: Machines, more: int = 3) -> None:
         called.append((recipe, request, machines, more))
 

@@ -46,7 +46,7 @@ def test_a_verb_that_trains_nothing_loads_no_torch(args: str):
 def test_a_verb_that_patches_nothing_loads_nothing_that_applies_patches(args: str):
     found = modules("-m", "bundle", *args.split())
     assert "bundle.patches" in found
-    assert not found & {"bundle.patches.applying", "bundle.patches.frameworks", "bundle.patches.audit"}
+    assert not found & {"bundle.patches.patcher", "bundle.patches.frameworks", "bundle.patches.audit"}
 
 
 @pytest.mark.parametrize("args", ["doctor --backend cpu", "patches list", "patches plan --mcore 0.19.2"])
@@ -68,7 +68,7 @@ def test_one_validator_makes_every_section_of_a_recipe():
     program = (
         "from bundle.recipe import load, section, sections; made = load('demo'); "
         "assert isinstance(made.optimizer, sections.Optimizer); "
-        "every = section.Section.__subclasses__() + section.Completed.__subclasses__(); "
+        "every = section.Section.__subclasses__() + section.CompletedSection.__subclasses__(); "
         "print([of.__name__ for of in every if of.__pydantic_complete__])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

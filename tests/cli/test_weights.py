@@ -233,7 +233,9 @@ def trained(directory: Path, model: Path, tokenizer: str) -> Path:
     step = directory / "checkpoints" / "step-00000001"
     step.mkdir(parents=True)
     (directory.with_suffix(".torch_dist") / "release").rename(step / "megatron")
-    manifest.write(step, {name: manifest.digest(step / name) for name in manifest.file_names(step)})
+    manifest.write(
+        step, {name: manifest.compute_digest(step / name) for name in manifest.list_file_names(step)}
+    )
     job_of(directory / "recipe.yaml", {"path": str(model)}, tokenizer)
     return directory
 
@@ -304,14 +306,14 @@ def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, s
 _KILLED = """
 import os, sys
 from bundle.pretrained import writing
-append, left = writing.File.append, int(sys.argv.pop(1))
+append, left = writing.SafetensorsWriter.append, int(sys.argv.pop(1))
 def one_less(file, values):
     global left
     left -= 1
     if not left:
         os.kill(os.getpid(), 9)
     append(file, values)
-writing.File.append = one_less
+writing.SafetensorsWriter.append = one_less
 from bundle.cli import main
 main()
 """

@@ -12,7 +12,7 @@ from bundle import log
 from bundle.data import cache, loader
 from bundle.data import store as tokens
 from bundle.data.sources import DataErrors
-from bundle.data.store import Chunk
+from bundle.data.store import RowChunk
 from bundle.distributed import world
 from bundle.distributed.watchdog import Watchdog
 from bundle.launch import orphans, outcomes
@@ -23,19 +23,19 @@ SLOW_SECONDS, LIMIT_SECONDS = 8.0, 4.0
 
 
 def slowly(written, seconds):
-    """`store.write`, noting what it writes; the first 50 documents together take so many seconds."""
+    """`store.write_store`, noting what it writes; the first 50 documents together take so many seconds."""
 
     def write(path, vocabulary, chunks, *rest):
         def late(first):
             for chunk in chunks(first):
                 for count, row in enumerate(chunk.rows):
                     time.sleep(seconds / 50 if count < 50 else 0)
-                    yield Chunk([row], DataErrors("skip").dump() if count else chunk.errors)
+                    yield RowChunk([row], DataErrors("skip").dump() if count else chunk.errors)
 
         written.append(path)
         return original(path, vocabulary, late, *rest)
 
-    original = tokens.write
+    original = tokens.write_store
     return write
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         limit = loader.PATIENCE = LIMIT_SECONDS  # type: ignore[assignment]
         loader.LINE_SECONDS = 2.0
         seconds = SLOW_SECONDS if case == "slow" else 50 * 60.0
-    cache.write = slowly(written, seconds)  # type: ignore[attr-defined]
+    cache.write_store = slowly(written, seconds)  # type: ignore[attr-defined]
     where, logs = Path("run").absolute(), Path("logs").absolute()
     if case == "different" and me.rank == 1:
         os.chdir("other")
@@ -63,11 +63,11 @@ def main() -> None:
     ]
     recipe = load("demo", [*overrides, *sys.argv[2:]])
     with Watchdog(limit, logs, me.rank, me.local_rank) as dog:
-        found = loader.prepared(recipe, where / "data", dog)
+        found = loader.prepare_on_ranks(recipe, where / "data", dog)
     (where.parent / f"said-{me.rank}").write_text(f"{found.tokens} tokens, wrote {len(written)}")
     world.destroy()
 
 
 if __name__ == "__main__":
     orphans.die_with_parent()
-    sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))
+    sys.exit(outcomes.run_and_report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.data import Loader, changed, prepare
+from bundle.data import Loader, list_changes, prepare
 from bundle.data.corpus import inspect
-from bundle.data.samples import PARTS, Blend
+from bundle.data.samples import MAX_PARTS, Blend
 from bundle.errors import UsageError
 from bundle.recipe import load
 from tests.data.test_indexed import build
@@ -23,20 +23,20 @@ SIZES = (30, 90, 400)
 
 def owners(blend: Blend, first: int, count: int) -> np.ndarray:
     ends = np.cumsum(blend.sizes)
-    return np.searchsorted(ends, blend.drawn(first, count), side="right")
+    return np.searchsorted(ends, blend.draw_samples(first, count), side="right")
 
 
 @given(WEIGHTS, st.integers(1, 3000))
 def test_next_comes_the_data_set_whose_share_lags_most(weights, places):
     blend = Blend([5] * len(weights), weights, 1)
     shares, taken = np.asarray(weights, float) / sum(weights), np.zeros(len(weights))
-    rounded = len(weights) / PARTS
+    rounded = len(weights) / MAX_PARTS
     for place, owner in enumerate(owners(blend, 0, places)):
         lag = shares * max(place, 1) - taken
         assert lag[owner] >= lag.max() - place * rounded - 1e-9
         taken[owner] += 1
         assert (np.abs(taken - shares * (place + 1)) < len(weights) + place * rounded).all()
-    assert taken.tolist() == blend.taken(places).tolist()
+    assert taken.tolist() == blend.count_samples(places).tolist()
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.25, 0.5, 0.25), (3, 7), (1, 2, 3), (0.123, 0.456, 0.421)])
@@ -48,7 +48,7 @@ def test_megatron_draws_the_same(weights):
     given = np.asarray(weights, np.float64) / sum(weights)
     helpers.build_blending_indices(sets, samples, given, len(weights), count, False)
     assert owners(blend, 0, count).tolist() == sets.tolist()
-    assert blend.taken(count).tolist() == np.bincount(sets, minlength=len(weights)).tolist()
+    assert blend.count_samples(count).tolist() == np.bincount(sets, minlength=len(weights)).tolist()
 
 
 @given(WEIGHTS, st.integers(0, 400_000), st.integers(1, 40))
@@ -57,15 +57,18 @@ def test_any_place_is_found_without_those_before_it(weights, first, count):
     far = first + 2 * blend.period
     later = owners(blend, far, count)
     assert later.tolist() == owners(blend, far + 7 * blend.period, count).tolist()
-    assert (blend.taken(far + count) - blend.taken(far) == np.bincount(later, minlength=len(weights))).all()
-    one_by_one = [blend.drawn(first + at, 1)[0] for at in range(count)]
-    assert blend.drawn(first, count).tolist() == one_by_one
+    assert (
+        blend.count_samples(far + count) - blend.count_samples(far)
+        == np.bincount(later, minlength=len(weights))
+    ).all()
+    one_by_one = [blend.draw_samples(first + at, 1)[0] for at in range(count)]
+    assert blend.draw_samples(first, count).tolist() == one_by_one
 
 
 def test_each_epoch_of_each_data_set_has_every_sample_once_in_an_order_of_its_own():
     blend = Blend((4, 4, 50), (0.25, 0.25, 0.5), 5)
-    numbers = blend.drawn(0, 160)
-    assert blend.taken(160).tolist() == [40, 40, 80]
+    numbers = blend.draw_samples(0, 160)
+    assert blend.count_samples(160).tolist() == [40, 40, 80]
     small = [numbers[(numbers >= 4 * part) & (numbers < 4 * part + 4)] - 4 * part for part in (0, 1)]
     assert all(sorted(epoch) == [0, 1, 2, 3] for part in small for epoch in part.reshape(10, 4).tolist())
     assert small[0].tolist() != small[1].tolist()
@@ -74,7 +77,7 @@ def test_each_epoch_of_each_data_set_has_every_sample_once_in_an_order_of_its_ow
 
 
 def test_a_run_of_one_data_set_is_what_it_was():
-    assert Blend((100,), (3.0,), 7).drawn(95, 10).tolist() == [47, 59, 22, 83, 69, 31, 17, 25, 24, 80]
+    assert Blend((100,), (3.0,), 7).draw_samples(95, 10).tolist() == [47, 59, 22, 83, 69, 31, 17, 25, 24, 80]
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +111,21 @@ def test_a_step_is_the_same_at_any_number_of_ranks_and_has_the_proportions(built
     corpus = prepare(made, tmp_path)
 
     def step(consumed, dp):
-        ranks = [Loader(made, prepare(made, tmp_path), rank, dp).training(consumed) for rank in range(dp)]
+        ranks = [
+            Loader(made, prepare(made, tmp_path), rank, dp).read_training_step(consumed) for rank in range(dp)
+        ]
         return sorted(tuple(b.ids.flatten().tolist()) for batches in ranks for b in batches)
 
     for consumed in (0, 16, 16 * 100):
         one = step(consumed, 1)
         assert one == step(consumed, 2) == step(consumed, 4)
         for rank in range(2):  # every rank knows the sizes of all
-            sizes = Loader(made, corpus, rank, 2).sizes(consumed)
+            sizes = Loader(made, corpus, rank, 2).compute_sizes(consumed)
             assert sorted(sizes.lengths.tolist()) == sorted(map(len, one)) and not sizes.grids.size
     if packed == "true":  # a window may begin in one data set's document and never in another data set
         return
     loader = Loader(made, corpus, 0, 1)
-    sets = [set_of(batch) for consumed in range(0, 1600, 16) for batch in loader.training(consumed)]
+    sets = [set_of(batch) for consumed in range(0, 1600, 16) for batch in loader.read_training_step(consumed)]
     assert np.bincount(sets).tolist() == [800, 480, 320]
 
 
@@ -133,7 +138,9 @@ def test_weights_are_of_paths_of_any_kind(tmp_path):
     keys = ["data.source=text", f"data.path=[{paths}]", "data.weights=[1, 1]", "data.sequence_length=8"]
     made = load("demo", [*keys, "data.separator=null", "data.validation=0"])
     loader = Loader(made, prepare(made, tmp_path / "data"), 0, 1)
-    ids = np.concatenate([batch.ids.flatten() for step in range(20) for batch in loader.training(16 * step)])
+    ids = np.concatenate(
+        [batch.ids.flatten() for step in range(20) for batch in loader.read_training_step(16 * step)]
+    )
     counts = np.bincount(ids, minlength=257)
     assert counts[ord("a")] / counts[ord("b")] == pytest.approx(1, abs=0.05)
 
@@ -163,7 +170,7 @@ def test_validation_sets_are_evaluated_by_name_and_whole(built, tmp_path):
     assert list(corpus.validation) == ["validation", "validation/alone", "validation/two"]
     for name, number, size in (("validation/alone", 0, 30), ("validation/two", 1, 90)):
         for dp in (1, 4):
-            ranks = [Loader(made, corpus, rank, dp).validation()[name] for rank in range(dp)]
+            ranks = [Loader(made, corpus, rank, dp).read_validation()[name] for rank in range(dp)]
             real = [batch for batches in ranks for batch in batches if batch.loss_mask.any()]
             assert len(real) == (17 * size - 1) // 16 and {set_of(batch) for batch in real} == {number}
     found = inspect(made, corpus)
@@ -174,7 +181,7 @@ def test_other_data_to_evaluate_with_is_other_data(built, tmp_path):
     before = prepare(validating(built), tmp_path).identity
     sets = f"data.validation_sets={{alone: {{path: {built / 'large'}}}}}"
     now = prepare(recipe(built, sets), tmp_path).identity
-    assert [line.split(":")[0] for line in changed(before, now)] == [
+    assert [line.split(":")[0] for line in list_changes(before, now)] == [
         "data validation set alone",
         "data validation set two",
     ]
@@ -199,9 +206,9 @@ def test_rows_of_every_data_set_say_where_their_padding_begins(tmp_path):
     for some in (paths[:1], paths[1:], paths):
         blend = (f"data.path={[str(path) for path in some]}", f"data.weights={[1] * len(some)}")
         corpus = prepare(load("demo", (*sft, *rest, *blend)), tmp_path / "tokens")
-        for batch in Loader(load("demo", (*sft, *rest, *blend)), corpus, 0, 1).training(0):
-            assert batch.lengths is None and batch.filled is not None
+        for batch in Loader(load("demo", (*sft, *rest, *blend)), corpus, 0, 1).read_training_step(0):
+            assert batch.lengths is None and batch.row_lengths is not None
             end = corpus.tokenizer.end_of_text
-            for ids, filled in zip(batch.ids.tolist(), batch.filled, strict=True):
+            for ids, filled in zip(batch.ids.tolist(), batch.row_lengths, strict=True):
                 assert (ids[filled:] == [end] * (40 - filled)) and filled <= 40
                 assert (ids[filled - 1] == end and ids[filled - 2] != end) or filled == 40

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bundle.data.chat import ChatTemplate
-from bundle.data.conversations import conversation
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.conversations import read_conversation
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.recipe.data import Data
 from tests.data import chat
 
@@ -37,7 +37,7 @@ def talk(turns):
 TALKS = [talk((q, a, q, b)) for q, a, b in itertools.product(QUESTIONS, ANSWERS, ANSWERS)]
 
 
-def train(directory: Path, template: str) -> HuggingFace:
+def train(directory: Path, template: str) -> HuggingFaceTokenizer:
     """A byte-level BPE tokenizer, trained on such conversations; it joins across words and lines."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
@@ -55,10 +55,10 @@ def train(directory: Path, template: str) -> HuggingFace:
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     made.chat_template = template
     made.save_pretrained(directory)
-    return HuggingFace(directory)
+    return HuggingFaceTokenizer(directory)
 
 
-def starts(made: HuggingFace, ids: list[int]) -> list[int]:
+def starts(made: HuggingFaceTokenizer, ids: list[int]) -> list[int]:
     """The byte at which each token begins, by decoding what stands before it."""
     tokens = made._tokenizer.convert_ids_to_tokens(ids)
     return list(itertools.accumulate(map(len, tokens[:-1]), initial=0))  # a character is a byte
@@ -68,7 +68,7 @@ def test_without_marks_a_token_that_begins_in_the_prompt_is_not_learned(tmp_path
     made, crossing = train(tmp_path, _PLAIN), 0
     template = ChatTemplate(made)
     for messages in TALKS:
-        (document,) = template.encode(chat.drafts(template, conversation({"messages": messages}, DATA)))
+        (document,) = template.encode(chat.drafts(template, read_conversation({"messages": messages}, DATA)))
         ids, expected = document.ids.tolist(), np.zeros(len(document.ids), np.bool_)
         places = starts(made, ids)
         for turn in (1, 3):
@@ -79,7 +79,7 @@ def test_without_marks_a_token_that_begins_in_the_prompt_is_not_learned(tmp_path
             begin, end = (len(text.encode()) for text in (before, after))
             expected |= np.array([begin <= place < end for place in places])
             crossing += begin not in places
-        assert np.asarray(document.learned).tolist() == expected.tolist(), messages
+        assert np.asarray(document.loss_mask).tolist() == expected.tolist(), messages
         assert ids == made._tokenizer(made.decode(ids), add_special_tokens=False)["input_ids"]
     assert crossing > len(TALKS) / 2, "the tokenizer joins nothing across the boundary"
 
@@ -88,12 +88,12 @@ def test_with_marks_the_tokens_are_those_of_transformers(tmp_path):
     made, crossing = train(tmp_path, _MARKED), 0
     template = ChatTemplate(made)
     for messages in TALKS:
-        (document,) = template.encode(chat.drafts(template, conversation({"messages": messages}, DATA)))
+        (document,) = template.encode(chat.drafts(template, read_conversation({"messages": messages}, DATA)))
         theirs = made._tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
         assert document.ids.tolist() == theirs["input_ids"]
-        assert np.asarray(document.learned).tolist() == list(map(bool, theirs["assistant_masks"])), messages
+        assert np.asarray(document.loss_mask).tolist() == list(map(bool, theirs["assistant_masks"])), messages
         before = made._tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
         crossing += len(before.encode()) not in starts(made, document.ids.tolist())
     assert crossing > len(TALKS) / 2, "the tokenizer joins nothing across the boundary"

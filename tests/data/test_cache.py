@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from bundle.data import cache, prepare, store, tokenization
-from bundle.data.cache import place
-from bundle.data.sources import SHOWN, DataErrors
-from bundle.data.tokenizers import Bytes
+from bundle.data.cache import choose_cache_directory
+from bundle.data.sources import MAX_REASONS, DataErrors
+from bundle.data.tokenizers import ByteTokenizer
 from bundle.errors import JobFailed, UsageError
 from bundle.recipe import load
 from tests.launch.launched import ROOT, gone
@@ -50,19 +50,19 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(tokenization, "ROWS", 16)
+    monkeypatch.setattr(tokenization, "CHUNK_ROWS", 16)
 
 
 @pytest.fixture
 def encoded(monkeypatch):
     """How many texts were made tokens of in this process."""
-    counted, original = [], Bytes.encode
+    counted, original = [], ByteTokenizer.encode
 
     def encode(self, texts):
         counted.extend(texts)
         return original(self, texts)
 
-    monkeypatch.setattr(Bytes, "encode", encode)
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
     return counted
 
 
@@ -71,8 +71,8 @@ def encoded(monkeypatch):
 def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task):
     made = recipe(write_rows(tmp_path / "rows.jsonl"), f"task={task}")
     before = prepare(made, tmp_path / "one")
-    assert before.left_out.skipped > SHOWN and encoded
-    monkeypatch.setattr(tokenization, "WORTH_IT", 0)
+    assert before.left_out.skipped > MAX_REASONS and encoded
+    monkeypatch.setattr(tokenization, "MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     encoded.clear()
     after = prepare(made, tmp_path / "three")
@@ -85,15 +85,15 @@ MAKING = """
 import sys, time
 from pathlib import Path
 from bundle.data import prepare, store, tokenization
-from bundle.data.tokenizers import Bytes
+from bundle.data.tokenizers import ByteTokenizer
 from tests.data.test_cache import recipe
-def slowly(self, texts, original=Bytes.encode):
+def slowly(self, texts, original=ByteTokenizer.encode):
     time.sleep(0.05)
     return original(self, texts)
 def main():
-    tokenization.ROWS, store.COMMIT_SECONDS, Bytes.encode = 16, 0.0, slowly
+    tokenization.CHUNK_ROWS, store.COMMIT_SECONDS, ByteTokenizer.encode = 16, 0.0, slowly
     if "workers" in sys.argv:
-        tokenization.WORTH_IT = 0
+        tokenization.MIN_PARALLEL_BYTES = 0
     prepare(recipe(Path("rows.jsonl").absolute(), sys.argv[1]), Path("killed").absolute())
 if __name__ == "__main__":
     main()
@@ -150,7 +150,7 @@ def test_what_was_begun_and_is_cut_is_made_anew(tmp_path, encoded):
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(("size", "smaller"), [("ROWS", 8), ("CHARACTERS", 400)])
+@pytest.mark.parametrize(("size", "smaller"), [("CHUNK_ROWS", 8), ("CHUNK_CHARACTERS", 400)])
 def test_what_was_begun_in_chunks_of_another_size_is_not_gone_on_with(
     tmp_path, monkeypatch, encoded, size, smaller
 ):
@@ -175,13 +175,13 @@ COUNTING = """
 import sys
 from pathlib import Path
 from bundle.data import prepare
-from bundle.data.tokenizers import Bytes
+from bundle.data.tokenizers import ByteTokenizer
 from tests.data.test_cache import recipe
 counted = []
-def encode(self, texts, original=Bytes.encode):
+def encode(self, texts, original=ByteTokenizer.encode):
     counted.extend(texts)
     return original(self, texts)
-Bytes.encode = encode
+ByteTokenizer.encode = encode
 corpus = prepare(recipe(Path("rows.jsonl").absolute()), Path("data").absolute())
 print(corpus.identity["tokens"], len(counted))
 """
@@ -232,10 +232,16 @@ def test_the_same_content_anywhere_is_the_same_data_and_any_other_is_not(tmp_pat
 
 def test_neighbours_share_tokens_unless_the_recipe_says_where_they_lie(tmp_path):
     made = recipe(tmp_path / "rows.jsonl")
-    assert place(made, tmp_path / "a") == place(made, tmp_path / "b") == tmp_path / ".tokens"
-    assert place(recipe(tmp_path / "x", "data.cache=/some/where"), tmp_path / "a") == Path("/some/where")
+    assert (
+        choose_cache_directory(made, tmp_path / "a")
+        == choose_cache_directory(made, tmp_path / "b")
+        == tmp_path / ".tokens"
+    )
+    assert choose_cache_directory(recipe(tmp_path / "x", "data.cache=/some/where"), tmp_path / "a") == Path(
+        "/some/where"
+    )
     (tmp_path / "file").write_text("")
-    assert place(made, tmp_path / "file" / "run") == tmp_path / "file" / "run" / "data"
+    assert choose_cache_directory(made, tmp_path / "file" / "run") == tmp_path / "file" / "run" / "data"
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -243,7 +249,7 @@ def test_tokens_of_another_user_are_refused(tmp_path, monkeypatch, begun):
     made = recipe(write_rows(tmp_path / "rows.jsonl"))
     prepare(made, tmp_path / "data")
     (path,) = (tmp_path / "data").glob("tokens-*")
-    path = path.rename(store.building(path)) if begun else path
+    path = path.rename(store.build_partial_path(path)) if begun else path
     if os.geteuid() == 0:  # whose tokens anybody trusts
         os.chown(path, 4242, -1)
     else:
@@ -256,20 +262,20 @@ def test_tokens_of_another_user_are_refused(tmp_path, monkeypatch, begun):
 
 
 def test_who_waits_tells_what_the_other_has_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_SECONDS", 0.05)
+    monkeypatch.setattr(cache, "_POLL_SECONDS", 0.05)
     told: list[int] = []
     path = tmp_path / "tokens-x"
-    store.building(path).mkdir()
+    store.build_partial_path(path).mkdir()
 
     def wait():
-        with cache._only_one(path, told.append):
+        with cache._hold_store_lock(path, told.append):
             told.append(-1)
 
-    with cache._only_one(path, told.append):
+    with cache._hold_store_lock(path, told.append):
         waiting = threading.Thread(target=wait)
         waiting.start()
         for size in (0, 20, 60):
-            (store.building(path) / "tokens.bin").write_bytes(bytes(size))
+            (store.build_partial_path(path) / "tokens.bin").write_bytes(bytes(size))
             time.sleep(0.5)
     waiting.join()
     assert told[-1] == -1 and told[:-1] == sorted(told[:-1]) and 30 in told
@@ -277,10 +283,10 @@ def test_who_waits_tells_what_the_other_has_made(tmp_path, monkeypatch):
 
 def test_what_the_other_takes_away_while_somebody_waits_is_no_error(tmp_path, monkeypatch):
     """It has finished, or failed, between two looks at what it has made."""
-    monkeypatch.setattr(cache, "_SECONDS", 0.05)
+    monkeypatch.setattr(cache, "_POLL_SECONDS", 0.05)
     told: list[int] = []
     path = tmp_path / "tokens-x"
-    begun = store.building(path) / "tokens.bin"
+    begun = store.build_partial_path(path) / "tokens.bin"
     begun.parent.mkdir()
     begun.write_bytes(bytes(20))
     look = Path.stat
@@ -295,7 +301,7 @@ def test_what_the_other_takes_away_while_somebody_waits_is_no_error(tmp_path, mo
     held = path.with_name(f".{path.name}.lock").open("a")
     fcntl.flock(held, fcntl.LOCK_EX)
     threading.Timer(0.5, held.close).start()
-    with cache._only_one(path, told.append):
+    with cache._hold_store_lock(path, told.append):
         assert not begun.exists() and told == [10]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bundle.data.chat import writer
-from bundle.data.conversations import conversation
+from bundle.data.chat import build_writer
+from bundle.data.conversations import read_conversation
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import Bytes, HuggingFace, tokenizer
+from bundle.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data, Fields
 from tests.data import chat
@@ -30,20 +30,20 @@ def data(**keys):
 
 def written(chosen, tokenizer, *talks) -> Any:
     """Ids and what is learned of each conversation."""
-    write = writer(chosen, tokenizer)
+    write = build_writer(chosen, tokenizer)
     drafts: list[Any] = []
     for talk in talks:
-        drafts += chat.drafts(write, conversation({"messages": talk}, chosen))
-    return [(document.ids, document.learned) for document in write.encode(drafts)]
+        drafts += chat.drafts(write, read_conversation({"messages": talk}, chosen))
+    return [(document.ids, document.loss_mask) for document in write.encode(drafts)]
 
 
 def messages_of(row, fields):
-    return conversation(row, data(fields=fields)).messages
+    return read_conversation(row, data(fields=fields)).messages
 
 
 def refusal(row, **keys):
     with pytest.raises(Corrupt) as caught:
-        conversation(row, data(**keys))
+        read_conversation(row, data(**keys))
     return str(caught.value)
 
 
@@ -53,7 +53,7 @@ def text(ids):
 
 def test_plain_conversations_have_headings_and_an_end_after_each_answer():
     short = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    (ids, learned), (other, _) = written(data(), Bytes(), TALK, short)
+    (ids, learned), (other, _) = written(data(), ByteTokenizer(), TALK, short)
     assert (
         text(ids)
         == "### System\nBe short.\n### User\n1+1?\n### Assistant\n2\n### User\n2+2?\n### Assistant\n4\n"
@@ -64,8 +64,8 @@ def test_plain_conversations_have_headings_and_an_end_after_each_answer():
 
 
 def test_the_last_turn_alone_can_be_learned_of_plain_conversations():
-    ((every, _),) = written(data(), Bytes(), TALK)
-    ((ids, learned),) = written(data(learn="last_turn"), Bytes(), TALK)
+    ((every, _),) = written(data(), ByteTokenizer(), TALK)
+    ((ids, learned),) = written(data(learn="last_turn"), ByteTokenizer(), TALK)
     assert ids.tolist() == every.tolist() and ids[learned].tolist() == [*b"4\n", 256]
 
 
@@ -113,7 +113,7 @@ def directory(tmp_path_factory):
 
 
 def test_a_chat_template_writes_and_the_answers_are_found_in_it(directory):
-    made = HuggingFace(directory)
+    made = HuggingFaceTokenizer(directory)
     first, third = written(data(template="chat"), made, TALK, TALK[1:3])
     with pytest.raises(Corrupt, match="message 0: "):
         written(data(template="chat"), made, TALK[2:])
@@ -127,26 +127,28 @@ def test_a_chat_template_writes_and_the_answers_are_found_in_it(directory):
 def test_half_a_surrogate_pair_becomes_a_question_mark_for_every_tokenizer(directory):
     whole = json.loads('"\\ud800 \\ud83d\\ude00\\udc00"')
     talk = [{"role": "user", "content": whole}, {"role": "assistant", "content": whole}]
-    made = HuggingFace(directory)
+    made = HuggingFaceTokenizer(directory)
     assert made._tokenizer.decode(made.encode([whole])[0].tolist()) == "? \U0001f600?"
-    assert bytes(Bytes().encode([whole])[0].tolist()).decode() == "? \U0001f600?"
+    assert bytes(ByteTokenizer().encode([whole])[0].tolist()).decode() == "? \U0001f600?"
     ((ids, learned),) = written(data(template="chat"), made, talk)
     assert made._tokenizer.decode(ids[learned].tolist()) == "? \U0001f600?<end>"
 
 
 def test_tokenizers_are_named_by_their_content_and_must_fit_the_model(directory):
-    made = tokenizer(f"hf:{directory}", 1000)
-    assert made.identity == HuggingFace(directory).identity and made.identity.startswith("hf sha256:")
+    made = load_tokenizer(f"hf:{directory}", 1000)
+    assert made.identity == HuggingFaceTokenizer(directory).identity and made.identity.startswith(
+        "hf sha256:"
+    )
     assert made.end_of_text == 256 and made.vocab_size == 257
     with pytest.raises(UsageError, match="has ids up to 256, the model's vocab_size is 200"):
-        tokenizer(f"hf:{directory}", 200)
+        load_tokenizer(f"hf:{directory}", 200)
 
 
 @pytest.mark.parametrize("name", ["hf:/nowhere", "hf:{empty}"])
 def test_directories_without_a_tokenizer_are_usage_errors(name, tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(UsageError, match=r"data\.tokenizer"):
-        tokenizer(name.format(empty=tmp_path), 1000)
+        load_tokenizer(name.format(empty=tmp_path), 1000)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "3", '{"tokenizer_class": []}'])
@@ -154,7 +156,7 @@ def test_a_tokenizer_whose_files_say_something_odd_is_a_usage_error(tmp_path, co
     path = chat.directory(tmp_path / "tokenizer")
     (path / "tokenizer_config.json").write_text(content)
     with pytest.raises(UsageError, match=rf"data\.tokenizer: {path}: ") as refused:
-        HuggingFace(path)
+        HuggingFaceTokenizer(path)
     assert ("tokenizer_config.json" in str(refused.value)) is (content != '{"tokenizer_class": []}')
 
 
@@ -163,7 +165,7 @@ def test_a_damaged_file_of_a_tokenizer_is_named(tmp_path, name, content):
     path = chat.directory(tmp_path / "tokenizer")
     (path / name).write_text(content)
     with pytest.raises(UsageError, match=rf"data\.tokenizer: {path}: {name}: "):
-        HuggingFace(path)
+        HuggingFaceTokenizer(path)
 
 
 @pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
@@ -174,14 +176,14 @@ def test_a_tokenizer_of_tiktokens_is_refused_with_what_to_do_and_no_code_of_it_r
     said = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     with pytest.raises(UsageError) as refused:
-        HuggingFace(tmp_path)
+        HuggingFaceTokenizer(tmp_path)
     assert str(refused.value).startswith(f"data.tokenizer: {tmp_path / name} is tiktoken's, and ")
     (heading,) = re.findall(r'docs/pretrained\.md .* "(.*?)"', str(refused.value))
     assert f"### {heading}\n" in (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text()
     assert not (tmp_path / "ran").exists()
     (tmp_path / "tokenizer_config.json").unlink()
     (chat.directory(tmp_path / "made") / name).write_text("YQ== 0\n")
-    assert HuggingFace(tmp_path / "made").end_of_text  # beside a tokenizer.json it is nothing
+    assert HuggingFaceTokenizer(tmp_path / "made").end_of_text  # beside a tokenizer.json it is nothing
 
 
 def test_ids_may_have_gaps_and_the_highest_one_must_fit_the_model(tmp_path):
@@ -189,6 +191,6 @@ def test_ids_may_have_gaps_and_the_highest_one_must_fit_the_model(tmp_path):
     content = json.loads((path / "tokenizer.json").read_text())
     content["model"]["vocab"]["a"] = 900
     (path / "tokenizer.json").write_text(json.dumps(content))
-    assert tokenizer(f"hf:{path}", 901).encode(["ab"])[0].tolist()[0] == 900
+    assert load_tokenizer(f"hf:{path}", 901).encode(["ab"])[0].tolist()[0] == 900
     with pytest.raises(UsageError, match="has ids up to 900, the model's vocab_size is 900"):
-        tokenizer(f"hf:{path}", 900)
+        load_tokenizer(f"hf:{path}", 900)

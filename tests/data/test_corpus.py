@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.data import Loader, cache, changed, prepare
+from bundle.data import Loader, cache, list_changes, prepare
 from bundle.data.store import open_store
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -36,14 +36,14 @@ def recipe(rows, *overrides, name="demo"):
 
 def everything(samples, size):
     """All samples one by one, in `size` batches' worth of tensors."""
-    return [samples.batch(np.asarray([number])) for number in range(size)]
+    return [samples.build_batch(np.asarray([number])) for number in range(size)]
 
 
 def test_windows_are_the_running_text_shifted_by_one(rows, tmp_path):
     corpus = prepare(recipe(rows, "data.validation=0"), tmp_path)
     text = corpus.stores[0].ids.tolist()
     for number in (0, 3, len(corpus.training) - 1):
-        batch = corpus.training.batch(np.asarray([number]))
+        batch = corpus.training.build_batch(np.asarray([number]))
         assert batch.ids[0].tolist() == text[number * 64 : number * 64 + 64]
         assert batch.labels[0].tolist() == text[number * 64 + 1 : number * 64 + 65]
     assert batch.loss_mask.sum() == 64 and batch.position_ids[0].tolist() == list(range(64))
@@ -94,7 +94,9 @@ def test_a_step_is_the_same_at_any_number_of_ranks_and_whenever_it_is_reached(ro
     corpus = prepare(made, tmp_path)
 
     def step(consumed, dp):
-        ranks = [Loader(made, prepare(made, tmp_path), rank, dp).training(consumed) for rank in range(dp)]
+        ranks = [
+            Loader(made, prepare(made, tmp_path), rank, dp).read_training_step(consumed) for rank in range(dp)
+        ]
         return sorted(tuple(b.ids.flatten().tolist()) for batches in ranks for b in batches)
 
     for consumed in (0, 8, 8 * 40):
@@ -108,16 +110,16 @@ def test_an_evaluation_takes_every_held_out_sample_once_on_any_number_of_ranks(r
     made = recipe(rows, "task=sft", "train.micro_batch_size=2", "train.global_batch_size=16")
     corpus = prepare(made, tmp_path)
     for dp in (1, 2, 8):
-        shares = [Loader(made, corpus, rank, dp).validation()["validation"] for rank in range(dp)]
+        shares = [Loader(made, corpus, rank, dp).read_validation()["validation"] for rank in range(dp)]
         assert len({len(share) for share in shares}) == 1
         real = [row for share in shares for b in share for row in b.loss_mask if row.sum()]
         assert len(real) == len(corpus.validation["validation"]) == 30
-    assert Loader(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).validation() == {}
+    assert Loader(made, prepare(recipe(rows, "data.validation=0"), tmp_path), 0, 1).read_validation() == {}
 
 
 def test_rows_are_filled_up_and_only_responses_count(rows, tmp_path):
     corpus = prepare(recipe(rows, "task=sft"), tmp_path)
-    batch = corpus.training.batch(np.asarray([0, 1, 2]))
+    batch = corpus.training.build_batch(np.asarray([0, 1, 2]))
     given = [json.loads(line) for line in Path(rows).read_text().splitlines()]
     responses = {row["response"] + "\n" for row in given}
     for labels, mask in zip(batch.labels, batch.loss_mask, strict=True):
@@ -134,9 +136,9 @@ def test_learning_the_last_turn_alone_is_other_data(tmp_path):
         prepare(recipe(path, "task=sft", f"data.learn={learn}"), tmp_path / "cache")
         for learn in ("all_turns", "last_turn")
     ]
-    counts = [int(each.training.batch(np.asarray([0])).loss_mask.sum()) for each in made]
+    counts = [int(each.training.build_batch(np.asarray([0])).loss_mask.sum()) for each in made]
     assert counts[0] == 2 * counts[1] > 0
-    assert len(changed(made[0].identity, made[1].identity)) == 1
+    assert len(list_changes(made[0].identity, made[1].identity)) == 1
 
 
 @pytest.mark.parametrize("sft", [False, True])
@@ -184,9 +186,9 @@ def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
         return [batch.lengths for batch in everything(made(cp).training, 10)]
 
     for cp in (1, 4, 8):
-        assert changed(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
+        assert list_changes(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
     assert packs(2) != packs(3)
-    assert changed(made(2).identity, made(3).identity) == [
+    assert list_changes(made(2).identity, made(3).identity) == [
         "data packs (parallel.cp decides): was 480 tokens, each sequence a multiple of 16,"
         " is 480 tokens, each sequence a multiple of 48"
     ]
@@ -195,14 +197,14 @@ def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
 def test_changed_data_is_named(rows, tmp_path):
     made = recipe(rows)
     before = prepare(made, tmp_path).identity
-    assert changed(before, prepare(made, tmp_path).identity) == []
+    assert list_changes(before, prepare(made, tmp_path).identity) == []
     copy = tmp_path / "copy.jsonl"
     copy.write_text(Path(rows).read_text().replace("fox", "cat"))
-    (line,) = changed(before, prepare(recipe(copy), tmp_path).identity)
+    (line,) = list_changes(before, prepare(recipe(copy), tmp_path).identity)
     assert line.startswith("data tokens: was ")
     shuffled_otherwise = {name: value for name, value in before.items() if name != "order"}
-    assert changed(shuffled_otherwise, before) == ["data order: was None, is numpy.random.RandomState"]
-    assert changed({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
+    assert list_changes(shuffled_otherwise, before) == ["data order: was None, is numpy.random.RandomState"]
+    assert list_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
         "data stdlib: was CPython 3.12.1, is CPython 3.11.7"
     ]
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.data import prepare
-from bundle.data.conversations import columns, conversation
+from bundle.data.conversations import list_columns, read_conversation
 from bundle.data.sources import Corrupt, DataErrors
-from bundle.data.sources import rows as table_rows
+from bundle.data.sources import read_rows as table_rows
 from bundle.errors import UsageError
 from bundle.planning.datafiles import expand
 from bundle.recipe import load
@@ -26,12 +26,12 @@ def data(**keys):
 
 
 def messages(row, **keys):
-    return conversation(row, data(**keys)).messages
+    return read_conversation(row, data(**keys)).messages
 
 
 def refusal(row, **keys):
     with pytest.raises(Corrupt) as caught:
-        conversation(row, data(**keys))
+        read_conversation(row, data(**keys))
     return str(caught.value)
 
 
@@ -59,8 +59,8 @@ def test_sharegpt_calls_of_functions_and_what_they_gave():
         "conversations": [{"from": role, "value": text} for role, text in turns],
         "tools": json.dumps([SCHEMA]),
     }
-    found = conversation(row, data())
-    assert found.tools == [SCHEMA] and found.turns == [1, 3, 5]
+    found = read_conversation(row, data())
+    assert found.tools == [SCHEMA] and found.learned_turns == [1, 3, 5]
     assert found.messages == [
         {"role": "user", "content": "1+?"},
         {"role": "assistant", "content": "", "tool_calls": CALLED},
@@ -90,9 +90,11 @@ def test_alpaca_asks_with_instruction_and_input(row, asked):
 
 def test_alpaca_may_have_a_system_message_and_a_history():
     row = {"instruction": "q3", "output": "a3", "system": "s", "history": [["q1", "a1"], ["q2", "a2"]]}
-    found = conversation(row, data())
+    found = read_conversation(row, data())
     assert found.messages == [{"role": "system", "content": "s"}, *talk("q1", "a1", "q2", "a2", "q3", "a3")]
-    assert found.turns == [2, 4, 6] and conversation(row, data(learn="last_turn")).turns == [6]
+    assert found.learned_turns == [2, 4, 6] and read_conversation(
+        row, data(learn="last_turn")
+    ).learned_turns == [6]
 
 
 CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -117,20 +119,20 @@ FORMATS = [
 
 @pytest.mark.parametrize(("format_", "row"), FORMATS)
 def test_the_format_of_a_row_is_found_by_its_fields(format_, row):
-    assert row.keys() - columns(Fields()) <= {"id"}  # which are read of a table
-    found = conversation(row, data())
+    assert row.keys() - list_columns(Fields()) <= {"id"}  # which are read of a table
+    found = read_conversation(row, data())
     assert found.format == format_
     assert [m for m in found.messages if m["role"] != "system"] == talk("q", "a")
-    assert [found.messages[turn]["content"] for turn in found.turns] == ["a"]
+    assert [found.messages[turn]["content"] for turn in found.learned_turns] == ["a"]
 
 
 def test_turns_of_a_prompt_are_not_learned():
     row = {"prompt": talk("q", "a", "q2"), "completion": "a2"}
-    found = conversation(row, data())
-    assert found.messages == talk("q", "a", "q2", "a2") and found.turns == [3]
+    found = read_conversation(row, data())
+    assert found.messages == talk("q", "a", "q2", "a2") and found.learned_turns == [3]
     row = {"query": "q2", "response": "a2", "history": [["q", "a"]]}
-    assert conversation(row, data()).messages == talk("q", "a", "q2", "a2")
-    assert conversation(row, data()).turns == [1, 3]  # of a history they are
+    assert read_conversation(row, data()).messages == talk("q", "a", "q2", "a2")
+    assert read_conversation(row, data()).learned_turns == [1, 3]  # of a history they are
 
 
 def test_a_row_that_two_formats_read_differently_is_refused_until_one_is_named():
@@ -144,9 +146,9 @@ def test_a_row_that_two_formats_read_differently_is_refused_until_one_is_named()
     assert messages(row, fields=Fields(messages="conversations")) == talk("q", "a")
     assert messages(row, fields=Fields(prompt="instruction", response="output")) == talk("i", "o")
     same = {"prompt": "q", "response": "a", "messages": talk("q", "a"), "conversations": CHAT}
-    assert conversation(same, data()).format == "openai (messages)"
+    assert read_conversation(same, data()).format == "openai (messages)"
     broken = {"messages": talk("q"), "conversations": CHAT}  # which has one reading
-    assert conversation(broken, data()).format == "sharegpt (conversations)"
+    assert read_conversation(broken, data()).format == "sharegpt (conversations)"
     earlier = {"prompt": talk("q", "a", "q2"), "response": "a2", "messages": talk("q", "a", "q2", "a2")}
     assert "openai or prompt-response" in refusal(earlier)  # of the prompt's turns one would learn
     both = {"prompt": "q", "response": "a", "completion": "b"}
@@ -158,15 +160,15 @@ def test_a_row_that_two_formats_read_differently_is_refused_until_one_is_named()
 def test_an_answer_that_is_marked_as_bad_is_not_learned(field):
     for row in ({"prompt": "q", "completion": "a"}, {"conversations": CHAT}):
         assert f"field {field}: false" in refusal(row | {field: False})
-        assert conversation(row | {field: True}, data()).turns == [1]
-    assert conversation({"messages": talk("q", "a"), "label": 0}, data()).turns == [1]
+        assert read_conversation(row | {field: True}, data()).learned_turns == [1]
+    assert read_conversation({"messages": talk("q", "a"), "label": 0}, data()).learned_turns == [1]
     classes = {"messages": talk("q", "a"), "label": False}
-    assert conversation(classes, data(fields=Fields(label=None))).turns == [1]
+    assert read_conversation(classes, data(fields=Fields(label=None))).learned_turns == [1]
 
 
 def test_two_answers_to_compare_are_not_rows_of_sft():
     row = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    assert {"chosen", "rejected"} <= set(columns(Fields())) and "task: dpo" in refusal(row)
+    assert {"chosen", "rejected"} <= set(list_columns(Fields())) and "task: dpo" in refusal(row)
     assert messages(row, fields=Fields(response="chosen")) == talk("q", "a")
     whole = {"prompt": "q", "chosen": talk("q", "a"), "rejected": talk("q", "b")}
     assert messages(whole, fields=Fields(messages="chosen")) == talk("q", "a")
@@ -227,9 +229,9 @@ def test_turns_can_say_themselves_whether_they_are_learned(word):
         rows = talk("q", "a", "q", "a")
         for row, flag in zip(rows, flags, strict=True):
             row |= {} if flag is None else {word: flag}
-        found = conversation({"messages": rows}, data(**keys))
+        found = read_conversation({"messages": rows}, data(**keys))
         assert found.messages == talk("q", "a", "q", "a")
-        return found.turns, found.every_turn
+        return found.learned_turns, found.learns_every_turn
 
     assert turns(None, None, None, None) == ([1, 3], True)
     assert turns(None, 0, None, 1) == ([3], False)
@@ -297,8 +299,8 @@ def test_rows_that_are_none_are_named_by_field(row, named):
 
 def read(sources, errors):
     """The conversations of tables."""
-    given = table_rows(sources, columns(Fields()), errors)
-    return (made for _, made in errors.passed(given, lambda row: conversation(row, data())))
+    given = table_rows(sources, list_columns(Fields()), errors)
+    return (made for _, made in errors.convert_rows(given, lambda row: read_conversation(row, data())))
 
 
 GARBAGE = st.recursive(
@@ -324,11 +326,11 @@ FIELDS = (
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), GARBAGE, max_size=5))
 def test_any_row_is_a_conversation_that_a_template_can_take_or_says_why_not(row):
     try:
-        found = conversation(row, data())
+        found = read_conversation(row, data())
     except Corrupt:
         return
     assert all(isinstance(message["content"], str) for message in found.messages)
-    assert {found.messages[index]["role"] for index in found.turns} == {"assistant"}
+    assert {found.messages[index]["role"] for index in found.learned_turns} == {"assistant"}
 
 
 def test_broken_rows_of_all_formats_are_told_at_once_by_file_and_line(tmp_path):
@@ -368,4 +370,4 @@ def test_a_table_has_the_same_conversations(tmp_path):
     )
     errors = DataErrors("stop")
     found = list(read((*expand([str(tmp_path)], "parquet"),), errors))
-    assert errors.corrupt.count == 0 and found == [conversation(row, data()) for row in rows]
+    assert errors.corrupt.count == 0 and found == [read_conversation(row, data()) for row in rows]

@@ -140,7 +140,7 @@ def test_of_every_row_exactly_the_assistants_tokens_are_learned(tokenizers, tmp_
     wanted = tokenizer(texts, add_special_tokens=False)["input_ids"]
     known, seen = bytes_of_tokens(tokenizer), []
     for number in range(len(corpus.training)):
-        batch = corpus.training.batch(np.asarray([number]))
+        batch = corpus.training.build_batch(np.asarray([number]))
         lengths = list(batch.lengths or batch.ids.shape[1:])
         columns = (of[0].split(lengths) for of in (batch.ids, batch.labels, batch.loss_mask))
         for document, ids, labels, mask in zip(batch.documents.tolist(), *columns, strict=True):

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 
 from bundle.data import Loader, prepare
-from bundle.data.corpus import first_samples, inspect, marked
-from bundle.data.samples import Batch
-from bundle.data.tokenizers import Bytes
+from bundle.data.corpus import decode_first_samples, inspect, mark_learned
+from bundle.data.samples import SampleBatch
+from bundle.data.tokenizers import ByteTokenizer
 from bundle.recipe import load
 
 TURNS = [("What is 2+2?", "Four."), ("And 3+3?", "Six."), ("Hi", "Hello, world.")]
@@ -41,7 +41,7 @@ def job(path, *overrides):
 def test_what_is_learned_stands_in_brackets(tmp_path, packed):
     path = rows(tmp_path / "chat.jsonl", TURNS[:2], TURNS[2:])
     recipe = job(path, "data.sequence_length=256", f"data.packed={str(packed).lower()}")
-    shown = first_samples(recipe, prepare(recipe, tmp_path / "data"), 3)
+    shown = decode_first_samples(recipe, prepare(recipe, tmp_path / "data"), 3)
     two = "### User\nWhat is 2+2?\n### Assistant\n⟦Four.\n<end>⟧"
     two += "### User\nAnd 3+3?\n### Assistant\n⟦Six.\n<end>⟧"
     one = "### User\nHi\n### Assistant\n⟦Hello, world.\n<end>⟧"
@@ -55,24 +55,26 @@ def test_the_samples_are_those_of_step_1(tmp_path):
     many = [[("q", f"answer {number}")] for number in range(40)]
     recipe = job(rows(tmp_path / "chat.jsonl", *many), "train.global_batch_size=8")
     corpus = prepare(recipe, tmp_path / "data")
-    step = [marked(batch, corpus.tokenizer) for batch in Loader(recipe, corpus, 0, 1).training(0)]
-    assert first_samples(recipe, corpus, 5) == step[:5] and len(set(step)) == 8
+    step = [
+        mark_learned(batch, corpus.tokenizer) for batch in Loader(recipe, corpus, 0, 1).read_training_step(0)
+    ]
+    assert decode_first_samples(recipe, corpus, 5) == step[:5] and len(set(step)) == 8
 
 
 def test_running_text_is_learned_but_for_its_first_token():
     text = b"to be or not"
     ids = torch.tensor([list(text)])
-    batch = Batch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(text) - 1), ids[:, :-1])
-    assert marked(batch, Bytes()) == "t⟦o be or not⟧"
+    batch = SampleBatch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(text) - 1), ids[:, :-1])
+    assert mark_learned(batch, ByteTokenizer()) == "t⟦o be or not⟧"
 
 
 def test_a_long_sample_is_cut_and_says_so():
     ids = torch.full((1, 1001), ord("a"))
-    batch = Batch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1])
-    assert marked(batch, Bytes()) == "a" * 400 + " ... 601 tokens more"
+    batch = SampleBatch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1])
+    assert mark_learned(batch, ByteTokenizer()) == "a" * 400 + " ... 601 tokens more"
     lengths = (300, 300, 200, 200)
-    packed = Batch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1], lengths)
-    assert marked(packed, Bytes()).split("\n\n")[1:] == ["a" * 300, "... 2 sequences more"]
+    packed = SampleBatch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1], lengths)
+    assert mark_learned(packed, ByteTokenizer()).split("\n\n")[1:] == ["a" * 300, "... 2 sequences more"]
 
 
 def test_counts(tmp_path):

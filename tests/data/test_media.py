@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from bundle.data.conversations import columns, conversation
-from bundle.data.media import IMAGE, KEYS, VIDEO, content
-from bundle.data.preferences import preference
+from bundle.data.conversations import list_columns, read_conversation
+from bundle.data.media import IMAGE, KEYS, VIDEO, read_content
+from bundle.data.preferences import read_preference
 from bundle.data.sources import Corrupt
 from bundle.recipe.data import Data
 
@@ -22,16 +22,16 @@ def llava(question, **row):
 
 
 def named(row, **fields):
-    return [(medium.kind, medium.named) for medium in conversation(row, data(**fields)).media]
+    return [(medium.kind, medium.reference) for medium in read_conversation(row, data(**fields)).media]
 
 
 @pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in KEYS for key in KEYS[kind]])
 @pytest.mark.parametrize("listed", [True, False])
 def test_common_keys_are_found(kind, key, listed):
     row = llava(f"<{kind}>\nwhat?", **{key: ["a"] if listed else "a"})
-    assert key in columns(data().fields), "a parquet file is read for this column"
+    assert key in list_columns(data().fields), "a parquet file is read for this column"
     assert named(row) == [(kind, "a")]
-    assert conversation(row, data()).messages[0]["content"] == [
+    assert read_conversation(row, data()).messages[0]["content"] == [
         {"type": kind},
         {"type": "text", "text": "\nwhat?"},
     ]
@@ -46,15 +46,15 @@ def test_several_images_are_taken_in_their_order():
 def test_a_name_in_the_recipe_is_the_only_one_that_is_read():
     row = llava("<image>?", pics="a", image="b", images=["c"])
     assert named(row, images="pics") == [(IMAGE, "a")]
-    assert "image" not in columns(data(images="pics").fields)
+    assert "image" not in list_columns(data(images="pics").fields)
     with pytest.raises(Corrupt, match=r"^pics: names 0, .* 1 places"):
-        conversation(llava("<image>?", image="b"), data(images="pics"))
+        read_conversation(llava("<image>?", image="b"), data(images="pics"))
 
 
 def test_two_keys_that_name_different_images_are_refused():
     assert named(llava("<image>", image="a", image_path=["a"])) == [(IMAGE, "a")]
     with pytest.raises(Corrupt, match="fields image and image_path"):
-        conversation(llava("<image>", image="a", image_path="b"), data())
+        read_conversation(llava("<image>", image="a", image_path="b"), data())
 
 
 NONE: list[dict] = [{}, {"images": []}, {"images": None}, {"image": ""}, {"image": None, "images": []}]
@@ -64,7 +64,7 @@ NONE: list[dict] = [{}, {"images": []}, {"images": None}, {"image": ""}, {"image
 @pytest.mark.parametrize("row", NONE)
 def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row):
     with pytest.raises(Corrupt, match=rf"{kind}_path.*: names 0, .* 1 places .*data\.fields\.{kind}s: null"):
-        conversation(llava(f"<{kind}>?", **row), data())
+        read_conversation(llava(f"<{kind}>?", **row), data())
     assert named(llava(f"<{kind}>?", **row), **{f"{kind}s": None}) == [], "null: the mark is plain text"
     assert named(llava("?", **row)) == []
 
@@ -74,7 +74,7 @@ def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row):
 def test_as_many_images_as_places(kind, marks, media):
     row = llava(f"<{kind}>" * marks + "?", **{kind: ["a"] * media})
     with pytest.raises(Corrupt, match=rf"^{kind}: names {media}, .* {marks} places for {kind}s"):
-        conversation(row, data())
+        read_conversation(row, data())
 
 
 def test_marks_in_parts_are_places_and_those_of_answers_are_not():
@@ -82,23 +82,23 @@ def test_marks_in_parts_are_places_and_those_of_answers_are_not():
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "<image>"}]}
     assert named({**row, "images": ["b"]}) == [(IMAGE, "a"), (IMAGE, "b")]
     with pytest.raises(Corrupt, match="names 0, and the messages have 1"):
-        conversation(row, data())
+        read_conversation(row, data())
     with pytest.raises(Corrupt, match="names 2, and the messages have 1"):
-        conversation({**row, "images": ["b", "c"]}, data())
+        read_conversation({**row, "images": ["b", "c"]}, data())
 
 
 def test_images_of_a_message_are_refused():
     said = [{"role": "user", "content": "?", "images": ["a"]}, {"role": "assistant", "content": "."}]
     with pytest.raises(Corrupt, match=r"^message 0: images"):
-        conversation({"messages": said}, data())
+        read_conversation({"messages": said}, data())
 
 
 def test_both_answers_of_a_preference_have_the_images_of_their_prompt():
     asked = [{"role": "user", "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "?"}]}]
     row = {"prompt": asked, "chosen": "yes", "rejected": "no"}
     before = json.dumps(row)
-    for each in preference(row, data()):
-        assert [(medium.kind, medium.named) for medium in each.media] == [(IMAGE, "a")]
+    for each in read_preference(row, data()):
+        assert [(medium.kind, medium.reference) for medium in each.media] == [(IMAGE, "a")]
     assert json.dumps(row) == before
 
 
@@ -109,9 +109,9 @@ def test_a_file_url_is_a_path_below_the_rows(tmp_path):
     (tmp_path / "outside.png").write_bytes(b"theirs")
     whole = str(path).replace(" ", "%20")
     for name in (str(path), f"file://{whole}", f"FILE://localhost{whole}", "file://images/a%201.png"):
-        assert content(name, folder, 100, IMAGE) == b"pixels", name
+        assert read_content(name, folder, 100, IMAGE) == b"pixels", name
     for name in (f"file://{tmp_path}/outside.png", "file://../outside.png", "file:///etc/passwd"):
         with pytest.raises(Corrupt, match="outside of the folder"):
-            content(name, folder, 100, IMAGE)
+            read_content(name, folder, 100, IMAGE)
     with pytest.raises(Corrupt, match="is a URL"):
-        content("https://localhost/a.png", folder, 100, IMAGE)
+        read_content("https://localhost/a.png", folder, 100, IMAGE)

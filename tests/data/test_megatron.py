@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.data import Loader, changed, prepare
-from bundle.data.corpus import first_samples, inspect
+from bundle.data import Loader, list_changes, prepare
+from bundle.data.corpus import decode_first_samples, inspect
 from bundle.errors import UsageError
 from bundle.planning.datafiles import expand
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import find_input_problems
 from bundle.recipe import load
 from tests.data.test_indexed import build
 
@@ -44,7 +44,7 @@ def test_windows_run_through_the_tokens_as_they_lie_and_nothing_is_copied(built)
     ids = flat(built / "small", np.uint16)
     assert len(corpus.training) == (len(ids) - 1) // LENGTH and corpus.tokens == len(ids)
     for number in (0, 7, len(corpus.training) - 1):
-        batch = corpus.training.batch(np.asarray([number]))
+        batch = corpus.training.build_batch(np.asarray([number]))
         assert batch.ids[0].tolist() == ids[number * LENGTH : number * LENGTH + LENGTH]
         assert batch.labels[0].tolist() == ids[number * LENGTH + 1 : number * LENGTH + LENGTH + 1]
     assert [path.name for path in (built / "data").glob("tokens*/*")] == ["facts.json"]
@@ -61,19 +61,19 @@ def test_several_data_sets_are_samples_of_each_and_a_step_is_the_same_on_any_num
     assert len(corpus.training) == sum(sizes)
 
     def step(consumed, dp):
-        ranks = [Loader(made, corpus, rank, dp).training(consumed) for rank in range(dp)]
+        ranks = [Loader(made, corpus, rank, dp).read_training_step(consumed) for rank in range(dp)]
         if packed == "true":
             return sorted(tuple(b.ids[0].tolist()) for batches in ranks for b in batches)
         return sorted(tuple(row.tolist()) for batches in ranks for b in batches for row in b.ids)
 
     for consumed in (0, 16 * 9):
         assert step(consumed, 1) == step(consumed, 2) == step(consumed, 4)
-    epoch = [corpus.training.batch(np.asarray([n])) for n in range(len(corpus.training))]
+    epoch = [corpus.training.build_batch(np.asarray([n])) for n in range(len(corpus.training))]
     assert all(int(b.ids.max()) < 100 for b in epoch[: sizes[0]])
     assert all(int(b.ids.min()) >= 100 for b in epoch[sizes[0] :])
     apart = [prepare(recipe([built / name], *batches), built / "data").training for name in NAMES]
     for part, number, at in ((0, 5, 5), (1, 0, sizes[0]), (1, sizes[1] - 1, sum(sizes) - 1)):
-        one, other = apart[part].batch(np.asarray([number])), epoch[at]
+        one, other = apart[part].build_batch(np.asarray([number])), epoch[at]
         assert one.lengths == other.lengths and torch.equal(one.ids, other.ids)
         assert torch.equal(one.labels, other.labels) and torch.equal(one.loss_mask, other.loss_mask)
         assert torch.equal(one.position_ids, other.position_ids)
@@ -81,7 +81,7 @@ def test_several_data_sets_are_samples_of_each_and_a_step_is_the_same_on_any_num
 
 def test_a_sample_without_loss_has_none_in_any_data_set(built):
     corpus = prepare(recipe([built / name for name in NAMES]), built / "data")
-    batch = corpus.training.batch(np.asarray([-1, len(corpus.training) - 1, -1]))
+    batch = corpus.training.build_batch(np.asarray([-1, len(corpus.training) - 1, -1]))
     assert batch.loss_mask.sum(1).tolist()[::2] == [0, 0] and batch.loss_mask[1].sum() > 0
 
 
@@ -101,10 +101,10 @@ def test_files_that_are_none_are_refused(built):
 
 def test_other_tokens_in_the_same_files_are_noticed(built):
     before = prepare(recipe([built / "small"]), built / "data").identity
-    assert changed(before, prepare(recipe([built / "small"]), built / "data").identity) == []
+    assert list_changes(before, prepare(recipe([built / "small"]), built / "data").identity) == []
     tokens = (built / "small.bin").read_bytes()
     (built / "small.bin").write_bytes(tokens[2:] + tokens[:2])
-    (line,) = changed(before, prepare(recipe([built / "small"]), built / "data").identity)
+    (line,) = list_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
     assert line.startswith("data tokens: was ")
 
 
@@ -112,7 +112,7 @@ def test_other_documents_of_the_same_tokens_are_noticed(built):
     before = prepare(recipe([built / "small"]), built / "data").identity
     build(built / "whole", [[flat(built / "small", np.uint16)]], np.uint16)
     (built / "whole.idx").replace(built / "small.idx")
-    (line,) = changed(before, prepare(recipe([built / "small"]), built / "data").identity)
+    (line,) = list_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
     assert line.startswith("data tokens: was ")
 
 
@@ -134,7 +134,7 @@ def test_a_name_that_means_no_two_files_is_told_before_any_rank_starts(built, na
         expand([named], "megatron")
     (line,) = caught.value.violations
     assert line.startswith(f"data.path {named}")
-    assert any(line in str(found) for found in input_problems(recipe([named]), built / "run"))
+    assert any(line in str(found) for found in find_input_problems(recipe([named]), built / "run"))
 
 
 def test_conversations_need_a_loss_mask_that_these_files_have_not():
@@ -153,7 +153,7 @@ def test_what_check_counts_is_of_all_data_sets(built):
 
 def test_samples_of_files_without_a_named_tokenizer_are_shown_as_ids(built):
     made = recipe([built / "large.v2"])
-    (text,) = first_samples(made, prepare(made, built / "data"), 1)
+    (text,) = decode_first_samples(made, prepare(made, built / "data"), 1)
     shown = re.findall(r"\d+", text)
     assert len(shown) == LENGTH + 1 and all(100 <= int(each) < 258 for each in shown)
     assert not re.search(r"[^\d\s⟦⟧]", text)

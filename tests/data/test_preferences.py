@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bundle.data import Loader, prepare
-from bundle.data.preferences import columns, preference
+from bundle.data.preferences import list_columns, read_preference
 from bundle.data.samples import BLANK
 from bundle.data.sources import Corrupt
 from bundle.errors import UsageError
@@ -25,7 +25,10 @@ def says(text):
 
 def pair(row):
     """(texts of the messages, which are learned) of both conversations."""
-    return [([m["content"] for m in each.messages], list(each.turns)) for each in preference(row, DATA)]
+    return [
+        ([m["content"] for m in each.messages], list(each.learned_turns))
+        for each in read_preference(row, DATA)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,8 @@ FORMATS = [
 
 @pytest.mark.parametrize(("format_", "row"), FORMATS)
 def test_the_format_of_a_pair_is_found_by_its_fields(format_, row):
-    assert row.keys() - set(columns(DATA.fields)) <= {"prompt_id", "score_chosen"}
-    assert [each.format for each in preference(row, DATA)] == [format_, format_]
+    assert row.keys() - set(list_columns(DATA.fields)) <= {"prompt_id", "score_chosen"}
+    assert [each.format for each in read_preference(row, DATA)] == [format_, format_]
     assert pair(row) == [(["q", "good"], [1]), (["q", "bad"], [1])]
 
 
@@ -115,20 +118,20 @@ def test_a_history_is_part_of_the_prompt():
 def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named():
     row = {"prompt": "p", "instruction": "q", "chosen": "good", "rejected": "bad"}
     with pytest.raises(Corrupt, match=r"data\.fields\.format: trl or alpaca"):
-        preference(row, DATA)
+        read_preference(row, DATA)
     chosen = DATA.model_copy(update={"fields": Fields(format="alpaca")})
-    assert preference(row, chosen)[0].messages == [QUESTION, says("good")]
+    assert read_preference(row, chosen)[0].messages == [QUESTION, says("good")]
     other = {"prompt": [{"role": "system", "content": "s"}, QUESTION]}
     whole = {"chosen": [QUESTION, says("good")], "rejected": [QUESTION, says("bad")]}
     with pytest.raises(Corrupt, match="field prompt: "):
-        preference(other | whole, DATA)
+        read_preference(other | whole, DATA)
 
 
 @pytest.mark.parametrize("tag", ["label", "kto_tag"])
 def test_rows_for_kto_are_not_pairs(tag):
     with pytest.raises(Corrupt, match=r"KTO.*task: sft"):
-        preference({"prompt": "q", "completion": "a", tag: True}, DATA)
-    assert tag in columns(DATA.fields)
+        read_preference({"prompt": "q", "completion": "a", tag: True}, DATA)
+    assert tag in list_columns(DATA.fields)
     assert pair({"prompt": "q", "chosen": "good", "rejected": "bad", tag: True})
 
 
@@ -163,9 +166,9 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
     ],
 )
 def test_rows_that_are_no_pair(row, why):
-    assert row.keys() <= set(columns(DATA.fields))  # which are read of a table
+    assert row.keys() <= set(list_columns(DATA.fields))  # which are read of a table
     with pytest.raises(Corrupt, match=why):
-        preference(row, DATA)
+        read_preference(row, DATA)
 
 
 LENGTH = 64
@@ -222,9 +225,9 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
     seen, held = [], []
     for rank in range(2):
         loader = Loader(job, corpus, rank, 2)
-        found = [batch for batches in loader.once() for batch in batches]
+        found = [batch for batches in loader.read_all_samples() for batch in batches]
         seen += [numbers for batch in found for numbers in batch.documents.reshape(-1, 2).tolist()]
-        evaluated = loader.validation()["validation"]
+        evaluated = loader.read_validation()["validation"]
         held += [numbers for batch in evaluated for numbers in batch.documents.reshape(-1, 2).tolist()]
         for batch in (*found, *evaluated):
             lengths = np.asarray(batch.lengths or [LENGTH] * len(batch.ids))
@@ -240,7 +243,7 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
 
 
 def test_what_a_recipe_may_say(rows):
-    assert recipe(rows).dpo.beta == 0.1 and recipe(rows, "train.micro_batch_size=2").rows == 4
+    assert recipe(rows).dpo.beta == 0.1 and recipe(rows, "train.micro_batch_size=2").micro_batch_rows == 4
     assert load("demo").dpo is None and recipe(rows).loss_mean == "sequence"
     for keys, why in (
         (["task=sft", "dpo.beta=0.2"], "belongs to task dpo"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bundle.data import prepare
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.recipe import load
 from tests.data import chat
 from tests.data.published import SHAPES
@@ -61,7 +61,7 @@ def test_the_families_that_are_promised_are_there():
 def test_packs_of_cut_rows_learn_what_the_whole_rows_do(tmp_path, name, side):
     shape = SHAPES[name]
     directory = chat.directory(tmp_path / "tokenizer", shape.template)
-    made = HuggingFace(directory)
+    made = HuggingFaceTokenizer(directory)
     rows = list(rows_of(shape))
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"messages": messages, "tools": tools}) for messages, tools in rows))
@@ -79,7 +79,7 @@ def test_packs_of_cut_rows_learn_what_the_whole_rows_do(tmp_path, name, side):
 
     found = []
     for number in range(len(corpus.training)):
-        pack = corpus.training.batch(np.array([number]))
+        pack = corpus.training.build_batch(np.array([number]))
         assert pack.lengths is not None
         for begin, end in itertools.pairwise(itertools.accumulate(pack.lengths, initial=0)):
             text = made.decode(pack.ids[0, begin:end].tolist()).encode()

@@ -10,10 +10,10 @@ import json
 import numpy as np
 import pytest
 
-from bundle.data.chat import ChatTemplate, writer
-from bundle.data.conversations import conversation
+from bundle.data.chat import ChatTemplate, build_writer
+from bundle.data.conversations import read_conversation
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data
@@ -56,7 +56,7 @@ def talk(turns, tools, system, thoughts):
 @pytest.fixture(scope="module", params=SHAPES)
 def writes(request, tmp_path_factory):
     shape = SHAPES[request.param]
-    made = HuggingFace(chat.directory(tmp_path_factory.mktemp("tokenizer"), shape.template))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path_factory.mktemp("tokenizer"), shape.template))
     return shape, made, ChatTemplate(made, TODAY)
 
 
@@ -76,7 +76,7 @@ def prompt(shape, made, messages, tools):
 def learned(made, documents):
     """(what stands before, what is learned) of each run of learned tokens, as text."""
     for document in documents:
-        ids, mask = document.ids, np.asarray(document.learned, np.int8)
+        ids, mask = document.ids, np.asarray(document.loss_mask, np.int8)
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
         for begin, end in edges.reshape(-1, 2).tolist():
             yield made.decode(ids[:begin].tolist()), made.decode(ids[begin:end].tolist())
@@ -88,7 +88,7 @@ def test_each_turn_is_learned_behind_the_prompt_for_it(writes, length, tools, sy
     messages, functions = talk(turns, tools, system, thoughts), TOOLS if tools else None
     asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     asked = asked if learn == "all_turns" else asked[-1:]
-    chosen = conversation({"messages": messages, "tools": functions}, data(learn))
+    chosen = read_conversation({"messages": messages, "tools": functions}, data(learn))
     says = [shape.says(messages[index]) for index in asked]
     if (tools and not shape.tools) or (system and shape.refuses_system) or None in says:
         with pytest.raises(Corrupt) as caught:
@@ -105,14 +105,14 @@ def test_each_turn_is_learned_behind_the_prompt_for_it(writes, length, tools, sy
 
 
 def test_arguments_are_given_to_the_template_and_change_the_prompt(tmp_path):
-    made = HuggingFace(chat.directory(tmp_path, SHAPES["glm-4.5"].template))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path, SHAPES["glm-4.5"].template))
     chosen = Data(**(data("all_turns").dump() | {"path": ("r",), "template": "chat"}))
     asked = {"template_arguments": {"enable_thinking": False}}
     arguments = Data.model_validate(chosen.model_dump() | asked)
     messages = talk(1, False, False, None)
-    template = writer(arguments, made)
+    template = build_writer(arguments, made)
     ((before, said),) = learned(
-        made, template.encode(chat.drafts(template, conversation({"messages": messages}, chosen)))
+        made, template.encode(chat.drafts(template, read_conversation({"messages": messages}, chosen)))
     )
     theirs = made._tokenizer.apply_chat_template(
         messages[:1], tokenize=False, add_generation_prompt=True, enable_thinking=False

@@ -133,7 +133,7 @@ def test_questions_are_drawn_as_samples_are(tmp_path, seed):
     assert questions.training.sizes == (2, 3)
     order = Blend((2, 3), (0.25, 0.75), seed)
     drawn = [question.number for question in questions.draw(7, 40)]
-    assert drawn == order.drawn(7, 40).tolist()
+    assert drawn == order.draw_samples(7, 40).tolist()
     assert drawn[10:20] == [question.number for question in questions.draw(17, 10)]
     # Whole periods have the shares of the weights; each set is gone through before a question comes again.
     first = [question.number for question in questions.draw(0, 8)]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bundle.data import prepare
-from bundle.data.sources import Told
-from bundle.data.tokenizers import Bytes
+from bundle.data.sources import ReasonCounter
+from bundle.data.tokenizers import ByteTokenizer
 from bundle.errors import UsageError
 from bundle.planning.datafiles import expand
 from bundle.recipe import load
@@ -94,9 +94,11 @@ def test_a_first_row_that_is_cut_does_not_condemn_the_file(tmp_path):
 
 def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch):
     """A tokenizer may give ids that are not among those that it says it has."""
-    right = Bytes.encode
+    right = ByteTokenizer.encode
     monkeypatch.setattr(
-        Bytes, "encode", lambda of, texts: [np.where(ids == 195, 258, ids) for ids in right(of, texts)]
+        ByteTokenizer,
+        "encode",
+        lambda of, texts: [np.where(ids == 195, 258, ids) for ids in right(of, texts)],
     )
     (tmp_path / "a.txt").write_text("one\n\n\nñ\n\n\ntwo\n\n\n\n\n\nthree\n\né\n\n\n")
     made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', source="text")
@@ -152,16 +154,16 @@ def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
 
 
 def test_reasons_that_differ_in_values_alone_are_one_cause():
-    counted = Told()
+    counted = ReasonCounter()
     for n in range(60):
         counted.add(f"a.jsonl:{n + 1}", f"image 'images/{n}.png': No such file or directory")
     counted.add("a.jsonl:61", "image 'images/60.png': Permission denied")
-    whole = Told()
+    whole = ReasonCounter()
     whole.extend(*json.loads(json.dumps(counted.dump())))
-    first, second = whole.lines()
+    first, second = whole.format_lines()
     assert first.startswith("a.jsonl:1, a.jsonl:2, a.jsonl:3 and 57 more: image 'images/0.png': No such file")
     assert second == "a.jsonl:61: image 'images/60.png': Permission denied"
-    assert whole.count == 61 and whole.unlisted == 0
+    assert whole.count == 61 and whole.unlisted_count == 0
 
 
 def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bundle.data.chat import ChatTemplate, writer
-from bundle.data.conversations import conversation
+from bundle.data.chat import ChatTemplate, build_writer
+from bundle.data.conversations import read_conversation
 from bundle.data.corpus import prepare
 from bundle.data.prompts import Prompts
-from bundle.data.samples import learned_at
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.samples import read_loss_mask
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.pretrained import writing
-from bundle.pretrained.writing import Published
+from bundle.pretrained.writing import PublishedModel
 from bundle.recipe import load
 from tests.data import chat
 
@@ -49,9 +49,11 @@ def job(tmp_path):
 
 def written(recipe):
     """The text and the learned texts of the row."""
-    template = writer(recipe.data, HuggingFace(Path(recipe.data.tokenizer.removeprefix("hf:"))))
+    template = build_writer(
+        recipe.data, HuggingFaceTokenizer(Path(recipe.data.tokenizer.removeprefix("hf:")))
+    )
     assert isinstance(template, ChatTemplate)
-    ((text, parts),) = chat.drafts(template, conversation({"messages": TALK}, recipe.data))
+    ((text, parts),) = chat.drafts(template, read_conversation({"messages": TALK}, recipe.data))
     return text, [text[begin:end] for begin, end in parts]
 
 
@@ -59,7 +61,7 @@ def written(recipe):
 def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
     recipe = job("chatml", own)
     assert written(recipe) == (CHATML, ["2<|im_end|>", "ünï 4<|im_end|>"])
-    made = HuggingFace(Path(recipe.data.tokenizer.removeprefix("hf:")))
+    made = HuggingFaceTokenizer(Path(recipe.data.tokenizer.removeprefix("hf:")))
     theirs = made._tokenizer.apply_chat_template(
         TALK,
         chat_template=recipe.data.template_text,
@@ -70,12 +72,12 @@ def test_chatml_writes_and_learns_what_transformers_does_with_it(job, own):
     (store,) = prepare(recipe, Path(recipe.data.path[0]).parent / "tokens").stores
     places = np.arange(store.starts[0], store.starts[0] + store.lengths[0])
     assert store.ids[places].tolist() == theirs["input_ids"]
-    assert learned_at(store, places).tolist() == list(map(bool, theirs["assistant_masks"]))
+    assert read_loss_mask(store, places).tolist() == list(map(bool, theirs["assistant_masks"]))
 
 
 def test_generate_asks_by_the_template_that_was_trained(job):
-    asked = Prompts.of_recipe(job("chatml")).prompt("1+1?", {})
-    tokenizer = Prompts.of_recipe(job("chatml")).tokenizer
+    asked = Prompts.from_recipe(job("chatml")).build_prompt("1+1?", {})
+    tokenizer = Prompts.from_recipe(job("chatml")).tokenizer
     assert tokenizer.decode(asked.ids) == ASKED
 
 
@@ -98,12 +100,12 @@ def test_what_is_published_has_the_template_that_was_trained(job, tmp_path, key)
         (made / "chat_template.json").write_text(json.dumps({"chat_template": chat.SIMPLE}))
     out.mkdir()
     (out / "config.json").write_text("{}")
-    writing.copy_belongings(Published.of(recipe), out)
-    published = HuggingFace(out)
+    writing.copy_extra_files(PublishedModel.from_recipe(recipe), out)
+    published = HuggingFaceTokenizer(out)
     theirs = published._tokenizer.apply_chat_template(TALK, tokenize=False)
     assert theirs == CHATML
     assert json.loads((out / "tokenizer_config.json").read_text())["chat_template"] == recipe.data.template
     assert not key or json.loads((out / "chat_template.json").read_text()) == {
         "chat_template": recipe.data.template
     }
-    assert published.chat_template() == recipe.data.template
+    assert published.read_chat_template() == recipe.data.template

@@ -12,12 +12,12 @@ import pytest
 
 from bundle.data import prepare, store
 from bundle.data.chat import ChatTemplate
-from bundle.data.conversations import conversation
+from bundle.data.conversations import read_conversation
 from bundle.data.corpus import inspect
 from bundle.data.media import Medium
 from bundle.data.sources import DataErrors
-from bundle.data.store import Chunk, Document, open_store, write
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.store import RowChunk, TokenDocument, open_store, write_store
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data
@@ -53,22 +53,22 @@ def expected(made, messages):
 
 @pytest.mark.parametrize("template", [chat.THOUGHTFUL, chat.THINKING])
 def test_each_turn_is_learned_in_a_sample_that_ends_with_it(tmp_path, template):
-    made = HuggingFace(chat.directory(tmp_path, template))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path, template))
     writes, messages = ChatTemplate(made), talk(3)
-    documents: Any = list(writes.encode(chat.drafts(writes, conversation({"messages": messages}, DATA))))
+    documents: Any = list(writes.encode(chat.drafts(writes, read_conversation({"messages": messages}, DATA))))
     assert len(documents) == 3
     for document, (whole, prompt) in zip(documents, expected(made, messages), strict=True):
         assert document.ids.tolist() == whole
-        assert np.flatnonzero(document.learned).tolist() == list(range(prompt, len(whole)))
+        assert np.flatnonzero(document.loss_mask).tolist() == list(range(prompt, len(whole)))
 
 
 def test_turns_that_stay_as_they_are_share_a_sample(tmp_path):
     """A turn after a tool's answer goes on with the thoughts that were there; a new question ends them."""
-    made = HuggingFace(chat.directory(tmp_path, chat.THOUGHTFUL))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path, chat.THOUGHTFUL))
     steps = [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "<think>\nb\n</think>\n\n2"}]
     messages = [*talk(1), *steps, *talk(2)[2:]]
     writes = ChatTemplate(made)
-    samples = chat.drafts(writes, conversation({"messages": messages}, DATA))
+    samples = chat.drafts(writes, read_conversation({"messages": messages}, DATA))
     assert [text for text, _ in samples] == [made.decode(ids(made, messages[:end])) for end in (4, 6)]
     learned = [[text[begin:end] for begin, end in parts] for text, parts in samples]
     assert learned == [
@@ -76,7 +76,7 @@ def test_turns_that_stay_as_they_are_share_a_sample(tmp_path):
         ["<think>\n1\n</think>\n\n1.<end>"],
     ]
     messages[1]["weight"] = messages[3]["weight"] = 0
-    assert len(chat.drafts(writes, conversation({"messages": messages}, DATA))) == 1
+    assert len(chat.drafts(writes, read_conversation({"messages": messages}, DATA))) == 1
 
 
 def test_a_sample_has_the_images_of_the_messages_that_it_shows(tmp_path):
@@ -84,8 +84,8 @@ def test_a_sample_has_the_images_of_the_messages_that_it_shows(tmp_path):
     for index, marks in ((0, "<image>"), (4, "<image><image>")):
         messages[index]["content"] = marks + messages[index]["content"]
     source = chat.THOUGHTFUL.replace("{{ m.content }}", "{{ m.content | string }}")
-    writes = ChatTemplate(HuggingFace(chat.directory(tmp_path, source)))
-    row = conversation({"messages": messages, "images": ["a", "b", "c"]}, DATA)
+    writes = ChatTemplate(HuggingFaceTokenizer(chat.directory(tmp_path, source)))
+    row = read_conversation({"messages": messages, "images": ["a", "b", "c"]}, DATA)
     drafts: Any
     (drafts,) = writes.draft([writes.prepare(row)])
     every = [Medium("image", name) for name in "abc"]
@@ -115,10 +115,10 @@ def test_samples_of_a_row_are_counted_and_held_out_together(recipe, tmp_path, pa
     samples = sum(1 + number % 3 for number in range(ROWS))
     assert (counts.rows, counts.documents) == (ROWS, samples)
     (made,) = corpus.stores
-    assert np.bincount(made.rows).tolist() == [1 + number % 3 for number in range(ROWS)]
+    assert np.bincount(made.row_numbers).tolist() == [1 + number % 3 for number in range(ROWS)]
 
     def rows(samples):
-        batches = [samples.batch(np.array([number])) for number in range(len(samples))]
+        batches = [samples.build_batch(np.array([number])) for number in range(len(samples))]
         texts = [corpus.tokenizer.decode(batch.ids[0].tolist()) for batch in batches]
         return {name for text in texts for name in re.findall(r"<user>(\d\d)", text)}
 
@@ -130,7 +130,7 @@ def test_a_row_that_is_too_long_keeps_the_samples_that_still_teach_something(rec
     whole: Any
     (whole,) = prepare(recipe("data.validation=0"), tmp_path / "whole").stores
     longest = int(whole.lengths.argmax())  # of which the cut leaves no learned token
-    learned = whole.learned[whole.starts[longest] :][: whole.lengths[longest]]
+    learned = whole.loss_mask[whole.starts[longest] :][: whole.lengths[longest]]
     room = int(np.flatnonzero(learned)[0])
     keys = ("data.validation=0", "data.truncation=right", f"data.sequence_length={room}")
     corpus = prepare(recipe(*keys), tmp_path / "cut")
@@ -157,11 +157,11 @@ def test_rows_of_several_documents_are_known_after_an_interruption(tmp_path, mon
         for number in range(first, 9):
             if number == until:
                 raise KeyboardInterrupt  # as a kill, it leaves what there is
-            document = Document(np.arange(number + 1, dtype=np.uint32), np.ones(number + 1, np.bool_))
-            yield Chunk([[document], [document] * (1 + number % 3)], DataErrors("stop").dump())
+            document = TokenDocument(np.arange(number + 1, dtype=np.uint32), np.ones(number + 1, np.bool_))
+            yield RowChunk([[document], [document] * (1 + number % 3)], DataErrors("stop").dump())
 
     def make(name, chunks):
-        write(tmp_path / name, 300, chunks, DataErrors("stop"), lambda _: None)
+        write_store(tmp_path / name, 300, chunks, DataErrors("stop"), lambda _: None)
 
     make("whole", chunks)
     with pytest.raises(KeyboardInterrupt):
@@ -171,5 +171,5 @@ def test_rows_of_several_documents_are_known_after_an_interruption(tmp_path, mon
     begun: Any
     whole, begun = (open_store(tmp_path / name) for name in ("whole", "begun"))
     sizes = [size for number in range(9) for size in (1, 1 + number % 3)]
-    assert np.bincount(whole.rows).tolist() == np.bincount(begun.rows).tolist() == sizes
+    assert np.bincount(whole.row_numbers).tolist() == np.bincount(begun.row_numbers).tolist() == sizes
     assert whole.facts == begun.facts

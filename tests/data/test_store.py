@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bundle.data.sources import DataErrors
-from bundle.data.store import Chunk, Document, open_store
-from bundle.data.store import write as write_chunks
+from bundle.data.store import RowChunk, TokenDocument, open_store
+from bundle.data.store import write_store as write_chunks
 from bundle.errors import JobFailed
 
 
@@ -18,14 +18,14 @@ def write(path, documents, vocabulary, errors=None):
     write_chunks(
         path,
         vocabulary,
-        lambda _: iter([Chunk([[document] for document in documents], errors.taken())]),
+        lambda _: iter([RowChunk([[document] for document in documents], errors.drain_report())]),
         errors,
         lambda _: None,
     )
 
 
 def documents(count=3):
-    return (Document(np.arange(n + 1, dtype=np.uint32)) for n in range(count))
+    return (TokenDocument(np.arange(n + 1, dtype=np.uint32)) for n in range(count))
 
 
 def test_what_was_written_is_mapped_back(tmp_path):
@@ -33,7 +33,7 @@ def test_what_was_written_is_mapped_back(tmp_path):
     errors.add("file:1", "wrong")
     write(tmp_path / "s", documents(), 300, errors)
     store = open_store(tmp_path / "s")
-    assert store is not None and store.learned is None
+    assert store is not None and store.loss_mask is None
     assert store.ids.tolist() == [0, 0, 1, 0, 1, 2] and store.ids.dtype == np.uint16
     assert (store.starts.tolist(), store.lengths.tolist()) == ([0, 1, 3], [1, 2, 3])
     assert store.facts["skipped"] == ["file:1: wrong"] and store.facts["skipped_count"] == 1
@@ -42,19 +42,19 @@ def test_what_was_written_is_mapped_back(tmp_path):
 
 def test_large_vocabularies_and_masks(tmp_path):
     mask = np.asarray([True, False])
-    write(tmp_path / "s", iter([Document(np.asarray([70_000, 1], np.uint32), mask)]), 100_000)
+    write(tmp_path / "s", iter([TokenDocument(np.asarray([70_000, 1], np.uint32), mask)]), 100_000)
     store = open_store(tmp_path / "s")
-    assert store is not None and store.learned is not None
-    assert store.ids.tolist() == [70_000, 1] and store.learned.tolist() == [True, False]
+    assert store is not None and store.loss_mask is not None
+    assert store.ids.tolist() == [70_000, 1] and store.loss_mask.tolist() == [True, False]
 
 
 def test_the_digest_sees_tokens_boundaries_and_masks(tmp_path):
     one = np.asarray([1, 2, 3], np.uint32)
     variants = [
-        [Document(one)],
-        [Document(one[:1]), Document(one[1:])],
-        [Document(one[::-1])],
-        [Document(one, np.asarray([True, True, True]))],
+        [TokenDocument(one)],
+        [TokenDocument(one[:1]), TokenDocument(one[1:])],
+        [TokenDocument(one[::-1])],
+        [TokenDocument(one, np.asarray([True, True, True]))],
     ]
     digests = set()
     for index, variant in enumerate(variants):
@@ -67,7 +67,7 @@ def test_the_digest_sees_tokens_boundaries_and_masks(tmp_path):
 
 def test_nothing_half_written_stays(tmp_path):
     def broken():
-        yield Document(np.zeros(4, np.uint32))
+        yield TokenDocument(np.zeros(4, np.uint32))
         raise JobFailed("the source broke")
 
     with pytest.raises(JobFailed, match="source broke"):
@@ -78,7 +78,7 @@ def test_nothing_half_written_stays(tmp_path):
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "learned.bin", "learned.idx", "facts.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_store_is_named(tmp_path, name, damage):
-    masked = (Document(one.ids, one.ids > 0) for one in documents())
+    masked = (TokenDocument(one.ids, one.ids > 0) for one in documents())
     write(tmp_path / "s", masked, 300)
     path = tmp_path / "s" / name
     if damage == "cut":
@@ -91,8 +91,8 @@ def test_a_damaged_store_is_named(tmp_path, name, damage):
 
 def test_a_loss_mask_of_other_documents_is_damage(tmp_path):
     mask = np.asarray([True, False, True])
-    write(tmp_path / "s", iter([Document(mask.astype(np.uint32), mask)]), 300)
-    cut = (Document(part.astype(np.uint32), part) for part in (mask[:1], mask[1:]))
+    write(tmp_path / "s", iter([TokenDocument(mask.astype(np.uint32), mask)]), 300)
+    cut = (TokenDocument(part.astype(np.uint32), part) for part in (mask[:1], mask[1:]))
     write(tmp_path / "other", cut, 300)
     for suffix in ("bin", "idx"):
         (tmp_path / "other" / f"learned.{suffix}").rename(tmp_path / "s" / f"learned.{suffix}")
@@ -105,11 +105,11 @@ def test_a_full_disk_is_a_failed_job_and_leaves_nothing(tmp_path):
 import resource, signal, sys, numpy as np
 from pathlib import Path
 from bundle.errors import JobFailed
-from tests.data.test_store import Document, write
+from tests.data.test_store import TokenDocument, write
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    write(Path({str(tmp_path)!r}) / "s", iter([Document(np.zeros(10**6, np.uint32))]), 10)
+    write(Path({str(tmp_path)!r}) / "s", iter([TokenDocument(np.zeros(10**6, np.uint32))]), 10)
 except JobFailed as error:
     print(error)
 """

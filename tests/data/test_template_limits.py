@@ -11,9 +11,9 @@ import pytest
 
 from bundle.data import rendering
 from bundle.data.chat import ChatTemplate
-from bundle.data.conversations import conversation
+from bundle.data.conversations import read_conversation
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe.data import Data
 from tests.data import chat
@@ -27,12 +27,12 @@ OF_ONE_ROW = (
 
 def talk(question):
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
-    return conversation({"messages": messages}, DATA)
+    return read_conversation({"messages": messages}, DATA)
 
 
 @pytest.fixture
 def template(tmp_path):
-    return lambda source: ChatTemplate(HuggingFace(chat.directory(tmp_path / "tokenizer", source)))
+    return lambda source: ChatTemplate(HuggingFaceTokenizer(chat.directory(tmp_path / "tokenizer", source)))
 
 
 def children():

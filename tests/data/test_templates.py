@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from bundle.data import prepare
-from bundle.data.chat import ChatTemplate, writer
-from bundle.data.conversations import conversation
+from bundle.data.chat import ChatTemplate, build_writer
+from bundle.data.conversations import read_conversation
 from bundle.data.prompts import Prompts
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import load
 from bundle.recipe.data import Data
@@ -21,7 +21,7 @@ from tests.data import chat
 
 def talk(messages, learn="all_turns", **row):
     chosen = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, learn=learn)
-    return conversation({"messages": messages, **row}, chosen)
+    return read_conversation({"messages": messages, **row}, chosen)
 
 
 def said(*contents, system=None):
@@ -39,7 +39,7 @@ def learned(tmp_path_factory):
     """What is learned of a conversation by a template, as text."""
 
     def of(template, messages, learn="all_turns"):
-        made = HuggingFace(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
+        made = HuggingFaceTokenizer(chat.directory(tmp_path_factory.mktemp("tokenizer"), template))
         try:
             samples = chat.drafts(ChatTemplate(made), talk(messages, learn))
         except Corrupt as error:
@@ -129,7 +129,7 @@ def test_rows_that_no_template_can_take(learned):
 
 
 def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
-    made = HuggingFace(chat.directory(tmp_path, chat.MARKED))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path, chat.MARKED))
     messages = said("1+1?\n", "\n 2 ", "2+2?", "ünï", system="Be short.")
     theirs = made._tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
@@ -137,7 +137,7 @@ def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
 
     template = ChatTemplate(made)
     (document,) = template.encode(chat.drafts(template, talk(messages)))
-    ids, ours = document.ids, np.asarray(document.learned)
+    ids, ours = document.ids, np.asarray(document.loss_mask)
     assert ids.tolist() == theirs["input_ids"] and ours.tolist() == list(map(bool, theirs["assistant_masks"]))
     assert 0 < ours.sum() < len(ids)
 
@@ -161,19 +161,19 @@ def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, en
     keys = [f"data.tokenizer=hf:{made}", f"data.path={rows}", "data.source=jsonl", "data.template=chat"]
     keys += ["task=sft", "data.separator=null", "data.validation=0", "model.config.vocab_size=512"]
     corpus = prepare(load("demo", keys), tmp_path / "tokens")
-    assert {corpus.tokenizer.decode([end]) for end in corpus.ends} == ends
-    asked = Prompts.of_recipe(load("demo", keys))
-    assert asked.ends[0] == corpus.tokenizer.end_of_text
-    assert {asked.tokenizer.decode([end]) for end in asked.ends} == ends | {"<end>"}
+    assert {corpus.tokenizer.decode([end]) for end in corpus.end_tokens} == ends
+    asked = Prompts.from_recipe(load("demo", keys))
+    assert asked.end_tokens[0] == corpus.tokenizer.end_of_text
+    assert {asked.tokenizer.decode([end]) for end in asked.end_tokens} == ends | {"<end>"}
 
 
 def test_a_template_writes_the_date_that_it_is_told(tmp_path):
     dated = "{% set day = strftime_now('%d %b %Y') %}<system>{{ day }}" + chat.SIMPLE
-    made = HuggingFace(chat.directory(tmp_path, dated))
+    made = HuggingFaceTokenizer(chat.directory(tmp_path, dated))
     with pytest.raises(UsageError, match=r"writes today's date \(strftime_now\).*data\.date: YYYY-MM-DD"):
-        writer(Data(source="jsonl", path=("r",), sequence_length=64, template="chat"), made)
+        build_writer(Data(source="jsonl", path=("r",), sequence_length=64, template="chat"), made)
     said = Data(source="jsonl", path=("r",), sequence_length=64, template="chat", date="2025-02-03")
-    writes = writer(said, made)
+    writes = build_writer(said, made)
     assert isinstance(writes, ChatTemplate)
     ((text, parts),) = chat.drafts(writes, talk(QUESTIONS))
     assert text.startswith("<system>03 Feb 2025<user>1+1?")
@@ -198,6 +198,6 @@ def test_what_a_base_model_goes_on_with_begins_as_its_tokenizer_has_it(tmp_path,
     )
     made.backend_tokenizer.post_processor = processing
     made.save_pretrained(tmp_path / "of base")
-    given = Prompts.of_directory(tmp_path / "of base").prompt("abc", {}).ids
+    given = Prompts.from_directory(tmp_path / "of base").build_prompt("abc", {}).ids
     whole = made("abc")["input_ids"]
     assert list(given) == [id for at, id in enumerate(whole) if id != made.eos_token_id or at == 0]

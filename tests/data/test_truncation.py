@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from bundle.data import changed, prepare
+from bundle.data import list_changes, prepare
 from bundle.data.corpus import inspect
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -41,7 +41,7 @@ def documents(corpus):
     (store,) = corpus.stores
     found = []
     for start, length in zip(store.starts, store.lengths, strict=True):
-        ids, learned = (column[start : start + length] for column in (store.ids, store.learned))
+        ids, learned = (column[start : start + length] for column in (store.ids, store.loss_mask))
         text = "".join("$" if i == 256 else chr(i) for i in ids)
         found.append(
             "".join(c.upper() if is_learned else c for c, is_learned in zip(text, learned, strict=True))
@@ -77,7 +77,7 @@ def test_long_rows_can_be_cut_on_either_side_with_their_mask(rows, tmp_path, sid
     texts = [whole(*SIZES[index]) for index in kept]
     assert documents(corpus) == [text[:LENGTH] if side == "right" else text[-LENGTH:] for text in texts]
     assert (corpus.left_out.deleted, corpus.left_out.cut) == (5 - len(kept), len(kept) - 2)
-    batch = corpus.training.batch(np.arange(len(kept)))
+    batch = corpus.training.build_batch(np.arange(len(kept)))
     assert (batch.loss_mask.sum(1) > 0).all()
 
 
@@ -105,18 +105,18 @@ def test_a_pack_may_be_longer_than_the_models_positions_but_no_sequence_of_it(ro
     keys = [f"task={task}", "data.packed=true", "train.micro_batch_size=1", "data.truncation=left"]
     made = recipe(rows, "data.sequence_length=192", "model.config.max_position_embeddings=40", *keys)
     corpus = prepare(made, tmp_path / "data")
-    packs = [corpus.training.batch(np.array([number])) for number in range(len(corpus.training))]
+    packs = [corpus.training.build_batch(np.array([number])) for number in range(len(corpus.training))]
     lengths = [length for pack in packs for length in pack.lengths or ()]
     assert max(lengths) == 40 and max(pack.ids.shape[1] for pack in packs) > 120
     assert max(pack.position_ids.max() for pack in packs) == 39
     assert sum(lengths) == corpus.tokens
     other = recipe(rows, "data.sequence_length=192", "model.config.max_position_embeddings=48", *keys)
-    assert len(changed(corpus.identity, prepare(other, tmp_path / "other").identity)) >= 1
+    assert len(list_changes(corpus.identity, prepare(other, tmp_path / "other").identity)) >= 1
 
 
 def test_other_truncation_is_other_data(rows, tmp_path):
     right, left = (prepare(recipe(rows, f"data.truncation={side}"), tmp_path) for side in ("right", "left"))
-    assert len(changed(right.identity, left.identity)) == 1
+    assert len(list_changes(right.identity, left.identity)) == 1
 
 
 def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path):

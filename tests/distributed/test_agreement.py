@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from bundle.distributed.world import agree, disagreements, handed_down
+from bundle.distributed.world import agree_on_fields, find_disagreements, share_decision
 from bundle.errors import BundleError, EnvironmentUnfit, LaunchUnavailable, PatchError
-from bundle.launch.outcomes import spelled
+from bundle.launch.outcomes import format_ranks
 
 
 def meet(said: list[dict[str, str] | None], seconds: float = 30) -> list[BundleError | None]:
@@ -18,7 +18,7 @@ def meet(said: list[dict[str, str] | None], seconds: float = 30) -> list[BundleE
 
     def come(rank: int, fields: dict[str, str]) -> None:
         try:
-            agree(store, rank, len(said), fields, timedelta(seconds=seconds))
+            agree_on_fields(store, rank, len(said), fields, timedelta(seconds=seconds))
         except BundleError as error:
             told[rank] = error
 
@@ -52,16 +52,16 @@ def test_ranks_that_do_not_come_are_named():
 
 def test_a_rank_that_comes_again_has_met_an_earlier_start_and_does_not_stay():
     store = HashStore()
-    agree(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
+    agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
     with pytest.raises(LaunchUnavailable, match="rank 0 met the ranks of an earlier start"):
-        agree(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
+        agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 7], "ranks 0-2, 7"), ([5, 4], "ranks 4-5")]
 )
 def test_ranks_are_listed_shortly(ranks, text):
-    assert spelled(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 FIELDS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"))
@@ -70,7 +70,7 @@ FIELDS = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"))
 @given(st.lists(FIELDS, min_size=1, max_size=6))
 def test_disagreements_are_exactly_the_fields_that_differ(said):
     differing = {n for n in "abc" if len({fields.get(n) for fields in said}) > 1}
-    assert {line[0] for line in disagreements(said)} == differing
+    assert {line[0] for line in find_disagreements(said)} == differing
 
 
 def test_what_makes_a_rank_unfit_is_told_to_all():
@@ -79,7 +79,7 @@ def test_what_makes_a_rank_unfit_is_told_to_all():
     def come(rank: int) -> None:
         unfit = ["x.py is another"] if rank else []
         with pytest.raises(EnvironmentUnfit) as raised:
-            agree(store, rank, 3, {"job": "a"}, timedelta(seconds=30), unfit)
+            agree_on_fields(store, rank, 3, {"job": "a"}, timedelta(seconds=30), unfit)
         told[rank] = raised.value.violations
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
@@ -103,7 +103,7 @@ def test_what_rank_0_decides_or_refuses_is_everybody_s(refused):
 
     def come(rank: int) -> None:
         try:
-            told[rank] = handed_down(store, rank, 3, decide, timedelta(seconds=30))
+            told[rank] = share_decision(store, rank, 3, decide, timedelta(seconds=30))
         except BundleError as error:
             told[rank] = f"{error.code:d} {error}"
 
@@ -117,4 +117,4 @@ def test_what_rank_0_decides_or_refuses_is_everybody_s(refused):
 
 def test_a_first_rank_that_decides_nothing_is_said():
     with pytest.raises(LaunchUnavailable, match="rank 0 did not decide within 0 s"):
-        handed_down(HashStore(), 1, 2, lambda: "", timedelta(seconds=0.2))
+        share_decision(HashStore(), 1, 2, lambda: "", timedelta(seconds=0.2))

@@ -9,7 +9,7 @@ from bundle.distributed import watchdog
 def test_a_collective_waits_longer_than_the_watchdog_needs_to_end_the_job(tmp_path, seconds):
     """Even one that began before the patience, in which another rank hangs."""
     dog = watchdog.Watchdog(seconds, tmp_path, 0, 0)
-    with dog.patience("saving step 3"):
-        longest = dog._left()
+    with dog.extend_patience("saving step 3"):
+        longest = dog._get_seconds_left()
     ends = seconds + longest + watchdog._LOOK_SECONDS + watchdog._LINGER_SECONDS
-    assert watchdog.collectives_seconds(seconds) > ends
+    assert watchdog.compute_collective_seconds(seconds) > ends

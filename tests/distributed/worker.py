@@ -34,12 +34,12 @@ def listeners() -> str:
 
 def collectives(me: Rendezvous) -> None:
     request = StopRequest(torch.device("cpu"))
-    assert not request.agreed()
+    assert not request.agree_to_stop()
     if me.rank == 1:
         os.kill(os.getpid(), 15)
-    while not request.heard and me.rank == 1:
+    while not request.is_requested and me.rank == 1:
         time.sleep(0.01)
-    agreed = request.agreed()
+    agreed = request.agree_to_stop()
     if me.rank == 0:
         print(f"listeners={listeners()} agreed={agreed}")
 
@@ -47,7 +47,7 @@ def collectives(me: Rendezvous) -> None:
 def stop(me: Rendezvous) -> None:
     request = StopRequest(torch.device("cpu"))
     Path(f"ready-{me.rank}").touch()
-    while not request.agreed():
+    while not request.agree_to_stop():
         time.sleep(0.05)
     raise Preempted("saved")
 
@@ -55,14 +55,14 @@ def stop(me: Rendezvous) -> None:
 def hang(me: Rendezvous) -> None:
     """Rank 1 never comes to the second collective: its process is stopped, or reads a pipe without end."""
     group = dist.new_group([0, 1], group_desc="TENSOR_PARALLEL")
-    outcomes.meet(Path("dumps"), me.node_rank, me.local_rank or 0)
+    outcomes.create_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
     with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
         dist.all_reduce(torch.ones(2, 3), group=group)
-        dog.beat("step 4")
+        dog.report_progress("step 4")
         if me.rank == 1 and sys.argv[2] == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         if me.rank == 1 and sys.argv[2] == "patient":
-            with dog.patience("reading the data"):
+            with dog.extend_patience("reading the data"):
                 read_without_end()
         if me.rank == 1:
             read_without_end()
@@ -77,8 +77,8 @@ def read_without_end() -> None:
 def alone(me: Rendezvous) -> None:
     """Megatron's MTP losses, reduced by the rank that writes metrics alone: it waits for one that went on."""
     runtime = backends.prepare("cpu")
-    outcomes.meet(Path("dumps"), me.node_rank, me.local_rank or 0)
-    with runtime.megatron():
+    outcomes.create_world_folder(Path("dumps"), me.node_rank, me.local_rank or 0)
+    with runtime.megatron_calls():
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         from bundle.mcore import groups
@@ -86,11 +86,11 @@ def alone(me: Rendezvous) -> None:
         groups.initialize(Parallel(tp=1, cp=2, ep=1, etp=1), seed=1, timeout_seconds=60)
         both = dist.new_group([0, 1])
         with watchdog.Watchdog(2.0, Path("dumps"), me.rank or 0, me.local_rank or 0) as dog:
-            dog.beat("step 4")
+            dog.report_progress("step 4")
             MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.0), 0, 1, avg_group=both)
             if me.rank == 0:
                 MTPLossLoggingHelper.reduce_loss_in_tracker()
-            dog.beat("step 5")
+            dog.report_progress("step 5")
             dist.broadcast(torch.ones(4), 0)
 
 
@@ -98,10 +98,10 @@ def impatient(me: Rendezvous) -> None:
     """Hangs inside a patience, or after one that would have lasted much longer."""
     inside = sys.argv[2] == "inside"
     with watchdog.Watchdog(2.0, Path("logs"), me.rank or 0, me.local_rank or 0) as dog:
-        with dog.patience("saving step 3", 4.0 if inside else 100.0):
+        with dog.extend_patience("saving step 3", 4.0 if inside else 100.0):
             # Longer than the watchdog's look around: it has seen the patience.
             time.sleep(60 if inside else 2.5)
-        dog.beat("step 4")
+        dog.report_progress("step 4")
         time.sleep(60)
 
 
@@ -127,4 +127,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     orphans.die_with_parent()
-    sys.exit(outcomes.report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))
+    sys.exit(outcomes.run_and_report(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), main))

@@ -2,7 +2,7 @@
 
 import torch
 
-from bundle.verification.numbers import DENSE, Bench, Numbers, gap, worst
+from bundle.verification.numbers import DENSE, Bench, Numbers, find_worst, measure_gap
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 
@@ -47,7 +47,7 @@ def detached(
     names = [name for name in here if name in expected]
     if not _differs(whole, alone, [name for name in names if not name.startswith("mtp.")]):
         return float("inf")  # the losses would not reach these parts anyway: nothing is shown
-    return gap(
+    return measure_gap(
         {name: here[name][0] for name in names}, {name: here[name][1](expected[name]) for name in names}
     )
 
@@ -61,7 +61,7 @@ def everything(bench: Bench) -> float:
     layouts: tuple[dict[str, int], ...] = ({"cp": 2}, {"pp": 2})
     single = [detached(bench, {}, trunk=trunk, embeddings=not trunk) for trunk in (True, False)]
     both = [detached(bench, layout) for layout in layouts]
-    return worst([*single, *both])
+    return find_worst([*single, *both])
 
 
 def tied(bench: Bench) -> float:

@@ -15,10 +15,10 @@ from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.mcore.groups import Groups
 from bundle.models import naming
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Layout
-from bundle.sequences.packing import Packing
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Numbers, gap
+from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Numbers, measure_gap
 from tests.engine.balanced import Balance
 from tests.engine.cells import AGREES, GROUPS, Cell
 from tests.engine.reference import computed, texts
@@ -104,7 +104,7 @@ def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int
     options: dict[str, Any] = {"mtp_layers": depths, "mean": mean, "temperatures": temperatures}
     if form == "rows":
         ids, labels, mask, advantages = (torch.stack(each) for each in fields)
-        options |= {"cp": cp.size, "rank": cp.rank, "values": {"advantages": advantages}}
+        options |= {"cp": cp.size, "rank": cp.rank, "extra_tensors": {"advantages": advantages}}
         return from_rows(ids, labels, mask, **options)
     ids, labels, mask, advantages = (torch.cat(each) for each in fields)
     layout: Layout = "thd" if form == "thd" else "bshd"
@@ -113,8 +113,8 @@ def _micro_batch(of: Engine, pair: list[Text], form: str, mean: str, depths: int
     )
     # One length for all: pipeline stages exchange activations of one shape. There is a tail.
     length = 64 if form == "thd" else 24
-    packing = Packing.of([len(text.mask) for text in pair], alignment, rank=cp.rank, length=length)
-    return from_packing(ids, labels, mask, packing, values={"advantages": advantages}, **options)
+    packing = Packing.from_lengths([len(text.mask) for text in pair], alignment, rank=cp.rank, length=length)
+    return from_packing(ids, labels, mask, packing, extra_tensors={"advantages": advantages}, **options)
 
 
 def compare(bench: Bench, cell: Cell) -> float:
@@ -128,7 +128,7 @@ def compare(bench: Bench, cell: Cell) -> float:
     )
 
     def loss(micro_batch: MicroBatch, scores: Scores) -> torch.Tensor:
-        return -micro_batch.values["advantages"] * scores.log_probs - ENTROPY * scores.entropy
+        return -micro_batch.extra_tensors["advantages"] * scores.log_probs - ENTROPY * scores.entropy
 
     with engine(bench, job) as made:
         batches = micro_batches(made, sequences, cell.form, cell.mean)
@@ -142,7 +142,7 @@ def compare(bench: Bench, cell: Cell) -> float:
             name: whole if name not in here else here[name][1](whole) for name, whole in wanted.items()
         }
         seen |= {name: gradient for name, (gradient, _) in here.items()}
-        return gap(seen, {name: expected[name] for name in seen})
+        return measure_gap(seen, {name: expected[name] for name in seen})
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def scored(of: Engine, batches: list[MicroBatch], sequences: list[Text]) -> Numb
     """What `log_probs` says of each of this data rank's sequences."""
     dp = of.groups.dp
     found: Numbers = {}
-    for number, scores in enumerate(of.log_probs(batches)):
+    for number, scores in enumerate(of.compute_log_probs(batches)):
         first = 2 * (dp.rank + number * dp.size)
         sizes = [len(text.mask) for text in sequences[first : first + 2]]
         for i, parts in enumerate(
@@ -195,8 +195,8 @@ def gradients(of: Engine) -> dict[str, tuple[torch.Tensor, Any]]:
     gather_gradients(of)
     found: dict[str, tuple[torch.Tensor, Any]] = {}
     for chunk in of.models:
-        for named in naming.parameters(chunk, of.groups):
-            part = named.shard.of if named.shard else lambda whole: whole
+        for named in naming.find_parameters(chunk, of.groups):
+            part = named.shard.extract if named.shard else lambda whole: whole
             # Of two with one name (tied, on the last stage) the second, the head's own, is not used.
             found.setdefault(named.name, (named.parameter.main_grad, part))
     return found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.engine import Engine, MicroBatch, Scores
-from bundle.verification.numbers import Bench, Numbers, gap, worst
+from bundle.verification.numbers import Bench, Numbers, find_worst, measure_gap
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 
@@ -26,7 +26,7 @@ class Measuring:
         self.measures = MappingProxyType({name: kinds[name] for name in order or kinds})
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
-        loss = -micro_batch.values["advantages"] * scores.log_probs
+        loss = -micro_batch.extra_tensors["advantages"] * scores.log_probs
         measured = {"chance": scores.log_probs.exp(), "surprise": -scores.log_probs}
         return torch.stack([loss, *(measured[name].detach() for name in self.measures)])
 
@@ -36,10 +36,10 @@ def _job(layers: int = 0, model: str = "dense") -> Any:
 
 
 def _measured(of: Engine, batches: list[MicroBatch]) -> dict[str, float]:
-    """The measures of this rank's micro-batches by `log_probs`, over both ranks."""
+    """The measures of this rank's micro-batches by `compute_log_probs`, over both ranks."""
     parts = [
-        scores.log_probs[one.whole(one.loss_mask) > 0]
-        for one, scores in zip(batches, of.log_probs(batches), strict=True)
+        scores.log_probs[one.unshard(one.loss_mask) > 0]
+        for one, scores in zip(batches, of.compute_log_probs(batches), strict=True)
     ]
     mine = torch.cat(parts).double()
     sums = torch.tensor([mine.exp().sum().item(), len(mine)], dtype=torch.float64)
@@ -51,7 +51,7 @@ def _measured(of: Engine, batches: list[MicroBatch]) -> dict[str, float]:
 
 def _far(seen: Any, wanted: dict[str, float]) -> float:
     assert seen.keys() == wanted.keys(), seen
-    return worst([abs(seen[name] - value) for name, value in wanted.items()])
+    return find_worst([abs(seen[name] - value) for name, value in wanted.items()])
 
 
 def _untempered(batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -80,7 +80,7 @@ def per_call(bench: Bench) -> float:
         made.forward_backward(batches, Measuring())
         made.forward_backward(batches)
         gaps.append(_far(made.take_losses().measures, wanted))
-    return worst(gaps)
+    return find_worst(gaps)
 
 
 def divided(bench: Bench) -> float:
@@ -104,7 +104,7 @@ def divided(bench: Bench) -> float:
         with pytest.raises(ValueError, match=r"^divisor"):
             made.forward_backward(micro_batches(made, texts(EVEN), "rows", "sequence"), divisor=5.0)
         assert losses.main == mean.main and losses.mtp == mean.mtp
-        return gap(seen, wanted)
+        return measure_gap(seen, wanted)
 
 
 def masked(bench: Bench) -> float:
@@ -125,7 +125,7 @@ def masked(bench: Bench) -> float:
 
 def _exponential(micro_batch: MicroBatch, scores: Scores) -> Tensor:
     """An objective that answers a masked place with what is no number."""
-    result = (scores.log_probs - micro_batch.values["advantages"]).exp()
+    result = (scores.log_probs - micro_batch.extra_tensors["advantages"]).exp()
     return result.where(micro_batch.loss_mask > 0, math.nan)
 
 
@@ -141,11 +141,11 @@ def empty(bench: Bench) -> float:
             with engine(bench, _job(1, model)) as made:
                 batches = _deal(made, mean, is_shared=is_shared)
                 found.append(_train(made, batches, mean))
-                assert len(made.log_probs(batches)) == len(batches)
+                assert len(made.compute_log_probs(batches)) == len(batches)
                 main = torch.tensor(made.evaluate(batches).main).double()
                 found[-1] |= {"evaluated": main}
-        gaps.append(gap(*reversed(found)))
-    return worst(gaps)
+        gaps.append(measure_gap(*reversed(found)))
+    return find_worst(gaps)
 
 
 def _deal(of: Engine, mean: str, *, is_shared: bool) -> list[MicroBatch]:
@@ -173,7 +173,7 @@ def nothing(bench: Bench) -> float:
         made.forward_backward([], divisor=8.0)
         assert all(not gradient.any() for gradient in _copies(made).values())
         losses = made.take_losses()
-        assert made.log_probs([]) == []
+        assert made.compute_log_probs([]) == []
         numbers = (losses.main, *losses.measures.values(), made.evaluate([]).main)
         return 0.0 if all(map(math.isnan, numbers)) and len(numbers) == 4 else math.inf
 
@@ -192,33 +192,33 @@ def restored(bench: Bench) -> float:
             return {name: torch.tensor(value).double() for name, value in values.items()}
 
         def go_on() -> None:
-            numbers = json.loads(json.dumps(made.losses_so_far(), allow_nan=True))
+            numbers = json.loads(json.dumps(made.gather_loss_sums(), allow_nan=True))
             made.take_losses()
-            made.restore_losses(numbers)
+            made.restore_loss_sums(numbers)
 
         wanted, seen = train(lambda: None), train(go_on)
         # An empty state comes back as one, and the next maximum is that of what follows.
-        numbers = made.losses_so_far()
+        numbers = made.gather_loss_sums()
         assert not any(map(math.isinf, numbers))
-        made.restore_losses(numbers)
+        made.restore_loss_sums(numbers)
         made.forward_backward(second)
         after = made.take_losses().measures
-        gaps = [gap(seen, wanted), _far(after, _measured(made, second))]
+        gaps = [measure_gap(seen, wanted), _far(after, _measured(made, second))]
         # A mean that is no number stays one.
         made.forward_backward([replace(one, labels=one.labels * 0 + 10**6) for one in first])
         go_on()
         assert all(map(math.isnan, made.take_losses().measures.values()))
 
         # What a call's own objective measured is not in a checkpoint, whose engine would not know it.
-        size = len(made.losses_so_far())
+        size = len(made.gather_loss_sums())
         made.forward_backward(first, Measuring("surprise"))
-        assert len(made.losses_so_far()) == size
+        assert len(made.gather_loss_sums()) == size
         made.take_losses()
     with engine(bench, _job(1)) as made:
         made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"), Measuring())
-        numbers = made.losses_so_far()
+        numbers = made.gather_loss_sums()
         assert len(numbers) == size - 3
         main = made.take_losses().main
-        made.restore_losses(numbers)
+        made.restore_loss_sums(numbers)
         gaps.append(abs(made.take_losses().main - main))
-    return worst(gaps)
+    return find_worst(gaps)

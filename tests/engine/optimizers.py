@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import Bench, Numbers, gap
+from bundle.verification.numbers import Bench, Numbers, measure_gap
 from tests.engine.experiments import engine, micro_batches
 from tests.engine.oracle import SCALE, SEED, fill, parameters, part, recipe, sequences_of
 from tests.reference import model
@@ -91,10 +91,10 @@ def compare(bench: Bench, name: str, case: str, layout: str) -> float:
             made.forward_backward(batches)
             losses, result = made.take_losses(), made.step()
             seen = {"loss": torch.tensor(losses.main), "norm": torch.tensor(result.grad_norm)}
-            gaps.append(gap({key: value.double() for key, value in seen.items()}, expected))
+            gaps.append(measure_gap({key: value.double() for key, value in seen.items()}, expected))
         own = parameters(made)
         moved = {p.name: p.parameter.detach().double() - part(p, begun[p.name]) for p in own}
-        gaps.append(gap(moved, {p.name: part(p, changes[p.name]) for p in own}))
+        gaps.append(measure_gap(moved, {p.name: part(p, changes[p.name]) for p in own}))
     return max(gaps)
 
 

@@ -9,9 +9,9 @@ import torch
 from bundle.engine import Engine
 from bundle.environment import packages
 from bundle.models import naming
-from bundle.models.naming import Named
+from bundle.models.naming import NamedTensor
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import Bench, Numbers, gap
+from bundle.verification.numbers import Bench, Numbers, measure_gap
 from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.engine.experiments import UNEVEN, engine, gradients, micro_batches, scored
 from tests.reference import experts, model
@@ -80,7 +80,7 @@ def compare(bench: Bench, name: str, layout: str) -> float:
         for key, (gradient, _) in gradients(made).items():
             seen[key], expected[key] = gradient.clone(), part(parts[key], wanted[key])  # `step` clips it
         seen["norm"], expected["norm"] = torch.tensor(made.step().grad_norm).double(), wanted["norm"]
-        return gap(seen, expected)
+        return measure_gap(seen, expected)
 
 
 @functools.cache
@@ -104,8 +104,8 @@ def _wanted(name: str) -> Numbers:
     return found | megatron_layout(config, of) | {"norm": norm}
 
 
-def parameters(of: Engine) -> list[Named]:
-    return [each for chunk in of.models for each in naming.parameters(chunk, of.groups)]
+def parameters(of: Engine) -> list[NamedTensor]:
+    return [each for chunk in of.models for each in naming.find_parameters(chunk, of.groups)]
 
 
 def fill(of: Engine, weights: Numbers) -> None:
@@ -122,11 +122,11 @@ def fill(of: Engine, weights: Numbers) -> None:
                     module.expert_bias.copy_(weights[f"{router}.expert_bias"])
 
 
-def part(of: Named, whole: torch.Tensor) -> torch.Tensor:
+def part(of: NamedTensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, to which the rows of a padded vocabulary are added."""
-    behind = of.whole_shape()[0] - len(whole)
+    behind = of.compute_full_shape()[0] - len(whole)
     whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole
-    return of.shard.of(whole) if of.shard else whole
+    return of.shard.extract(whole) if of.shard else whole
 
 
 def worst(bench: Bench, name: str, layouts: tuple[str, ...]) -> float:
@@ -148,17 +148,17 @@ def _possible(name: str, layout: str) -> bool:
         return False
     release = megatron.core.__version__
     if config["model_type"] == "gpt_oss" and "tp" in parallel and "ep" not in parallel:
-        return not packages.within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
+        return not packages.is_within(release, "<0.19")  # the trap moe-tensor-without-expert-parallel
     depths = model.depths(config)
-    if "pipeline_model_parallel_layout" in parallel and packages.within(
+    if "pipeline_model_parallel_layout" in parallel and packages.is_within(
         release, "<0.14" if depths else "<0.13"
     ):
         return False
     if not depths:
         return True
     packed, over_tensor_ranks = form == "thd", "tp" in parallel
-    return not (packed and packages.within(release, "<0.16")) and not (
-        over_tensor_ranks and packages.within(release, "<0.13")
+    return not (packed and packages.is_within(release, "<0.16")) and not (
+        over_tensor_ranks and packages.is_within(release, "<0.13")
     )
 
 

@@ -9,10 +9,10 @@ import transformers
 
 from bundle.engine import Engine, MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe, from_mapping
-from bundle.sequences.packing import Packing
-from bundle.training.preferences import Preferences, paired
-from bundle.verification.numbers import Bench, Numbers, gap
+from bundle.training.preferences import PreferenceObjective, with_reference
+from bundle.verification.numbers import Bench, Numbers, measure_gap
 from tests.engine.experiments import engine, gradients
 from tests.engine.oracle import fill, parameters, part
 from tests.reference.configs import CONFIGS
@@ -123,7 +123,7 @@ def micro_batches(of: Engine) -> list[MicroBatch]:
         ids, labels = ([tokens[cut] for tokens, _ in of_rank] for cut in (slice(-1), slice(1, None)))
         masks = [mask for _, mask in of_rank]
         if job.data.packed:
-            packing = Packing.of(
+            packing = Packing.from_lengths(
                 [len(one) for one in ids], job.alignment, rank=groups.cp.rank, length=job.data.sequence_length
             )
             fields = (torch.cat(ids), torch.cat(labels), torch.cat(masks))
@@ -135,7 +135,7 @@ def micro_batches(of: Engine) -> list[MicroBatch]:
             ]
             cp = groups.cp
             batch = from_rows(*rows, cp=cp.size, rank=cp.rank, mtp_layers=0, mean=job.loss_mean)
-        made.append(paired(batch, reference[first : first + 4]))
+        made.append(with_reference(batch, reference[first : first + 4]))
     return made
 
 
@@ -144,7 +144,7 @@ def compare(bench: Bench, layout: str) -> float:
     expected = dict(wanted()[0])
     job = recipe(parallel, packed=packed)
     assert job.dpo is not None
-    with engine(bench, job, functools.partial(Preferences, job.dpo)) as made:
+    with engine(bench, job, functools.partial(PreferenceObjective, job.dpo)) as made:
         fill(made, megatron_layout(CONFIG, drawn(CONFIG, 1)))
         parts = {each.name: each for each in parameters(made)}
         made.forward_backward(micro_batches(made))
@@ -158,7 +158,7 @@ def compare(bench: Bench, layout: str) -> float:
         seen |= of_weights
         again = made.evaluate(micro_batches(made))
         assert abs(again.main - losses.main) < 1e-5 and again.measures.keys() == losses.measures.keys()
-        return gap(seen, {name: expected[name] for name in seen})
+        return measure_gap(seen, {name: expected[name] for name in seen})
 
 
 def __getattr__(name: str) -> Any:

@@ -12,11 +12,11 @@ from bundle import backends
 from bundle.engine import Engine, MicroBatch, Scores
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
-from bundle.patches import applying
+from bundle.packing.packing import Packing
+from bundle.patches import patcher
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
-from bundle.verification import decide, everything
+from bundle.verification import decide_patches, plan_all_patches
 from bundle.verification.numbers import DENSE, EXPERTS, LATENT
 from bundle.verification.products import RepeatedProducts
 from tests import world
@@ -39,11 +39,11 @@ MODELS: dict[str, tuple[dict, list[str]]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     world.join()
     shapes = {}
-    with runtime.megatron():
+    with runtime.megatron_calls():
         for name, (config, targets) in MODELS.items():
             for packed in (False, True):
                 job = recipe(config, targets, packed=packed)
@@ -84,8 +84,8 @@ def repeated_shapes(engine: Engine) -> Any:
         engine.forward_backward(batches)
         engine.forward_backward(batches, objective)
         engine.evaluate(batches)
-        engine.log_probs(batches)
-        engine.reference_log_probs(batches)
+        engine.compute_log_probs(batches)
+        engine.compute_reference_log_probs(batches)
     return repeated.shapes
 
 
@@ -95,7 +95,7 @@ def micro_batch(job: Recipe) -> MicroBatch:
     if not job.data.packed:
         return from_rows(ids[None], labels[None], mask[None], cp=1, rank=0, mtp_layers=depths)
     alignment = Alignment("thd", tp=1, cp=1, sequence_parallel=False)
-    packing = Packing.of([17, TOKENS - 17], alignment, rank=0, length=TOKENS + 8)
+    packing = Packing.from_lengths([17, TOKENS - 17], alignment, rank=0, length=TOKENS + 8)
     return from_packing(ids, labels, mask, packing, mtp_layers=depths)
 
 

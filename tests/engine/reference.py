@@ -28,8 +28,8 @@ def computed(
     balance: Balance | None = None,
 ) -> Numbers:
     """Losses, scores of each sequence and every gradient of the whole model."""
-    with bench.layout() as groups:
-        model = groups.chunk(config, mtp={"layers": depths})
+    with bench.open_layout() as groups:
+        model = groups.build_chunk(config, mtp={"layers": depths})
         heard = hear(model)
         total, found = losses.computed(
             lambda text: _logits(model, text),
@@ -42,7 +42,7 @@ def computed(
         if balance is not None:
             total = total + term(heard, balance)
         total.backward()
-        for named in naming.parameters(model, groups):
+        for named in naming.find_parameters(model, groups):
             if named.parameter.grad is not None:
                 found[named.name] = named.parameter.grad
     return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bundle.engine import Engine
 from bundle.mcore import routers
 from bundle.recipe import from_mapping
-from bundle.verification.numbers import Bench, worst
+from bundle.verification.numbers import Bench, find_worst
 from tests.engine.balanced import hear
 from tests.engine.experiments import MODELS, UNEVEN, engine, micro_batches, recipe
 from tests.engine.reference import texts
@@ -22,8 +22,8 @@ CONFIG = MODELS["balanced"]
 
 def moved(bench: Bench) -> float:
     """How far the biases after a step are from those of single sequences, in packs and in padded rows."""
-    with bench.layout() as groups:
-        model = groups.chunk(CONFIG)
+    with bench.open_layout() as groups:
+        model = groups.build_chunk(CONFIG)
         heard = hear(model)
         for text in texts(UNEVEN):
             positions = torch.arange(len(text.mask))[None]
@@ -35,7 +35,7 @@ def moved(bench: Bench) -> float:
             with _engine(bench, layout) as made:
                 made.forward_backward(micro_batches(made, texts(UNEVEN), form, "token"))
                 gaps.append((_biases(made) - wanted).abs().max().item())
-    return worst(gaps)
+    return find_worst(gaps)
 
 
 def left_out(bench: Bench) -> float:
@@ -78,7 +78,7 @@ def _engine(
 
 
 def _biases(of: Engine) -> torch.Tensor:
-    return torch.stack([router.expert_bias.clone() for router in routers.of_model(of.models[0])])
+    return torch.stack([router.expert_bias.clone() for router in routers.find_routers(of.models[0])])
 
 
 def _moves(logits: torch.Tensor) -> torch.Tensor:

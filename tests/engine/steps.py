@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from bundle.engine.losses import score
+from bundle.engine.losses import score_labels
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import DENSE, Bench, worst
+from bundle.verification.numbers import DENSE, Bench, find_worst
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
 
@@ -45,7 +45,7 @@ def clipped(bench: Bench) -> float:
             # In double: the step is small beside the weight that it is added to.
             seen = parameter.detach().double() - before[name].double()
             gaps.append((seen - wanted).abs().max() / LIMIT)
-        return worst(gaps)
+        return find_worst(gaps)
 
 
 def left_out(bench: Bench) -> float:
@@ -79,7 +79,7 @@ def apart(bench: Bench) -> float:
         made.forward_backward(ours)
         between = made.evaluate(others).main
         assert abs(alone - wanted) > 1e-3
-        return worst([abs(between - alone), abs(made.take_losses().main - wanted)])
+        return find_worst([abs(between - alone), abs(made.take_losses().main - wanted)])
 
 
 def unlearned(bench: Bench) -> float:
@@ -117,7 +117,7 @@ def prediction_in_turn(bench: Bench) -> float:
             losses = made.take_losses()
             found.append((losses.main, *losses.mtp))
     one, two = found
-    return worst([*(abs(a - b) for a, b in zip(one, two[:2], strict=True)), 0 * two[2]])
+    return find_worst([*(abs(a - b) for a, b in zip(one, two[:2], strict=True)), 0 * two[2]])
 
 
 def shared_head(bench: Bench) -> float:
@@ -133,8 +133,8 @@ def shared_head(bench: Bench) -> float:
 
     mine = slice(10 * dist.get_rank(), 10 * dist.get_rank() + 10)
     part = whole[..., mine].clone().requires_grad_()
-    seen = score(part, labels, dist.group.WORLD)
+    seen = score_labels(part, labels, dist.group.WORLD)
     (seen.log_probs + 0.3 * seen.entropy).sum().backward()
     pairs = ((seen.log_probs, picked), (seen.entropy, entropy), (part.grad, plain.grad[..., mine]))
     distances = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
-    return worst(distances)
+    return find_worst(distances)

@@ -64,7 +64,7 @@ def _losses(of: Engine, change: Change) -> list[float]:
 
 def _nothing(of: Engine, change: Change) -> set[tuple[int, ...]]:
     """Where `log_probs` gives no number."""
-    (scores,) = of.log_probs([_micro_batch(of, change)])
+    (scores,) = of.compute_log_probs([_micro_batch(of, change)])
     return {tuple(place) for place in scores.log_probs.isnan().nonzero().tolist()}
 
 

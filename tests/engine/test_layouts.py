@@ -4,8 +4,8 @@ import pytest
 
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.entry import LEFT_TO_MEGATRON
-from bundle.verification import Order, decide, everything
+from bundle.patches.entry import MEGATRON_FEATURES
+from bundle.verification import WorkOrder, decide_patches, plan_all_patches
 from bundle.verification.check import Observation
 from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core
@@ -38,11 +38,11 @@ def measured(names: tuple[str, ...], core: Core, world: int = 2) -> dict[str, li
 
 def seen_by(core: Core, sizes: dict[str, int]) -> dict[str, list[Observation]]:
     """The same of measurements that take so many ranks each."""
-    found = decide("cpu", core.tree)
-    of_others = {patch.id for patch in PATCHES if patch.when & LEFT_TO_MEGATRON}
-    ids = tuple(decision.id for decision in found.applied if decision.id not in of_others)
-    orders = [Order(number, name, world, 90, ids) for number, (name, world) in enumerate(sizes.items())]
-    return dict(zip(sizes, core.world.observe(orders, everything(found)), strict=True))
+    found = decide_patches("cpu", core.tree)
+    of_others = {patch.id for patch in PATCHES if patch.when & MEGATRON_FEATURES}
+    ids = tuple(decision.id for decision in found.patches_to_apply if decision.id not in of_others)
+    orders = [WorkOrder(number, name, world, 90, ids) for number, (name, world) in enumerate(sizes.items())]
+    return dict(zip(sizes, core.world.observe(orders, plan_all_patches(found)), strict=True))
 
 
 def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[str, list[str]]:
@@ -57,8 +57,8 @@ def wrong(seen: dict[str, list[Observation]], agrees: float = AGREES) -> dict[st
 def possible(names: tuple[str, ...], release: str) -> tuple[str, ...]:
     """Without what the release cannot do, by its known traps: prediction in packs, or over tensor ranks."""
     left_out = {
-        *(PACKED_PREDICTION if packages.within(release, "<0.16") else ()),
-        *(PREDICTION_OVER_TENSOR_RANKS if packages.within(release, "<0.13") else ()),
+        *(PACKED_PREDICTION if packages.is_within(release, "<0.16") else ()),
+        *(PREDICTION_OVER_TENSOR_RANKS if packages.is_within(release, "<0.13") else ()),
     }
     return tuple(name for name in names if name.partition(":")[2] not in left_out)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from bundle.engine.losses import LossTap, score
+from bundle.engine.losses import LossTap, score_labels
 
 VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
 
@@ -16,7 +16,7 @@ def tap(rank: int) -> LossTap:
     model: Any = SimpleNamespace(compute_language_model_loss=None, post_process=False)
     group: Any = SimpleNamespace(rank=lambda: rank)
     return LossTap(
-        model, depths=0, scale=0.0, vocabulary=VOCABULARY, tp_group=group, device=torch.device("cpu")
+        model, depths=0, mtp_loss_scale=0.0, vocabulary=VOCABULARY, tp_group=group, device=torch.device("cpu")
     )
 
 
@@ -35,7 +35,7 @@ def test_over_ranks_the_softmax_is_that_of_the_vocabulary(dtype):
     plain = leaf.detach()[..., :VOCABULARY].requires_grad_()
     temperature = torch.full((2, 5), 0.01)
     for given in (None, temperature):
-        ours, theirs = score(whole, labels, None, given), score(plain, labels, None, given)
+        ours, theirs = score_labels(whole, labels, None, given), score_labels(plain, labels, None, given)
         torch.testing.assert_close(ours.log_probs, theirs.log_probs)
         torch.testing.assert_close(ours.entropy, theirs.entropy)
         for of in (ours, theirs):

@@ -22,11 +22,11 @@ def test_prediction_of_several_tokens_learns_the_better_answers_alone():
     """And as a mean over these: of two pairs each better answer counts twice among four sequences."""
     pytest.importorskip("megatron.core")
     from bundle.engine.microbatch import from_rows
-    from bundle.training.preferences import paired
+    from bundle.training.preferences import with_reference
 
     ids, mask = torch.arange(24).view(4, 6), torch.ones(4, 6)
     mask[:, :2] = 0
     batch = from_rows(ids, ids + 1, mask, cp=1, rank=0, mtp_layers=1, mean="sequence")
-    (weights,) = paired(batch, torch.zeros(4)).mtp_masks
+    (weights,) = with_reference(batch, torch.zeros(4)).mtp_masks
     assert weights[1::2].eq(0).all()
     assert torch.equal(weights[::2], 2 * batch.mtp_masks[0][::2]) and weights.sum() > 0

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
 from bundle.engine import losses
-from bundle.engine.losses import score
+from bundle.engine.losses import score_labels
 
 S, B, V = 7, 3, 50
 
@@ -31,11 +31,11 @@ def reference(logits, labels, temperature=None):
 @pytest.mark.parametrize("tempered", [False, True])
 @pytest.mark.parametrize("portion", [1, 3 * V, 1 << 25], ids=["row by row", "uneven portions", "at once"])
 def test_values_and_gradients(monkeypatch, tempered, portion):
-    monkeypatch.setattr(losses, "_PORTION", portion)
+    monkeypatch.setattr(losses, "_PORTION_VALUES", portion)
     logits, labels, temperature = drawn()
     temperature = temperature if tempered else None
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    seen = score(ours, labels, None, temperature)
+    seen = score_labels(ours, labels, None, temperature)
     wanted = reference(theirs, labels, temperature)
     torch.testing.assert_close(seen.log_probs.double(), wanted[0], rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(seen.entropy.double(), wanted[1], rtol=1e-6, atol=1e-5)
@@ -51,7 +51,7 @@ def test_a_label_that_has_no_logit_has_no_log_probability():
     labels[0, 1], labels[2, 3], labels[1, 6] = -100, V, V + 78
     none = (labels < 0) | (labels >= V)
     ours = logits.clone().requires_grad_()
-    seen = score(ours, labels, None)
+    seen = score_labels(ours, labels, None)
     assert torch.equal(seen.log_probs.isnan(), none) and seen.entropy.isfinite().all()
     wanted = reference(logits, labels.clamp(0, V - 1))[0]
     torch.testing.assert_close(seen.log_probs[~none].double(), wanted[~none], rtol=1e-6, atol=1e-5)
@@ -64,14 +64,16 @@ def test_either_may_be_left_undifferentiated(which):
     logits, labels, temperature = drawn(torch.float64)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: getattr(score(x, labels, None, temperature.double()), which), (logits,), fast_mode=True
+        lambda x: getattr(score_labels(x, labels, None, temperature.double()), which),
+        (logits,),
+        fast_mode=True,
     )
 
 
 def test_large_logits_stay_finite():
     logits, labels, _ = drawn(scale=2000.0)
     logits.requires_grad_()
-    seen = score(logits, labels, None)
+    seen = score_labels(logits, labels, None)
     wanted = reference(logits.detach(), labels)
     torch.testing.assert_close(seen.log_probs.double(), wanted[0], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(seen.entropy.double(), wanted[1], rtol=1e-5, atol=1e-4)
@@ -82,7 +84,7 @@ def test_large_logits_stay_finite():
 def test_half_precision_is_computed_in_single():
     logits, labels, _ = drawn(torch.bfloat16)
     logits.requires_grad_()
-    seen = score(logits, labels, None)
+    seen = score_labels(logits, labels, None)
     assert seen.log_probs.dtype == torch.float32
     torch.testing.assert_close(
         seen.log_probs.double(), reference(logits.detach(), labels)[0], rtol=1e-6, atol=1e-5
@@ -109,10 +111,10 @@ class Largest(TorchDispatchMode):
 
 def test_nothing_but_the_gradient_is_as_large_as_the_logits(monkeypatch):
     """Where the logits are more than a portion; a float32 softmax of bf16 logits would be twice as large."""
-    monkeypatch.setattr(losses, "_PORTION", 2 * V)
+    monkeypatch.setattr(losses, "_PORTION_VALUES", 2 * V)
     logits, labels, temperature = drawn(torch.bfloat16)
     logits.requires_grad_()
     with Largest(logits.numel()) as largest:
-        seen = score(logits, labels, None, temperature)
+        seen = score_labels(logits, labels, None, temperature)
         (seen.log_probs + seen.entropy).sum().backward()
     assert largest.seen <= {logits.untyped_storage().data_ptr(), logits.grad.untyped_storage().data_ptr()}

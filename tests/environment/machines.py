@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bundle.environment.machine import Fact, Machine, spoken
+from bundle.environment.machine import DetectedValue, Machine, to_printable
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -17,12 +17,12 @@ def recorded(name: str, environ: Mapping[str, str] | None = None, silent: Sequen
 def machine_at(
     directory: Path, environ: Mapping[str, str] | None = None, silent: Sequence[str] = ()
 ) -> Machine:
-    def run(command: Sequence[str]) -> Fact[str]:
+    def run(command: Sequence[str]) -> DetectedValue[str]:
         shown = " ".join(command)
         file = directory / "commands" / (shown.split("=")[0].replace(" ", "_") + ".txt")
         if command[0] in silent or not file.exists():
-            return Fact(None, f"{command[0]} is not on PATH")
-        return Fact(spoken(file.read_bytes()), f"`{shown}`")
+            return DetectedValue(None, f"{command[0]} is not on PATH")
+        return DetectedValue(to_printable(file.read_bytes()), f"`{shown}`")
 
     return Machine(directory / "root", environ or {}, run)
 

@@ -20,7 +20,7 @@ def row(core: str, *, backend: str = "cuda", torch: str = "2.11.0", **more: Any)
     }
 
 
-def table(*rows: dict[str, Any], images: tuple[dict[str, Any], ...] = ()) -> compatibility.Table:
+def table(*rows: dict[str, Any], images: tuple[dict[str, Any], ...] = ()) -> compatibility.CombinationTable:
     return compatibility.parse(json.dumps({"schema": 1, "combinations": rows, "images": images}), "a test")
 
 
@@ -48,24 +48,24 @@ SEVERAL = table(
     ],
 )
 def test_the_newest_release_on_a_device_is_found(asked: str, core: str, torch: str, device: str):
-    found = compatibility.resolve(SEVERAL, "cuda", asked).found
+    found = compatibility.resolve(SEVERAL, "cuda", asked).best
     assert found is not None
     assert (found.packages["megatron-core"], found.packages["torch"], found.device) == (core, torch, device)
 
 
 def test_other_commands_in_the_same_versions_are_told_of():
-    (also,) = compatibility.resolve(SEVERAL, "cuda", "0.19").also
+    (also,) = compatibility.resolve(SEVERAL, "cuda", "0.19").same_versions
     assert also.command == "another"
 
 
 def test_what_was_never_seen_has_neighbours_and_nothing_else():
     answer = compatibility.resolve(SEVERAL, "cuda", "0.17")
-    assert answer.found is None and not answer.also
+    assert answer.best is None and not answer.same_versions
     named = [(seen.backend, seen.packages["megatron-core"]) for seen in answer.nearest]
     assert named == [("cuda", "0.16.0"), ("cuda", "0.16.1"), ("cuda", "0.19.2"), ("cpu", "0.17.1")]
     assert [image.stack for image in answer.images] == ["one"]
-    assert compatibility.resolve(SEVERAL, "cuda", "0.16.2").found is None
-    assert compatibility.resolve(table(), "cuda").found is None
+    assert compatibility.resolve(SEVERAL, "cuda", "0.16.2").best is None
+    assert compatibility.resolve(table(), "cuda").best is None
 
 
 @pytest.mark.parametrize("asked", ["1", "0.16.1.1", "new", "0.16.x", ">=0.16"])
@@ -83,11 +83,11 @@ def test_a_table_with_wrong_rows_is_refused_with_all_of_them():
 
 def test_constraints_have_megatron_first_no_python_and_public_versions():
     found = table(row("0.16.1", torch="2.13.0+cpu")).combinations[0]
-    assert list(compatibility.pins(found).items()) == [("megatron-core", "0.16.1"), ("torch", "2.13.0")]
+    assert list(compatibility.build_pins(found).items()) == [("megatron-core", "0.16.1"), ("torch", "2.13.0")]
 
 
 def test_a_pair_is_proven_by_what_ran_beside_that_megatron_on_that_backend():
-    proves = table(row("0.16.1", torch="2.13.0+cpu")).proves
+    proves = table(row("0.16.1", torch="2.13.0+cpu")).is_proven
     assert proves("cuda", "torch", "2.13.0", "0.16.1") and proves("cuda", "python", "3.12", "0.16.1")
     assert not proves("cuda", "torch", "2.13.1", "0.16.1") and not proves("cuda", "python", "3.1", "0.16.1")
     assert not proves("cpu", "torch", "2.13.0", "0.16.1") and not proves("cuda", "torch", "2.13.0", "0.16.0")
@@ -99,7 +99,7 @@ def test_what_runs_now_is_written_as_it_is_read():
     from importlib.metadata import version
 
     here = packages.detect()
-    seen = compatibility.observed(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
+    seen = compatibility.record_combination(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
     assert seen.packages["megatron-core"] == "0.99.0" and seen.packages["torch"] == version("torch")
     assert Combination.model_validate_json(seen.model_dump_json()) == seen
 
@@ -108,9 +108,9 @@ def test_what_runs_now_is_written_as_it_is_read():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_minor_on_every_backend_is_answered_from_the_shipped_table(minor: int, backend: str):
     answer = compatibility.resolve(compatibility.load(), backend, f"0.{minor}")
-    if answer.found is not None:
-        assert answer.found.backend == backend
-        assert answer.found.packages["megatron-core"].startswith(f"0.{minor}.")
+    if answer.best is not None:
+        assert answer.best.backend == backend
+        assert answer.best.packages["megatron-core"].startswith(f"0.{minor}.")
     else:
         assert answer.nearest
-    assert backend != "cpu" or answer.found is not None
+    assert backend != "cpu" or answer.best is not None

@@ -2,20 +2,20 @@
 
 import pytest
 
-from bundle.environment.doctor import AUTOLOAD, package_findings
+from bundle.environment.doctor import AUTOLOAD_VARIABLE, check_packages
 from bundle.environment.hardware import detect
-from bundle.environment.machine import Fact, Level
+from bundle.environment.machine import DetectedValue, Level
 from tests.environment.machines import recorded
 from tests.environment.trees import install, install_megatron, install_torch, stack_of
 
-NO_CANN: Fact[str] = Fact(None, "no toolkit")
-CANN = Fact("9.0.0", "a file")
+NO_CANN: DetectedValue[str] = DetectedValue(None, "no toolkit")
+CANN = DetectedValue("9.0.0", "a file")
 CPU, CUDA, NPU = "cgroup-v1", "h200-x2", "a3-26.0"
 
 
 def bad(site, machine=CPU, cann=NO_CANN, environ=None):
     """(subject, cause) of what is not ok; every such finding names a fix."""
-    findings = list(package_findings(stack_of(site), detect(machine=recorded(machine)), cann, environ or {}))
+    findings = list(check_packages(stack_of(site), detect(machine=recorded(machine)), cann, environ or {}))
     assert all(finding.fix for finding in findings if finding.level is not Level.OK)
     return [(f.subject, f.cause) for f in findings if f.level is not Level.OK]
 
@@ -26,7 +26,7 @@ def only(problems, subject, *parts):
 
 
 def test_nothing_installed_names_both_with_the_command(tmp_path):
-    findings = list(package_findings(stack_of(tmp_path), detect(machine=recorded(CPU)), NO_CANN, {}))
+    findings = list(check_packages(stack_of(tmp_path), detect(machine=recorded(CPU)), NO_CANN, {}))
     assert [(f.subject, f.level) for f in findings] == [("torch", Level.FAIL), ("megatron-core", Level.FAIL)]
     assert all("pip install 'mcore-bundle[cpu]'" in finding.fix for finding in findings)
 
@@ -72,7 +72,7 @@ def test_torch_npu_without_cann_breaks_import_torch(tmp_path):
     install_megatron(tmp_path)
     install(tmp_path, "torch-npu", "2.13.0")
     only(bad(tmp_path), "torch-npu", "makes `import torch` itself fail", "no toolkit")
-    assert bad(tmp_path, environ={AUTOLOAD: "0"}) == []
+    assert bad(tmp_path, environ={AUTOLOAD_VARIABLE: "0"}) == []
     assert bad(tmp_path, NPU, CANN) == []
 
 
@@ -103,7 +103,7 @@ def test_triton_is_needed_from_0_18(tmp_path, version, needs):
     install_megatron(tmp_path, version)
     assert [subject for subject, _ in bad(tmp_path)] == (["triton"] if needs else [])
     for machine, fix in ((CPU, "pip install triton"), (NPU, "pip install triton-ascend")):
-        found = package_findings(stack_of(tmp_path), detect(machine=recorded(machine)), NO_CANN, {})
+        found = check_packages(stack_of(tmp_path), detect(machine=recorded(machine)), NO_CANN, {})
         assert [f.fix for f in found if f.subject == "triton"] == ([fix] if needs else [])
     install(tmp_path, "triton", "3.9.0")
     assert bad(tmp_path) == []
@@ -133,7 +133,7 @@ def test_two_copies_of_megatron(tmp_path):
     for site in (first, second):
         install_megatron(site)
     install_torch(second)
-    findings = list(package_findings(stack_of(first, second), detect("cpu", recorded(CPU)), NO_CANN, {}))
+    findings = list(check_packages(stack_of(first, second), detect("cpu", recorded(CPU)), NO_CANN, {}))
     (copies,) = [f for f in findings if f.level is not Level.OK]
     assert (copies.subject, copies.level) == ("megatron-core", Level.WARN)
     assert f"{first} wins" in copies.cause
@@ -146,6 +146,6 @@ def test_halves_of_megatron_from_two_trees(tmp_path):
     (first / "megatron/training/__init__.py").touch()
     install_megatron(second)
     install_torch(second)
-    findings = package_findings(stack_of(first, second), detect("cpu", recorded(CPU)), NO_CANN, {})
+    findings = check_packages(stack_of(first, second), detect("cpu", recorded(CPU)), NO_CANN, {})
     levels = {f.subject: f.level for f in findings}
     assert levels["megatron-core"] is Level.FAIL

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bundle.environment.hardware import detect
-from bundle.environment.machine import plain
+from bundle.environment.machine import to_json_value
 from bundle.errors import EnvironmentUnfit
 from tests.environment.machines import machine_at, merged, recorded
 
@@ -138,4 +138,4 @@ def test_a_backend_without_its_device_is_unfit():
     "name", ["h200-x2", "h100-container", "a100-mig", "a2-24.1", "a3-26.0", "310p", "cgroup-v1"]
 )
 def test_every_machine_is_json(name):
-    assert json.loads(json.dumps(plain(detect(machine=recorded(name))), allow_nan=False))["reason"]
+    assert json.loads(json.dumps(to_json_value(detect(machine=recorded(name))), allow_nan=False))["reason"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import bundle
-from bundle.environment.doctor import examine, interpreter
+from bundle.environment.doctor import check_interpreter, examine
 from bundle.environment.machine import Level
-from bundle.environment.search import search_path
+from bundle.environment.search import build_search_path
 from tests.environment.machines import recorded
 from tests.environment.trees import install_megatron, install_torch, stack_of
 
@@ -65,14 +65,14 @@ def test_which_bundle_comes_first_decides(tmp_path, name, first, level):
     else:
         foreign.touch()
     paths = [str(tmp_path), str(OWN.parent)]
-    path = search_path(paths if first else paths[::-1], "", tmp_path)
-    (finding,) = [f for f in interpreter((3, 11), path, OWN) if f.subject == "bundle"]
+    path = build_search_path(paths if first else paths[::-1], "", tmp_path)
+    (finding,) = [f for f in check_interpreter((3, 11), path, OWN) if f.subject == "bundle"]
     assert finding.level is level
     assert str(foreign) in finding.cause
 
 
 def test_an_old_python_is_refused():
-    findings = list(interpreter((3, 10), search_path([str(OWN.parent)], "", OWN), OWN))
+    findings = list(check_interpreter((3, 10), build_search_path([str(OWN.parent)], "", OWN), OWN))
     assert findings[0].level is Level.FAIL
     assert "3.10 is older than 3.11" in findings[0].cause
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from bundle.environment.doctor import machine_findings
+from bundle.environment.doctor import check_machine
 from bundle.environment.hardware import detect
-from bundle.environment.machine import Fact, Level
+from bundle.environment.machine import DetectedValue, Level
 from tests.environment.machines import recorded
 
 
 def findings(hardware):
-    return [finding for finding in machine_findings(hardware) if finding.level is not Level.OK]
+    return [finding for finding in check_machine(hardware) if finding.level is not Level.OK]
 
 
 def test_a_good_machine_has_nothing_to_fix():
@@ -34,7 +34,7 @@ def test_a_tight_container():
 )
 def test_one_limit_too_low_is_one_warning(limit, value, subject):
     hardware = detect(machine=recorded("h200-x2"))
-    host = hardware.host._replace(**{limit: Fact(value, "a test")})
+    host = hardware.host._replace(**{limit: DetectedValue(value, "a test")})
     (finding,) = findings(hardware._replace(host=host))
     assert (finding.subject, finding.level) == (subject, Level.WARN)
     assert "a test" in finding.cause

@@ -26,32 +26,32 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_branch(checkout: Path):
-    assert search.commit(checkout) == run_git(checkout, "rev-parse", "HEAD")
+    assert search.read_commit(checkout) == run_git(checkout, "rev-parse", "HEAD")
 
 
 def test_packed_branch(checkout: Path):
     head = run_git(checkout, "rev-parse", "HEAD")
     run_git(checkout, "pack-refs", "--all")
     assert not (checkout / ".git/refs/heads/main").exists()
-    assert search.commit(checkout) == head
+    assert search.read_commit(checkout) == head
 
 
 def test_detached(checkout: Path):
     head = run_git(checkout, "rev-parse", "HEAD")
     run_git(checkout, "checkout", "--detach")
-    assert search.commit(checkout) == head
+    assert search.read_commit(checkout) == head
 
 
 def test_worktree(checkout: Path, tmp_path: Path):
     run_git(checkout, "worktree", "add", str(tmp_path / "other"), "-b", "side")
     run_git(tmp_path / "other", "commit", "--allow-empty", "-m", "two")
-    assert search.commit(tmp_path / "other") == run_git(tmp_path / "other", "rev-parse", "HEAD")
-    assert search.commit(tmp_path / "other") != search.commit(checkout)
+    assert search.read_commit(tmp_path / "other") == run_git(tmp_path / "other", "rev-parse", "HEAD")
+    assert search.read_commit(tmp_path / "other") != search.read_commit(checkout)
 
 
 def test_a_directory_inside_a_checkout_is_no_checkout(checkout: Path):
     (checkout / "inside").mkdir()
-    assert search.commit(checkout / "inside") is None
+    assert search.read_commit(checkout / "inside") is None
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_a_broken_head_names_no_commit(tmp_path: Path, head: str):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/HEAD").write_text(head)
     (tmp_path / "secret").write_text(SHA)
-    assert search.commit(tmp_path) is None
+    assert search.read_commit(tmp_path) is None

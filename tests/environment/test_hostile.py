@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bundle.environment.hardware import detect
-from bundle.environment.machine import LARGEST_FILE, Fact, Hardware, Machine, plain
-from bundle.environment.nvidia import FIELDS
+from bundle.environment.machine import LARGEST_FILE, DetectedValue, Hardware, Machine, to_json_value
+from bundle.environment.nvidia import QUERY_FIELDS
 from bundle.errors import EnvironmentUnfit
 from tests.environment.machines import FIXTURES, recorded
 
@@ -25,16 +25,16 @@ class Mutated:
         self.pattern, self.instead = re.compile(pattern), instead
         self.original = recorded(name, environ)
 
-    def text(self, said: Fact[str]) -> Fact[str]:
+    def text(self, said: DetectedValue[str]) -> DetectedValue[str]:
         if said.value is None:
             return said
-        return Fact(self.pattern.sub(lambda _: self.instead, said.value)[:LARGEST_FILE], said.reason)
+        return DetectedValue(self.pattern.sub(lambda _: self.instead, said.value)[:LARGEST_FILE], said.reason)
 
     def machine(self) -> Machine:
         outer = self
 
         class Other(Machine):
-            def read(self, path: str) -> Fact[str]:
+            def read(self, path: str) -> DetectedValue[str]:
                 return outer.text(super().read(path))
 
         of = self.original
@@ -45,8 +45,8 @@ def found(machine: Machine, backend: str) -> Hardware | None:
     begun = time.process_time()
     try:
         hardware = detect(backend, machine)
-        assert plain(hardware)["backend"] == hardware.backend
-        _ = hardware.capability, hardware.generation, hardware.device_memory, hardware.unfit
+        assert to_json_value(hardware)["backend"] == hardware.backend
+        _ = hardware.capability, hardware.generation, hardware.device_memory, hardware.unfit_reason
     except EnvironmentUnfit as error:
         hardware = None
         assert str(error)
@@ -110,10 +110,10 @@ def test_any_answers_are_a_machine_or_a_reason(name, pattern, instead, environ, 
 @pytest.mark.parametrize("visible", [None, "0," * 60_000 + "0", ",".join(map(str, range(20_000)))])
 def test_a_tool_that_lists_a_hundred_thousand_devices_is_no_reason_to_wait(visible):
     rows = "\n".join(f"{n}, GPU-{n}, NVIDIA H200, 9.0, 143771, 580.1, Disabled" for n in range(100_000))
-    assert rows.count(",", 0, rows.index("\n")) == len(FIELDS) - 1
+    assert rows.count(",", 0, rows.index("\n")) == len(QUERY_FIELDS) - 1
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     of = recorded("h200-x2", environ)
-    hardware = found(Machine(of.root, environ, lambda _: Fact(rows, "a test")), "cuda")
+    hardware = found(Machine(of.root, environ, lambda _: DetectedValue(rows, "a test")), "cuda")
     assert hardware is None or len(hardware.devices) <= 1024
 
 
@@ -121,6 +121,6 @@ def test_a_file_without_an_end_is_not_read(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").symlink_to("/dev/zero")
     (tmp_path / "proc/self/limits").write_bytes(b"x" * (LARGEST_FILE + 1))
-    limits = detect("cpu", Machine(tmp_path, {}, lambda _: Fact(None, "none"))).host
+    limits = detect("cpu", Machine(tmp_path, {}, lambda _: DetectedValue(None, "none"))).host
     assert "a pipe or a device" in limits.memory.reason
     assert f"larger than {LARGEST_FILE} bytes" in limits.stack.reason

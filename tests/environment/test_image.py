@@ -11,12 +11,12 @@ from bundle.environment import image
 from bundle.environment.doctor import examine
 from bundle.environment.image import (
     BuildInfo,
-    differences,
-    drift,
-    installed_packages,
-    named,
-    own,
+    compare_records,
+    find_drift,
+    list_installed_versions,
     parse,
+    read_own_record,
+    read_record,
 )
 from bundle.environment.machine import Level
 from bundle.errors import BundleError, EnvironmentUnfit, UsageError
@@ -42,7 +42,7 @@ def install(directory, name, version):
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     for module in (image, identity):
-        monkeypatch.setattr(module, "python_version", lambda: "3.11.2")
+        monkeypatch.setattr(module, "get_python_version", lambda: "3.11.2")
     directory = tmp_path / "site"
     install(directory, "torch", PINS["torch"] + "+cpu")
     install(directory, "megatron-core", PINS["megatron-core"])
@@ -56,12 +56,12 @@ def built(site):
 
 def test_a_record_survives_its_file(site):
     made = built(site)
-    assert parse(made.text()) == made
+    assert parse(made.to_json()) == made
     assert made.packages == {"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "einops": "0.8.1"}
 
 
 def test_an_image_that_is_not_what_was_defined_is_not_stamped(site, monkeypatch):
-    monkeypatch.setattr(identity, "python_version", lambda: "3.13.0")
+    monkeypatch.setattr(identity, "get_python_version", lambda: "3.13.0")
     (site / "torch-2.13.0+cpu.dist-info/METADATA").write_text("Name: torch\nVersion: 2.12.0\n")
     with pytest.raises(EnvironmentUnfit) as error:
         built(site)
@@ -82,7 +82,7 @@ def test_doctor_tells_every_drift(site, tmp_path):
     where = tmp_path / "machine/root/opt/bundle"
     where.mkdir(parents=True)
     machine = machine_at(tmp_path / "machine")
-    (where / "build-info.json").write_text(built(site).text())
+    (where / "build-info.json").write_text(built(site).to_json())
     assert [f.level for f in told(machine, site)] == [Level.OK]
     (site / "einops-0.8.1.dist-info/METADATA").write_text("Name: einops\nVersion: 0.9.0\n")
     install(site, "surprise", "1.0")
@@ -109,33 +109,38 @@ def test_a_second_megatron_in_front_is_drift(site, tmp_path):
     made = built(site)
     front = tmp_path / "front"
     install(front, "megatron-core", "0.17.1")
-    packages = installed_packages(stack_of(front, site))
-    assert list(drift(made, "3.11.2", packages)) == ["megatron-core: 0.16.1 in the image, 0.17.1 now"]
+    packages = list_installed_versions(stack_of(front, site))
+    assert list(find_drift(made, "3.11.2", packages)) == ["megatron-core: 0.16.1 in the image, 0.17.1 now"]
 
 
 def test_an_image_is_compared_with_the_one_that_a_job_was_made_for(site, tmp_path):
     file = tmp_path / "build-info.json"
-    assert own(file) is None
+    assert read_own_record(file) is None
     one = built(site)
-    file.write_text(one.text())
-    assert own(file) == one and list(differences(one, own(file))) == []
+    file.write_text(one.to_json())
+    assert read_own_record(file) == one and list(compare_records(one, read_own_record(file))) == []
     other = one.model_copy(update={"inputs": "sha256:ee", "packages": one.packages | {"torch": "2.99"}})
-    assert list(differences(one, other)) == [
+    assert list(compare_records(one, other)) == [
         f"image, inputs: {one.inputs} in the job, sha256:ee here",
         f"image, torch: {one.packages.get('torch')} in the job, 2.99 here",
     ]
-    assert list(differences(None, one)) == [
+    assert list(compare_records(None, one)) == [
         f"image: none of ours in the job, {one.stack} here: see `plan --image-record`"
     ]
     file.write_text("{")
-    assert own(file) is None and "none of ours here" in next(differences(one, own(file)))
+    assert read_own_record(file) is None and "none of ours here" in next(
+        compare_records(one, read_own_record(file))
+    )
 
 
 def test_a_record_is_read_from_a_file_or_from_what_doctor_printed(site, tmp_path):
     one, file = built(site), tmp_path / "said"
-    for said in (one.text(), json.dumps({"schema": 1, "findings": [], "image": json.loads(one.text())})):
+    for said in (
+        one.to_json(),
+        json.dumps({"schema": 1, "findings": [], "image": json.loads(one.to_json())}),
+    ):
         file.write_text(said)
-        assert named(file) == one
+        assert read_record(file) == one
     for said, why in (
         ("{", "no record of an image"),
         ("[" * 100000, "no record of an image"),
@@ -145,9 +150,9 @@ def test_a_record_is_read_from_a_file_or_from_what_doctor_printed(site, tmp_path
     ):
         file.write_text(said)
         with pytest.raises(UsageError, match=why):
-            named(file)
+            read_record(file)
     with pytest.raises(UsageError, match=r"--image-record .*No such file"):
-        named(tmp_path / "gone")
+        read_record(tmp_path / "gone")
 
 
 NAMES = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2"]))
@@ -158,7 +163,7 @@ def test_drift_is_the_difference(before, now):
     made = BuildInfo(
         schema=1, stack="cpu", revision="", inputs="", python="3.11.2", sources={}, packages=before
     )
-    told = list(drift(made, "3.11.2", now))
+    told = list(find_drift(made, "3.11.2", now))
     differing = {name for name in {*before, *now} if before.get(name) != now.get(name)}
     assert {line.partition(":")[0] for line in told} == differing
     assert len(told) == len(differing)

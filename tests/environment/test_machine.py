@@ -6,7 +6,7 @@ import time
 import pytest
 
 from bundle.environment import machine
-from bundle.environment.hardware import NAMES, preset
+from bundle.environment.hardware import PRESET_NAMES, build_preset
 from bundle.errors import UsageError
 from tests.launch.launched import gone
 
@@ -27,14 +27,14 @@ def test_a_failing_command_says_why():
 
 
 def test_a_hanging_command_is_given_up(monkeypatch):
-    monkeypatch.setattr(machine, "SECONDS", 0.2)
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 0.2)
     said = machine.run_command([sys.executable, "-c", "import time; time.sleep(30)"])
     assert said.value is None
     assert "timed out" in said.reason
 
 
 def test_a_tool_whose_child_keeps_its_output_open_is_given_up_with_the_child(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "SECONDS", 1.0)
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 1.0)
     begun = time.monotonic()
     said = machine.run_command(["/bin/sh", "-c", f"sleep 67 & echo $! > {tmp_path}/pid; exec sleep 68"])
     assert said.value is None and "timed out" in said.reason
@@ -53,9 +53,9 @@ def test_what_a_tool_says_cannot_move_the_cursor():
     assert said.value == "GPU 0\tok\ufffd]0;title\ufffd\ufffd\ufffd\ufffd\n"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRESET_NAMES)
 def test_named_machines_say_where_their_numbers_are_from(name):
-    hardware = preset(name)
+    hardware = build_preset(name)
     assert (hardware.backend == "cpu") == (not hardware.devices)
     for device in hardware.devices:
         assert device.memory.value
@@ -63,11 +63,11 @@ def test_named_machines_say_where_their_numbers_are_from(name):
 
 
 def test_named_machines_take_another_number_of_devices():
-    assert len(preset("h200", 2).devices) == 2
-    assert preset("a3").generation.value == "a3"
-    assert preset("b200").capability == (10, 0)
+    assert len(build_preset("h200", 2).devices) == 2
+    assert build_preset("a3").generation.value == "a3"
+    assert build_preset("b200").capability == (10, 0)
 
 
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(UsageError, match="choose one of a100, h100"):
-        preset("tpu")
+        build_preset("tpu")

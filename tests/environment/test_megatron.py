@@ -11,7 +11,7 @@ import pytest
 
 import bundle
 from bundle.environment import packages
-from bundle.environment.search import search_path
+from bundle.environment.search import build_search_path
 
 ASK = (
     "import importlib.util, json, os\n"
@@ -87,7 +87,7 @@ ASK_US = (
     "import json; sys.path += own\n"
     "from bundle.environment import packages, search\n"
     "del sys.path[-len(own):]\n"
-    "found = packages.find_megatron(search.current())\n"
+    "found = packages.find_megatron(search.build_worker_path())\n"
     "print(json.dumps([str(half.package) if half else None for half in (found.core, found.training)]))\n"
 )
 
@@ -162,7 +162,7 @@ def test_nothing_of_a_tree_on_the_path_is_executed(tmp_path: Path, regular: bool
     found = tree(tmp_path / "a", "core", "training", regular=regular)
     for file in found.rglob("__init__.py"):
         file.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nraise SystemExit(1)\n")
-    winner = packages.find_megatron(search_path([str(found)], "", tmp_path)).core
+    winner = packages.find_megatron(build_search_path([str(found)], "", tmp_path)).core
     assert winner is not None and winner.root == found
     assert not (tmp_path / "executed").exists()
 
@@ -174,12 +174,12 @@ def test_a_finder_that_is_not_of_an_editable_install_is_not_asked(tmp_path: Path
             pytest.fail(f"asked for {name}")
 
     monkeypatch.setattr(sys, "meta_path", [Hook, *sys.meta_path, Hook])
-    assert packages.find_megatron(search_path([str(tmp_path)], "", tmp_path)).core is None
+    assert packages.find_megatron(build_search_path([str(tmp_path)], "", tmp_path)).core is None
 
 
 def test_every_copy_is_listed_with_its_origin(tmp_path: Path):
     a, b, cwd = tree(tmp_path / "a", "core"), tree(tmp_path / "b", "core", version="0.19.2"), tmp_path
-    found = packages.find_megatron(search_path([str(a), str(b)], str(b), cwd))
+    found = packages.find_megatron(build_search_path([str(a), str(b)], str(b), cwd))
     assert [(copy.version, copy.origin) for copy in found.copies] == [
         ("0.16.1", "sys.path"),
         ("0.19.2", "PYTHONPATH"),
@@ -189,21 +189,21 @@ def test_every_copy_is_listed_with_its_origin(tmp_path: Path):
 
 def test_two_trees_are_a_conflict_that_names_both(tmp_path: Path):
     a, b = tree(tmp_path / "a", "core"), tree(tmp_path / "b", "core", "training", version="0.18.0")
-    found = packages.find_megatron(search_path([str(a), str(b)], "", tmp_path / "none"))
+    found = packages.find_megatron(build_search_path([str(a), str(b)], "", tmp_path / "none"))
     assert found.conflict is not None
     assert str(a) in found.conflict and str(b) in found.conflict and "0.18.0" in found.conflict
 
 
 @pytest.mark.parametrize("inside", ["", "megatron", "megatron/core"])
 def test_a_named_tree_is_found_from_any_of_its_directories(tmp_path: Path, inside: str):
-    copy = packages.megatron_at(tree(tmp_path, "core", version="0.14.0") / inside)
+    copy = packages.find_copy(tree(tmp_path, "core", version="0.14.0") / inside)
     assert copy is not None and copy.version == "0.14.0" and copy.root == tmp_path
 
 
 @pytest.mark.parametrize("info", ["", "MAJOR = (", "MAJOR = 1", "MAJOR = MINOR = PATCH = PRE_RELEASE = []"])
 def test_a_package_info_that_says_nothing_gives_no_version(tmp_path: Path, info: str):
     (tree(tmp_path, "core") / "megatron/core/package_info.py").write_text(info)
-    copy = packages.megatron_at(tmp_path)
+    copy = packages.find_copy(tmp_path)
     assert copy is not None and copy.version is None
 
 
@@ -211,11 +211,11 @@ def test_a_pipe_in_the_place_of_a_source_file_is_not_waited_for(tmp_path: Path):
     info = tree(tmp_path, "core") / "megatron/core/package_info.py"
     info.unlink()
     os.mkfifo(info)
-    copy = packages.megatron_at(tmp_path)
+    copy = packages.find_copy(tmp_path)
     assert copy is not None and copy.version is None
 
 
 def test_releases_say_their_version(release_trees: dict[str, Path]):
     for version, root in release_trees.items():
-        copy = packages.megatron_at(root)
+        copy = packages.find_copy(root)
         assert copy is not None and copy.version == version

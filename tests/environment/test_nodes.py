@@ -170,8 +170,8 @@ JSON = st.recursive(
 @given(st.lists(st.fixed_dictionaries({"hardware": JSON, "packages": JSON}), max_size=3))
 def test_no_report_breaks_it_and_a_report_is_like_itself(found):
     every = {str(n): {"findings": [], **report} for n, report in enumerate(found)}
-    assert all(one.text().isprintable() for one in nodes.differences(every))
-    assert all(nodes.differences({"a": report, "b": report}) == [] for report in every.values())
+    assert all(one.to_text().isprintable() for one in nodes.compare_reports(every))
+    assert all(nodes.compare_reports({"a": report, "b": report}) == [] for report in every.values())
 
 
 @pytest.mark.parametrize("words", [["--compare"], ["a.json", "b.json"]])

@@ -2,13 +2,17 @@
 
 import pytest
 
-from bundle.environment.machine import Fact, Machine
-from bundle.environment.nvidia import QUERY, find
+from bundle.environment.machine import DetectedValue, Machine
+from bundle.environment.nvidia import QUERY_COMMAND, find
 
 
 def machine(tmp_path, rows, environ=None):
     def run(command):
-        return Fact(rows, "nvidia-smi") if tuple(command) == QUERY else Fact(None, "not recorded")
+        return (
+            DetectedValue(rows, "nvidia-smi")
+            if tuple(command) == QUERY_COMMAND
+            else DetectedValue(None, "not recorded")
+        )
 
     return Machine(tmp_path, environ or {}, run)
 
@@ -16,8 +20,8 @@ def machine(tmp_path, rows, environ=None):
 def test_cells_without_a_number_become_the_reason(tmp_path):
     rows = "0, GPU-1, NVIDIA GB10, [N/A], [N/A], 580.95.05, [N/A]\n"
     device = find(machine(tmp_path, rows)).devices[0]
-    assert device.memory == Fact(None, "nvidia-smi memory.total says '[N/A]'")
-    assert device.generation == Fact(None, "nvidia-smi compute_cap says '[N/A]'")
+    assert device.memory == DetectedValue(None, "nvidia-smi memory.total says '[N/A]'")
+    assert device.generation == DetectedValue(None, "nvidia-smi compute_cap says '[N/A]'")
 
 
 @pytest.mark.parametrize("noise", ["", "Warning: infoROM is corrupted at gpu 0000:0D:00.0\n", "a,b,c\n"])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.environment.ascend import visible as ascend
-from bundle.environment.nvidia import visible as cuda
+from bundle.environment.ascend import select_visible as ascend
+from bundle.environment.nvidia import select_visible as cuda
 
 UUIDS = ["GPU-9ab8988a-1c9b-8b57-3a2f-13f3e28bef1e", "GPU-9b8f4456-07bf-1b96-1a42-2a7721ba8774"]
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
 
 LITERALS = 'MAJOR = {}\nMINOR = {}\nPATCH = {}\nPRE_RELEASE = ""\n'
 
@@ -31,5 +31,5 @@ def install_megatron(site: Path, version: str = "0.16.1") -> None:
     (site / "megatron/core/package_info.py").write_text(LITERALS.format(*numbers))
 
 
-def stack_of(*sites: Path) -> Stack:
-    return Stack(search_path([str(site) for site in sites], "", sites[0]))
+def stack_of(*sites: Path) -> InstalledPackages:
+    return InstalledPackages(build_search_path([str(site) for site in sites], "", sites[0]))

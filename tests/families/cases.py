@@ -6,7 +6,7 @@ from typing import Any
 from packaging.version import Version
 
 from bundle.environment.packages import MegatronCode
-from bundle.planning.problems import lacking
+from bundle.planning.problems import find_missing_feature
 
 LENGTH = 48  # tokens to predict: beyond the original length of every stretching below
 ORIGINAL = 16
@@ -168,4 +168,4 @@ CASES = (
 def of_release(release: str) -> tuple[Case, ...]:
     """Those that this megatron-core computes."""
     code = MegatronCode(Version(release))
-    return tuple(case for case in CASES if lacking(case.family, code) is None)
+    return tuple(case for case in CASES if find_missing_feature(case.family, code) is None)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from bundle import backends, pretrained
-from bundle.architectures.published import NAMES
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.architectures.published_names import PUBLISHED_NAMES
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import reference
 from tests.families.cases import LENGTH, Case, of_release
@@ -47,10 +47,10 @@ def cases_of(layout: str, release: str) -> list[Case]:
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     rank = world.join()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         import megatron.core
 
         cases = ((case.name, case) for case in cases_of(layout, megatron.core.__version__))
@@ -89,14 +89,14 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
         }
     )
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     _, numbers = reference.read(directory)
     lengths = LENGTHS if packed else (LENGTH,)
-    seen = engine.log_probs([batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
+    seen = engine.compute_log_probs([batch(engine, numbers["tokens"], lengths)])[0].log_probs.flatten()
     wanted = torch.cat([numbers["log-probs"][:length] for length in lengths])
     if layout == ALONE:
         exporting.export(directory / EXPORTED, job, engine.models, made)
-        if not (NAMES[case.family].stacked_experts or case.linear):  # elsewhere it is refused
+        if not (PUBLISHED_NAMES[case.family].stacked_experts or case.linear):  # elsewhere it is refused
             asked = from_mapping(job.dump() | {"checkpoint": {"export": "hf-fp8"}})
             exporting.export(directory / IN_BLOCKS, asked, engine.models, made)
     groups.destroy()
@@ -105,7 +105,7 @@ def distance(case: Case, directory: Path, layout: str, runtime) -> float:
 
 def batch(engine, tokens: torch.Tensor, lengths: tuple[int, ...]):
     from bundle.engine.microbatch import from_packing, from_rows
-    from bundle.sequences.packing import Packing
+    from bundle.packing.packing import Packing
 
     ids = torch.cat([tokens[:length] for length in lengths])
     labels = torch.cat([tokens[1 : length + 1] for length in lengths])
@@ -113,7 +113,7 @@ def batch(engine, tokens: torch.Tensor, lengths: tuple[int, ...]):
     if len(lengths) == 1:
         mask = torch.ones(1, LENGTH)
         return from_rows(ids[None], labels[None], mask, cp=cp.size, rank=cp.rank, mtp_layers=0)
-    packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank)
+    packing = Packing.from_lengths(lengths, engine.recipe.alignment, rank=cp.rank)
     return from_packing(ids, labels, torch.ones(len(ids)), packing, mtp_layers=0)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from bundle import backends
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import reference, weights
 from tests.families.cases import Case, of_release
@@ -23,10 +23,10 @@ DECAYS = ("A_log", "dt_bias")
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     world.join()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         import megatron.core
 
         there = of_release(megatron.core.__version__)
@@ -61,7 +61,7 @@ def distance(case: Case, directory: Path, runtime) -> tuple[float, float, float]
     fill(engine, theirs)
     ids, labels = wanted["tokens"][None, :-1], wanted["tokens"][None, 1:]
     batch = [from_rows(ids, labels, torch.ones(labels.shape), cp=1, rank=0, mtp_layers=0)]
-    scores = engine.log_probs(batch)[0]
+    scores = engine.compute_log_probs(batch)[0]
     engine.forward_backward(batch)
     seen = {
         "log-probs": scores.log_probs[0],
@@ -79,7 +79,7 @@ def of_gradients(engine, theirs: dict[str, torch.Tensor]) -> tuple[float, float]
 
     (model,) = engine.models
     found, decays = [torch.zeros(())], [torch.zeros(())]
-    for named in naming.parameters(model, engine.groups):
+    for named in naming.find_parameters(model, engine.groups):
         wanted = weights.ours(named.name, theirs, engine.recipe.architecture)
         seen = named.parameter.main_grad
         padding = seen[len(wanted) :].abs().sum()
@@ -96,7 +96,7 @@ def fill(engine, theirs: dict[str, torch.Tensor]) -> None:
     architecture = engine.recipe.architecture
     (model,) = engine.models
     with torch.no_grad():
-        for named in naming.parameters(model, engine.groups):
+        for named in naming.find_parameters(model, engine.groups):
             value = weights.ours(named.name, theirs, architecture)
             if named.name.startswith(("embedding.", "output_layer.")):
                 named.parameter.copy_(torch.randn(named.parameter.shape) * 9)

@@ -8,9 +8,9 @@ from typing import Any
 
 import typer
 
-from bundle.cli import Verbs, app
+from bundle.cli import VerbGroup, app
 from bundle.recipe import Recipe, load
-from bundle.recipe.document import written
+from bundle.recipe.document import to_yaml
 from tests.data import chat
 from tests.pretrained import directories
 from tests.reference import weights
@@ -52,7 +52,7 @@ VERBS_WITH_FLAGS = (
     ["weights", "check", "model"], ["weights", "export", "model", "made/out"],
     ["init", "--model=model", "--data=rows.jsonl", "--output=made/recipe.yaml"],
 )  # fmt: skip
-KEYS = sorted(set(Recipe.key_paths()) - {"data.cache"})  # where that says, tokens are written
+KEYS = sorted(set(Recipe.list_key_paths()) - {"data.cache"})  # where that says, tokens are written
 GOOD = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}
 
 
@@ -62,7 +62,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "text.txt").write_text("some text\n" * 400)
     chat.directory(folder / "tokenizer")
     _write_model(folder / "model")
-    (folder / "small.yaml").write_text(written(SMALL))
+    (folder / "small.yaml").write_text(to_yaml(SMALL))
 
 
 def _write_model(path: Path, shards: int = 1) -> dict[str, dict[str, Any]]:
@@ -147,7 +147,7 @@ def _recipe(random: Random, folder: Path) -> Words:
     if random.random() < 0.5:
         text = json.dumps(source)
     else:
-        text = written({key: value for key, value in source.items() if value != 10**400})
+        text = to_yaml({key: value for key, value in source.items() if value != 10**400})
     if random.random() < 0.3:
         text = _mutate_text(random, text)
     (folder / "case.yaml").write_bytes(text.encode(errors="surrogatepass"))
@@ -168,7 +168,9 @@ def _flags(random: Random, folder: Path) -> Words:
     verb = random.choice(VERBS_WITH_FLAGS)
     command: Any = typer.main.get_command(app)
     for name in verb[: 1 + (verb[0] in ("launch", "patches", "recipes", "weights"))]:
-        command = command.get_command(None, name) if isinstance(command, Verbs) else command.commands[name]
+        command = (
+            command.get_command(None, name) if isinstance(command, VerbGroup) else command.commands[name]
+        )
     flags = {option for of in command.params for option in of.opts if option.startswith("--")}
     flags -= {"--job", "--output", "--apply"}  # which write where they are told, or ask a cluster
     texts = [str(value) for value in VALUES if isinstance(value, str | int) and value != "\0"]

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bundle.environment import packages
-from bundle.patches import deciding
+from bundle.patches import decision_rules
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.deciding import PatchContext
+from bundle.patches.decision_rules import PatchContext
 from bundle.patches.definitions import Definitions
-from bundle.patches.entry import Action
-from bundle.patches.subject import Reader, load
+from bundle.patches.entry import PatchAction
+from bundle.patches.megatron_core import DefectReader, load_review_table
 from tests.history.git import CommitTree, Repository, files
 
 NUMBER = "megatron.core.package_info"
@@ -22,16 +22,16 @@ class Decided:
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
         self.read: set[str] = {NUMBER}  # every module that any decision asked for
-        self._known: dict[State, dict[str, Action | None]] = {}
+        self._known: dict[State, dict[str, PatchAction | None]] = {}
 
-    def __call__(self, commit: str) -> dict[str, Action | None]:
+    def __call__(self, commit: str) -> dict[str, PatchAction | None]:
         """The action for each patch and trap, by id, all features on; None for a trap that is not met."""
         state = self.state(commit)
         if state not in self._known:
             tree = CommitTree(Path(commit), repository=self.repository, commit=commit)
             found = dict(decisions(Definitions(tree), self._version(commit)))
-            if not self.read.issuperset(tree.asked()):
-                self.read.update(tree.asked())
+            if not self.read.issuperset(tree.list_read_modules()):
+                self.read.update(tree.list_read_modules())
                 self._known.clear()
                 state = self.state(commit)
             self._known[state] = found
@@ -43,14 +43,14 @@ class Decided:
 
     def _version(self, commit: str) -> str | None:
         blob = self.repository.blob(commit, "megatron/core/package_info.py")
-        return packages.declared_version(self.repository.text(blob).decode()) if blob else None
+        return packages.read_declared_version(self.repository.text(blob).decode()) if blob else None
 
 
-def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, Action | None]]:
+def decisions(definitions: Definitions, version: str | None) -> Iterator[tuple[str, PatchAction | None]]:
     job = PatchContext(version=version, requested=frozenset(patch.id for patch in PATCHES if patch.opt_in))
-    reader = Reader(None, definitions, load())
+    reader = DefectReader(None, definitions, load_review_table())
     for patch in PATCHES:
-        yield patch.id, deciding.decide(patch, reader.read(patch), job).action
+        yield patch.id, decision_rules.decide(patch, reader.read(patch), job).action
     for trap in TRAPS:
-        met = deciding.decide_trap(trap, reader.read(trap), job)
+        met = decision_rules.decide_trap(trap, reader.read(trap), job)
         yield trap.id, met.action if met else None

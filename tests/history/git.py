@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bundle.patches.source import Module, SourceTree, parsed
+from bundle.patches.source import Module, SourceTree, parse_module
 
 SINCE = "2025-04-04"  # 0.12's branch point: what is older is not supported
 
@@ -85,7 +85,7 @@ class Repository:
     def module(self, name: str, file: str, blob: str) -> Module:
         """A blob, parsed as the module of that name."""
         if (name, blob) not in self._modules:
-            self._modules[name, blob] = parsed(name, file, self.text(blob))
+            self._modules[name, blob] = parse_module(name, file, self.text(blob))
         return self._modules[name, blob]
 
     def ask(self, *arguments: str) -> str:
@@ -107,7 +107,7 @@ class CommitTree(SourceTree):
     repository: Repository = field(kw_only=True)
     commit: str = field(kw_only=True)
 
-    def module(self, name: str) -> Module | None:
+    def find_module(self, name: str) -> Module | None:
         """The parsed module by its dotted name; None where the commit has no such file."""
         if name not in self._modules:
             for file in files(name):

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bundle.patches import applying
+from bundle.patches import patcher
 
 # Those of the image cuda-mcore0.16; apex says none.
 VERSIONS = {"transformer_engine": "2.11.0", "flash_attn": "2.8.3", "apex": ""}
@@ -87,10 +87,12 @@ for name in sys.argv[1:]:
         print("imported", name)
     except Exception as error:  # noqa: BLE001 - some refuse in words of their own what they were not built for
         print("stopped", getattr(error, "name", None) or repr(error), "in", name)
-plan = applying.in_force()
+plan = patcher.get_active_plan()
 assert plan is not None
 planned = [step for step in plan.steps if step.target.partition(":")[0] in sys.modules]
-assert sorted(applying.applied()) == sorted(step.target for step in planned), applying.applied()
+assert sorted(patcher.list_applied_targets()) == sorted(step.target for step in planned), (
+    patcher.list_applied_targets()
+)
 frameworks = {name.partition(".")[0] for name in sys.argv[1:]}
 theirs = [module for name, module in sys.modules.items() if name.partition(".")[0] in frameworks]
 for step in planned:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bundle.patches.entry import Action
+from bundle.patches.entry import PatchAction
 from tests.history.decided import Decided
 from tests.history.git import Repository
 from tests.history.truth import PRESENT
@@ -19,15 +19,15 @@ class Row:
 
     commit: str
     entry: str
-    action: Action | None
+    action: PatchAction | None
     present: bool
 
     @property
     def verdict(self) -> str:
         """Right, wrong or undecided."""
-        if self.action in (Action.APPLY, Action.TRAP):
+        if self.action in (PatchAction.APPLY, PatchAction.TRAP):
             return RIGHT if self.present else WRONG
-        if self.action is Action.DRIFT:
+        if self.action is PatchAction.DRIFT:
             return UNDECIDED
         return WRONG if self.present else RIGHT
 

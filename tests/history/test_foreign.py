@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
-from bundle.patches.audit import ENTRIES, Audit, Standing, audit
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
+from bundle.patches.audit import ENTRIES, Audit, DefectStatus, audit
 from bundle.patches.entry import LOCAL_LAYERS, Patch
-from bundle.patches.subject import load, named
+from bundle.patches.megatron_core import find_named_core, load_review_table
 from tests.history.git import Repository
 from tests.history.truth import PRESENT
 from tests.history.users import changes
@@ -126,10 +126,12 @@ def test_nothing_is_said_that_is_not_so_and_nothing_is_missed(framework: str, tm
     own = repository(name)
     tree = megatron(framework, own, tmp_path / "megatron")
     top = unpacked(own, "HEAD", tmp_path / "framework", *folders)
-    path = search_path([str(top / "src") if "src" in folders else str(top)], "", tmp_path)
-    found = audit(named(str(tree), load()), load(), Stack(path), None)
+    path = build_search_path([str(top / "src") if "src" in folders else str(top)], "", tmp_path)
+    found = audit(
+        find_named_core(str(tree), load_review_table()), load_review_table(), InstalledPackages(path), None
+    )
     assert framework in {package.name for package in found.frameworks}
-    standings = {defect.entry.id: defect.standing.value for defect in found.defects}
+    standings = {defect.entry.id: defect.status.value for defect in found.defects}
     assert not _wrong(found, tree)
     for entry, expected in READ.get(framework, {}).items():
         if entry in OPEN and expected is None:
@@ -150,7 +152,12 @@ def _wrong(found: Audit, tree: Path) -> list[str]:
         there, defect = PRESENT[entry.id](lambda module: _text(tree, module)), said.get(entry.id)
         if defect is None and there:
             wrong.append(f"{entry.id} is missed")
-        if defect is not None and not there and not defect.patched_by and defect.standing is Standing.PRESENT:
+        if (
+            defect is not None
+            and not there
+            and not defect.patched_by
+            and defect.status is DefectStatus.PRESENT
+        ):
             wrong.append(f"{entry.id} is not there")
     return wrong
 

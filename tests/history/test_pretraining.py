@@ -17,7 +17,7 @@ import pytest
 
 from bundle.patches.catalogue import PATCHES
 from tests.history.test_foreign import FORK, FRAMEWORKS, UPSTREAM, megatron, repository, unpacked
-from tests.patches.test_enabling import PREDICTING
+from tests.patches.test_external_program import PREDICTING
 from tests.patches.trees import Release
 
 pytestmark = pytest.mark.releases

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from bundle.environment import packages
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import Module, parsed
+from bundle.patches.source import Module, parse_module
 from tests.history.decided import decisions
 from tests.history.git import CommitTree, Repository, files
 from tests.history.tally import Row
@@ -54,13 +54,13 @@ class ChangedTree(CommitTree):
 
     texts: Mapping[str, str | None] = field(kw_only=True)
 
-    def module(self, name: str) -> Module | None:
+    def find_module(self, name: str) -> Module | None:
         """The parsed module by its dotted name."""
         file = next((file for file in files(name) if file in self.texts), None)
         if file is None:
-            return super().module(name)
+            return super().find_module(name)
         text = self.texts[file]
-        return None if text is None else parsed(name, file, text.encode())
+        return None if text is None else parse_module(name, file, text.encode())
 
     def text(self, file: str) -> str:
         """What a file holds; "" where there is none."""
@@ -92,6 +92,6 @@ def changed(repository: Repository, commit: str, diff: bytes) -> ChangedTree:
 
 def judged(tree: ChangedTree) -> Iterator[Row]:
     """Every decision about a tree that no commit has."""
-    for entry, action in decisions(Definitions(tree), packages.declared_version(tree.text(NUMBER))):
+    for entry, action in decisions(Definitions(tree), packages.read_declared_version(tree.text(NUMBER))):
         there = PRESENT[entry](lambda module: tree.text(f"megatron/core/{module.replace('.', '/')}.py"))
         yield Row(tree.commit, entry, action, there)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.data.samples import held_out
+from bundle.data.samples import choose_held_out
 from bundle.errors import ExitCode
 from bundle.recipe import load
 from tests.journeys import checkpoints, oracle
@@ -38,7 +38,7 @@ def run_journey(task: str, family: str, place: Path, *flags: str) -> tuple[float
 def find_held_out(place: Path, rows: list[dict]) -> list[dict]:
     """Return the rows that the tool evaluates with, as its recipe divides them."""
     recipe = load(place / "run/recipe.yaml")
-    chosen = held_out(len(rows), recipe.data.validation, recipe.seed)
+    chosen = choose_held_out(len(rows), recipe.data.validation, recipe.seed)
     return [row for row, is_held_out in zip(rows, chosen, strict=True) if is_held_out]
 
 

@@ -70,9 +70,9 @@ class Terminal:
 
 def common(nodes: int) -> dict[str, Any]:
     """What of a job's environment every backend has, as its launch is told of it."""
-    table = [variable for variable in CPU.variables(frozenset(), nodes) if variable.yields]
+    table = [variable for variable in CPU.list_variables(frozenset(), nodes) if variable.is_overridable]
     values = {variable.name: variable.value for variable in table}
-    return {"environment": values, "yields": frozenset(values)}
+    return {"environment": values, "overridable_variables": frozenset(values)}
 
 
 @contextmanager

@@ -11,28 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bundle.errors import ExitCode
-from bundle.launch import nodes, roster, spares
-from bundle.launch.causes import Action, Kind
-from bundle.launch.process import Ended
+from bundle.launch import node_registry, nodes, spares
+from bundle.launch.causes import FailureKind, RestartAction
+from bundle.launch.process import LaunchFailed
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict
 
-for module in (roster, spares):
+for module in (node_registry, spares):
     module.__dict__["LOST_SECONDS"] = 20.0
-roster.BEAT_SECONDS = 0.5
+node_registry.HEARTBEAT_SECONDS = 0.5
 NUMBER, NODES, SPARES = map(int, sys.argv[1:4])
 FOLDER, DOES = Path(sys.argv[4]), sys.argv[5:]
 GO = FOLDER / "go"
 
 
-def verdict(kind: Kind, cause: str, action: Action, node_rank: int, code: int = 1) -> Verdict:
+def verdict(kind: FailureKind, cause: str, action: RestartAction, node_rank: int, code: int = 1) -> Verdict:
     return Verdict(ExitCode(code), kind, cause, action, node=f"gpu{NUMBER}", node_rank=node_rank, nodes=NODES)
 
 
 def everybody_has_looked() -> bool:
     """Whether no node came so late that it has not seen this round."""
-    signs = (roster.Sign.parse(path.name) for path in (FOLDER / "roster").glob("beat-*"))
-    return len([sign for sign in signs if sign and sign.beat > 2]) >= NODES
+    signs = (node_registry.Heartbeat.from_file_name(path.name) for path in (FOLDER / "roster").glob("beat-*"))
+    return len([sign for sign in signs if sign and sign.count > 2]) >= NODES
 
 
 def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
@@ -44,22 +44,24 @@ def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None
         time.sleep(0.05)
     here = where.node_rank
     ends = {
-        "killed": verdict(Kind.KILLED, "killed by SIGKILL", Action.RESTART, here),
-        "bad": verdict(Kind.DEVICE, "its GPU failed", Action.RESTART_WITHOUT, here),
-        "lost": nodes.lost(["gpu9"], "no word from it"),
-        "disk": verdict(Kind.DISK, "its disk is full", Action.STOP, here),
-        "saved": verdict(Kind.PREEMPTED, "stopped at step 5 as told", Action.RESTART, here, 75),
+        "killed": verdict(FailureKind.KILLED, "killed by SIGKILL", RestartAction.RESTART, here),
+        "bad": verdict(FailureKind.DEVICE, "its GPU failed", RestartAction.RESTART_WITHOUT, here),
+        "lost": nodes.build_lost_verdict(["gpu9"], "no word from it"),
+        "disk": verdict(FailureKind.DISK, "its disk is full", RestartAction.STOP, here),
+        "saved": verdict(FailureKind.PREEMPTED, "stopped at step 5 as told", RestartAction.RESTART, here, 75),
     }
     if does in ends:
-        raise Ended(ends[does])
+        raise LaunchFailed(ends[does])
 
 
 if __name__ == "__main__":
     where = Rendezvous(NODES, NUMBER, "127.0.0.1", 1234, "test", "said")
-    one = spares.Spares(where, SPARES, FOLDER, wait=int(os.environ.get("TEST_WAIT", "60")), most=1)
+    one = spares.SpareNodeRunner(
+        where, SPARES, FOLDER, wait=int(os.environ.get("TEST_WAIT", "60")), most_restarts=1
+    )
     unfit = "its disk is broken" if DOES[:1] == ["unfit"] else ""
     try:
         one.run(start, lambda: None, unfit)
-    except Ended as ended:
+    except LaunchFailed as ended:
         print(ended.verdict.sentence, flush=True)
         sys.exit(int(ended.code))

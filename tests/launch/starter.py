@@ -32,6 +32,6 @@ if __name__ == "__main__":
     )
     try:
         process.run(launch, os.environ)
-    except process.Ended as ended:
+    except process.LaunchFailed as ended:
         print(ended, file=sys.stderr)
         sys.exit(int(ended.code))

@@ -47,7 +47,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     asked = ("--hardware=cpu", f"--mcore={version}", "--run-directory=kept", "--job=j.json")
     assert "mcore-bundle train --job=j.json" in without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
     told = replace(load(tmp_path / "j.json"), image=UNDECIDED)
-    (tmp_path / "j.json").write_text(told.text())
+    (tmp_path / "j.json").write_text(told.to_text())
     assert told.patches is None and told.recipe.train.steps == 2
     said = bundle("train", "--job=j.json", cwd=tmp_path)
     assert "step 2/2" in said and "finished: loss" in said
@@ -57,7 +57,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     assert (kept / "logs/node-0/1/job.json").read_text() == (tmp_path / "j.json").read_text()
     done = load(kept / "job.json")
     assert done.patches is not None and done.patches.version == version
-    assert done.recipe == told.recipe and done.image == image.own()
+    assert done.recipe == told.recipe and done.image == image.read_own_record()
     assert load_recipe(kept / "recipe.yaml") == told.recipe
     assert "this run is finished" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
 
@@ -103,7 +103,7 @@ RECORD = BuildInfo(
 
 def test_a_job_for_an_image_is_refused_outside_of_it(tmp_path):
     pytest.importorskip("megatron.core")
-    (tmp_path / "record.json").write_text(RECORD.text())
+    (tmp_path / "record.json").write_text(RECORD.to_json())
     asked = ("--hardware=cpu", "--image-record=record.json", "--job=j.json")
     without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
     told = load(tmp_path / "j.json")

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import hang
-from bundle.launch.hang import Collective, Standing, statement
+from bundle.launch.hang import Collective, RankSnapshot, summarize_hang
 
 ALL, TENSOR = (0, 1, 2, 3), (0, 1)
 
 
 def stands(
     rank: int, waits: Collective | None = None, frame: str = "`f` (a.py:1)", **entered: int
-) -> Standing:
-    return Standing(rank, f"node{rank // 2}", "step 4", 30.0, frame, waits, entered)
+) -> RankSnapshot:
+    return RankSnapshot(rank, f"node{rank // 2}", "step 4", 30.0, frame, waits, entered)
 
 
 def reduce(
@@ -27,7 +27,7 @@ def reduce(
 
 
 def test_who_never_came_is_told_with_what_it_does_instead():
-    found = statement(
+    found = summarize_hang(
         [
             stands(0, reduce(7), all=7),
             stands(1, reduce(7), all=7),
@@ -47,7 +47,7 @@ def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all():
     standings = [stands(0, tensor, all=6, tensor=3), stands(1, all=6, tensor=2), stands(2, reduce(7), all=7)]
     standings += [stands(3, reduce(7), all=7)]
     for order in (standings, standings[::-1]):
-        found = statement(order)
+        found = summarize_hang(order)
         assert found.rank == 1
         assert found.text == (
             "rank 0 in broadcast of 8 number 3 of tensor, at `f` (a.py:1), in step 4;"
@@ -57,7 +57,7 @@ def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all():
 
 def test_ranks_that_wait_for_each_other_are_told_of_both():
     metrics = reduce(2, "cp", TENSOR, "all_reduce of 1")
-    found = statement([stands(0, metrics, all=6, cp=2), stands(1, reduce(7, ranks=TENSOR), all=7, cp=1)])
+    found = summarize_hang([stands(0, metrics, all=6, cp=2), stands(1, reduce(7, ranks=TENSOR), all=7, cp=1)])
     assert found.rank is None
     assert found.text == (
         "ranks wait for each other: rank 0 on node0: in all_reduce of 1 number 2 of cp, at `f` (a.py:1), in"
@@ -67,18 +67,18 @@ def test_ranks_that_wait_for_each_other_are_told_of_both():
 
 def test_ranks_that_came_to_other_calls_of_one_group_are_told_of_both():
     here, there = reduce(7, ranks=TENSOR), reduce(7, ranks=TENSOR, what="broadcast of 8")
-    assert statement([stands(0, here, all=7), stands(1, there, all=7)]).text == (
+    assert summarize_hang([stands(0, here, all=7), stands(1, there, all=7)]).text == (
         "rank 0 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4;"
         " rank 1 on node0: in broadcast of 8 number 7 of all, at `f` (a.py:1), in step 4"
     )
-    assert statement([stands(0, here, all=7), stands(1, here, all=7)]).text == (
+    assert summarize_hang([stands(0, here, all=7), stands(1, here, all=7)]).text == (
         "ranks 0-1 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4, to which all came"
     )
 
 
 def test_a_rank_of_which_nothing_is_known_is_told_too_and_many_are_counted():
     at = reduce(7, ranks=tuple(range(10)))
-    found = statement([stands(0, at, all=7), Standing(1, "node0", silent="its process has ended")])
+    found = summarize_hang([stands(0, at, all=7), RankSnapshot(1, "node0", silent="its process has ended")])
     assert found.text == "; ".join(
         [
             "rank 0 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4",
@@ -90,9 +90,9 @@ def test_a_rank_of_which_nothing_is_known_is_told_too_and_many_are_counted():
 
 
 def test_without_collectives_all_say_where_they_are():
-    assert statement([stands(0)]) == ("rank 0 on node0: at `f` (a.py:1), in step 4", 0)
+    assert summarize_hang([stands(0)]) == ("rank 0 on node0: at `f` (a.py:1), in step 4", 0)
     forgotten = Collective("group 9", (), 1, "send of 4")
-    assert statement([stands(0, forgotten), stands(1)]).text == (
+    assert summarize_hang([stands(0, forgotten), stands(1)]).text == (
         "rank 0 on node0: in send of 4 number 1 of group 9, at `f` (a.py:1), in step 4;"
         " rank 1 on node0: at `f` (a.py:1), in step 4"
     )
@@ -102,7 +102,7 @@ def test_a_standing_is_read_as_it_was_written(tmp_path):
     for standing in (stands(3, reduce(7), all=7), stands(12)):
         hang.write(tmp_path, standing)
     assert hang.read(tmp_path) == [stands(3, reduce(7), all=7), stands(12)]
-    assert hang.written(tmp_path, 12) and not hang.written(tmp_path, 1)
+    assert hang.has_snapshot(tmp_path, 12) and not hang.has_snapshot(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_the_state_of_a_process_is_the_kernels(number, says):
         if number is not None:
             process.send_signal(number)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert hang.state(process.pid) == says
+        assert hang.describe_process_state(process.pid) == says
     finally:
         process.kill()
         process.communicate()
-    assert hang.state(process.pid) == "its process has ended"
+    assert hang.describe_process_state(process.pid) == "its process has ended"
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_a_process_that_would_die_of_the_question_is_not_asked(does, hears):
     )
     try:
         assert process.stdout is not None and process.stdout.read(1)
-        assert hang.listens(process.pid) is hears
+        assert hang.can_print_stacks(process.pid) is hears
     finally:
         process.kill()
         process.communicate()
-    assert not hang.listens(process.pid)
+    assert not hang.can_print_stacks(process.pid)
 
 
 def test_the_frame_that_faulthandler_prints_last_is_read(tmp_path):
@@ -155,8 +155,8 @@ def test_the_frame_that_faulthandler_prints_last_is_read(tmp_path):
         [sys.executable, "counting.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     where = Path(tmp_path, "counting.py")
-    assert hang.frame_of_log(f"before\n{done.stderr}") in (
+    assert hang.find_innermost_frame(f"before\n{done.stderr}") in (
         f"`count_without_end` ({where}:4)",
         "`count_without_end` (counting.py:4)",
     )
-    assert hang.frame_of_log("nothing of the kind") == ""
+    assert hang.find_innermost_frame("nothing of the kind") == ""

@@ -21,7 +21,7 @@ from bundle.launch import starters
     ],
 )
 def test_the_first_host_of_a_node_list(nodelist, first):
-    assert starters.first_of(nodelist) == first
+    assert starters.parse_first_host(nodelist) == first
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_the_first_host_of_a_node_list(nodelist, first):
     ],
 )
 def test_endpoints(text, expected):
-    assert starters.host_and_port(text) == expected
+    assert starters.parse_host_and_port(text) == expected
 
 
 @given(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.lists(st.integers(0, 999), min_size=1, max_size=5))
 def test_a_list_that_we_write_starts_with_what_we_wrote(prefix, numbers):
     inside = ",".join(f"{n:03d}" for n in numbers)
-    assert starters.first_of(f"{prefix}[{inside}],other") == f"{prefix}{numbers[0]:03d}"
+    assert starters.parse_first_host(f"{prefix}[{inside}],other") == f"{prefix}{numbers[0]:03d}"

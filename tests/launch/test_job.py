@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from bundle.environment import image, packages
 from bundle.environment.image import BuildInfo
-from bundle.environment.packages import Copy, Megatron
+from bundle.environment.packages import MegatronCopies, MegatronCopy
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
-from bundle.files import json_digest
+from bundle.files import digest_json
 from bundle.launch import Start
 from bundle.launch import job as job_file
-from bundle.launch.job import Job, load, misfits, of_plan, parse
-from bundle.patches.source import module_file
-from bundle.planning import plan_for
+from bundle.launch.job import Job, find_misfits, from_plan, load, parse
+from bundle.patches.source import find_module_file
+from bundle.planning import build_plan
 from bundle.recipe import load as load_recipe
 
 RECORD = BuildInfo(
@@ -32,8 +32,8 @@ def made(
     *overrides: str, mcore: str = "0.16.1", nodes: int | None = None, per_node: int | None = None
 ) -> Job:
     recipe = load_recipe("demo", overrides)
-    return of_plan(
-        plan_for(recipe, backend="cpu", mcore=mcore, nodes=nodes, per_node=per_node), Path("runs/x")
+    return from_plan(
+        build_plan(recipe, backend="cpu", mcore=mcore, nodes=nodes, per_node=per_node), Path("runs/x")
     )
 
 
@@ -52,24 +52,26 @@ def anywhere() -> Job:
 
 def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choose():
     pytest.importorskip("megatron.core")
-    from bundle.backends.cuda.runtime import options
+    from bundle.backends.cuda.runtime import build_config_options
 
     packed = ["backend=cuda", "model.dtype=bf16", "data.packed=true", "train.micro_batch_size=1"]
-    job = of_plan(plan_for(load_recipe("demo", packed), named="h200", mcore="0.16.1"), Path("runs/x"))
-    assert (job.attention, job.recipe.model.attention, job.trained.model.attention) == (
+    job = from_plan(
+        build_plan(load_recipe("demo", packed), hardware_name="h200", mcore="0.16.1"), Path("runs/x")
+    )
+    assert (job.attention, job.recipe.model.attention, job.trained_recipe.model.attention) == (
         "fused",
         "auto",
         "fused",
     )
-    assert options(job.recipe, generation="10.0")["attention_backend"].name == "auto"
-    assert options(job.trained, generation="10.0")["attention_backend"].name == "fused"
-    assert parse(job.text()).trained == job.trained
+    assert build_config_options(job.recipe, generation="10.0")["attention_backend"].name == "auto"
+    assert build_config_options(job.trained_recipe, generation="10.0")["attention_backend"].name == "fused"
+    assert parse(job.to_text()).trained_recipe == job.trained_recipe
 
 
 def signed(document: dict) -> str:
     """A file that its writer wants to be taken for one of ours."""
     return json.dumps(
-        document | {"digest": json_digest({k: v for k, v in document.items() if k != "digest"})}
+        document | {"digest": digest_json({k: v for k, v in document.items() if k != "digest"})}
     )
 
 
@@ -93,26 +95,28 @@ def test_a_job_comes_back_as_it_was(anywhere, start, directory, drift, image, co
         anywhere, start=start, directory=Path(directory), allow_drift=drift, image=image, nodes=nodes,
         per_node=per_node, environment=environment,
     )  # fmt: skip
-    read = parse(told.text())
-    assert read == told and read.digest == told.digest and read.text() == told.text()
+    read = parse(told.to_text())
+    assert read == told and read.digest == told.digest and read.to_text() == told.to_text()
 
 
 def test_a_job_goes_on_although_the_patches_drifted_that_its_plan_was_allowed():
     drifted = ["mtp-context-parallel-roll"]
-    plan = plan_for(load_recipe("demo"), backend="cpu", mcore="0.16.1", allow_drift=drifted)
-    assert of_plan(plan, Path("runs/x")).allow_drift == tuple(drifted)
+    plan = build_plan(load_recipe("demo"), backend="cpu", mcore="0.16.1", allow_drift=drifted)
+    assert from_plan(plan, Path("runs/x")).allow_drift == tuple(drifted)
 
 
 def test_its_patches_come_back_too_or_are_left_open(here, anywhere):
-    assert parse(here.text()).patches == here.patches and here.patches and here.patches.steps
-    assert json.loads(anywhere.text())["patches"] == "undecided" and parse(anywhere.text()).patches is None
+    assert parse(here.to_text()).patches == here.patches and here.patches and here.patches.steps
+    assert (
+        json.loads(anywhere.to_text())["patches"] == "undecided" and parse(anywhere.to_text()).patches is None
+    )
 
 
 def test_what_was_asked_for_is_what_it_says():
     told = made(
         "train.steps=77", "train.global_batch_size=64", "model.attention=unfused", nodes=2, per_node=4
     )
-    document = json.loads(told.text())
+    document = json.loads(told.to_text())
     assert document["recipe"]["train"]["steps"] == 77
     assert (document["nodes"], document["per_node"], document["attention"]) == (2, 4, "unfused")
     assert document["environment"]["CUDA_VISIBLE_DEVICES"] == ""
@@ -161,7 +165,7 @@ def test_no_byte_of_a_value_can_change_unseen(anywhere):
     with pytest.raises(UsageError, match="damaged or edited"):
         parse(json.dumps(document))
     with pytest.raises(UsageError, match="no JSON"):
-        parse(anywhere.text()[:-100])
+        parse(anywhere.to_text()[:-100])
 
 
 HOSTILE = {
@@ -227,27 +231,27 @@ def test_what_is_no_file_is_said(tmp_path):
 
 def test_code_that_is_not_ours_is_never_a_patch(here):
     told = parse(changed(here, patches=steps()))
-    found = list(misfits(told, packages.detect().megatron, None))
+    found = list(find_misfits(told, packages.detect().megatron, None))
     assert "mtp-zero-layers: not a patch of this mcore-bundle" in "\n".join(found)
 
 
-def copied(job: Job, directory: Path) -> Megatron:
+def copied(job: Job, directory: Path) -> MegatronCopies:
     """A copy of the files that the plan names, which may be edited."""
     core = packages.detect().megatron.core
     assert core is not None and job.patches is not None
-    for module, _ in job.patches.read:
-        if name := module_file(core.root, module):
+    for module, _ in job.patches.module_digests:
+        if name := find_module_file(core.root, module):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(core.root / name, directory / name)
-    copy = Copy(directory / "megatron", "a copy", core.version, core.commit)
-    return Megatron((copy,), copy, None)
+    copy = MegatronCopy(directory / "megatron", "a copy", core.version, core.commit)
+    return MegatronCopies((copy,), copy, None)
 
 
 def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
     installed = copied(here, tmp_path)
-    assert list(misfits(here, installed, None)) == []
+    assert list(find_misfits(here, installed, None)) == []
     patched = {step.file for step in here.patches.steps}
-    there = {module: module_file(tmp_path, module) for module, _ in here.patches.read}
+    there = {module: find_module_file(tmp_path, module) for module, _ in here.patches.module_digests}
     only_read = sorted({file for file in there.values() if file} - patched)
     absent = next(f"{module.replace('.', '/')}.py" for module, file in there.items() if file is None)
     assert patched and only_read
@@ -256,7 +260,7 @@ def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
             file.write("\n# another line\n")
     (tmp_path / absent).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / absent).write_text("")
-    assert sorted(misfits(here, installed, None)) == [
+    assert sorted(find_misfits(here, installed, None)) == [
         f"{name} is not the file that the patches were planned for"
         for name in sorted((min(patched), only_read[0], absent))
     ]
@@ -265,17 +269,17 @@ def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
 def test_each_rank_checks_that_its_wrappers_are_those_of_the_plan(here):
     patches = here.patches.dump()
     patches["steps"][0]["wrapper_digest"] = "0" * 16
-    (found,) = misfits(parse(changed(here, patches=patches)), packages.detect().megatron, None)
-    assert found.endswith("is another one here") and "bundle.wrappers." in found
+    (found,) = find_misfits(parse(changed(here, patches=patches)), packages.detect().megatron, None)
+    assert found.endswith("is another one here") and "bundle.replacements." in found
 
 
 def test_another_megatron_or_none_is_said(here, anywhere, tmp_path):
     core = packages.detect().megatron.core
     assert core is not None
-    other = Megatron((), core._replace(version="0.17.0"), None)
-    assert list(misfits(here, other, None)) == [f"megatron-core: {core.version} in the job, 0.17.0 here"]
-    assert list(misfits(anywhere, other, None)) == ["megatron-core: 0.16.1 in the job, 0.17.0 here"]
-    assert list(misfits(anywhere, Megatron((), None, None), None)) == [
+    other = MegatronCopies((), core._replace(version="0.17.0"), None)
+    assert list(find_misfits(here, other, None)) == [f"megatron-core: {core.version} in the job, 0.17.0 here"]
+    assert list(find_misfits(anywhere, other, None)) == ["megatron-core: 0.16.1 in the job, 0.17.0 here"]
+    assert list(find_misfits(anywhere, MegatronCopies((), None, None), None)) == [
         "megatron-core: 0.16.1 in the job, none here"
     ]
 
@@ -283,16 +287,16 @@ def test_another_megatron_or_none_is_said(here, anywhere, tmp_path):
 def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch):
     told = replace(anywhere, image=RECORD)
     with pytest.raises(EnvironmentUnfit, match="image: cpu in the job, none of ours here"):
-        job_file.decided(told)
-    monkeypatch.setattr(image, "own", lambda: RECORD)
-    assert job_file.decided(told).patches == made(mcore="").patches
+        job_file.decide_patches(told)
+    monkeypatch.setattr(image, "read_own_record", lambda: RECORD)
+    assert job_file.decide_patches(told).patches == made(mcore="").patches
 
 
 def test_patches_for_an_image_that_nobody_describes_are_not_those_for_what_is_here():
     pytest.importorskip("megatron.core")
-    plan = plan_for(load_recipe("demo"), backend="cpu")
-    assert of_plan(plan, Path("runs/x")).patches is not None
-    told = of_plan(plan, Path("runs/x"), record=job_file.UNDECIDED)
+    plan = build_plan(load_recipe("demo"), backend="cpu")
+    assert from_plan(plan, Path("runs/x")).patches is not None
+    told = from_plan(plan, Path("runs/x"), record=job_file.UNDECIDED)
     assert (told.patches, told.image) == (None, job_file.UNDECIDED)
 
 
@@ -302,9 +306,11 @@ def test_the_image_of_a_job_that_leaves_it_open_is_that_of_the_first_rank(anywhe
     assert told.digest not in (anywhere.digest, replace(anywhere, image=RECORD).digest)
     here = packages.detect().megatron
     for record in (None, RECORD):
-        assert list(misfits(told, here, record)) == []  # as whoever starts the ranks of a node looks at it
-        monkeypatch.setattr(image, "own", lambda record=record: record)
-        assert job_file.decided(told).image == record
+        assert (
+            list(find_misfits(told, here, record)) == []
+        )  # as whoever starts the ranks of a node looks at it
+        monkeypatch.setattr(image, "read_own_record", lambda record=record: record)
+        assert job_file.decide_patches(told).image == record
     # From then on it is that of every rank.
-    (other,) = misfits(job_file.decided(told), here, None)
+    (other,) = find_misfits(job_file.decide_patches(told), here, None)
     assert other.startswith("image: cpu in the job, none of ours here")

@@ -14,7 +14,7 @@ import pytest
 
 from bundle.errors import ExitCode
 from bundle.launch import nodes, outcomes
-from bundle.launch.causes import Action, Kind
+from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict
 from tests.launch.launched import asked, finish, gone, reserved, start
@@ -24,47 +24,56 @@ AGAIN = "the same command goes on after the last checkpoint"
 
 
 def word(
-    node: int, kind: Kind, cause: str, action: Action = Action.RESTART, code: ExitCode = ExitCode.JOB_FAILED
+    node: int,
+    kind: FailureKind,
+    cause: str,
+    action: RestartAction = RestartAction.RESTART,
+    code: ExitCode = ExitCode.JOB_FAILED,
 ) -> Verdict:
     return Verdict(code, kind, cause, action, rank=8 * node, node=NAMES[node], node_rank=node, nodes=3)
 
 
-ECHO = word(0, Kind.ECHO, "lost its connection to another rank")
-KILLED = word(2, Kind.KILLED, "killed by SIGKILL")
+ECHO = word(0, FailureKind.ECHO, "lost its connection to another rank")
+KILLED = word(2, FailureKind.KILLED, "killed by SIGKILL")
 
 
 def test_a_node_that_lost_its_connection_says_what_the_node_says_that_broke():
-    said = {0: ECHO, 1: word(1, Kind.NETWORK, "the network failed"), 2: KILLED}
-    assert nodes.joint(ECHO, said, NAMES, over=False) is KILLED
+    said = {0: ECHO, 1: word(1, FailureKind.NETWORK, "the network failed"), 2: KILLED}
+    assert nodes.join_verdicts(ECHO, said, NAMES, is_final=False) is KILLED
     assert KILLED.sentence == f"rank 16 on gpu09: killed by SIGKILL; {AGAIN}"
 
 
 def test_what_no_restart_mends_waits_for_nobody_and_what_one_may_for_all_that_run():
-    full = word(2, Kind.DISK, "its disk is full", Action.STOP)
-    assert nodes.joint(ECHO, {0: ECHO, 2: full}, NAMES, over=False) is full
+    full = word(2, FailureKind.DISK, "its disk is full", RestartAction.STOP)
+    assert nodes.join_verdicts(ECHO, {0: ECHO, 2: full}, NAMES, is_final=False) is full
     for own in (ECHO, KILLED):
-        assert nodes.joint(own, {0: ECHO, 2: KILLED}, NAMES, over=False) is None
-        found = nodes.joint(own, {0: ECHO, 2: KILLED}, NAMES, over=True)
+        assert nodes.join_verdicts(own, {0: ECHO, 2: KILLED}, NAMES, is_final=False) is None
+        found = nodes.join_verdicts(own, {0: ECHO, 2: KILLED}, NAMES, is_final=True)
         assert found == replace(KILLED, silent=("gpu08",)) and found.sentence == KILLED.sentence
 
 
 def test_where_nobody_broke_the_network_did_and_then_the_first_echo_is_told():
-    network = word(1, Kind.NETWORK, "the network failed")
-    assert nodes.joint(ECHO, {0: ECHO, 1: network, 2: word(2, Kind.ECHO, "")}, NAMES, over=False) is network
-    echoes = {rank: word(rank, Kind.ECHO, "") for rank in NAMES}
-    assert nodes.joint(echoes[2], echoes, NAMES, over=False) is echoes[0]
+    network = word(1, FailureKind.NETWORK, "the network failed")
+    assert (
+        nodes.join_verdicts(
+            ECHO, {0: ECHO, 1: network, 2: word(2, FailureKind.ECHO, "")}, NAMES, is_final=False
+        )
+        is network
+    )
+    echoes = {rank: word(rank, FailureKind.ECHO, "") for rank in NAMES}
+    assert nodes.join_verdicts(echoes[2], echoes, NAMES, is_final=False) is echoes[0]
 
 
-@pytest.mark.parametrize("kind", [Kind.ECHO, Kind.HANG])
+@pytest.mark.parametrize("kind", [FailureKind.ECHO, FailureKind.HANG])
 def test_a_node_without_a_word_is_waited_for_and_then_lost(kind):
     own = word(0, kind, "no progress")
     said = {0: own, 2: word(2, kind, "no progress")}
-    assert nodes.joint(own, said, NAMES, over=False) is None
-    lost = nodes.joint(own, said, NAMES, over=True)
+    assert nodes.join_verdicts(own, said, NAMES, is_final=False) is None
+    lost = nodes.join_verdicts(own, said, NAMES, is_final=True)
     assert lost is not None and (lost.kind, lost.code, lost.action) == (
-        Kind.LOST_NODE,
+        FailureKind.LOST_NODE,
         ExitCode.JOB_FAILED,
-        Action.RESTART_WITHOUT,
+        RestartAction.RESTART_WITHOUT,
     )
     assert lost.sentence == (
         "gpu08: lost, and all that ran there: no word from it within 20 s after the others ended;"
@@ -73,73 +82,73 @@ def test_a_node_without_a_word_is_waited_for_and_then_lost(kind):
 
 
 def test_a_hang_of_all_nodes_is_a_hang():
-    hangs = {rank: word(rank, Kind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
-    assert nodes.joint(hangs[1], hangs, NAMES, over=False) is hangs[0]
-    assert nodes.joint(ECHO, hangs | {0: ECHO}, NAMES, over=False) is hangs[1]
+    hangs = {rank: word(rank, FailureKind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
+    assert nodes.join_verdicts(hangs[1], hangs, NAMES, is_final=False) is hangs[0]
+    assert nodes.join_verdicts(ECHO, hangs | {0: ECHO}, NAMES, is_final=False) is hangs[1]
 
 
 def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_nothing():
     well = Verdict(ExitCode.OK, node_rank=1)
-    saved = word(2, Kind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
-    assert nodes.joint(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, over=False) is saved
-    assert nodes.joint(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, over=False) is ECHO
+    saved = word(2, FailureKind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
+    assert nodes.join_verdicts(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, is_final=False) is saved
+    assert nodes.join_verdicts(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, is_final=False) is ECHO
 
 
 def test_each_node_leaves_its_word_and_one_that_knows_what_broke_waits_only_to_start_again(tmp_path, clock):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
-    full = word(2, Kind.DISK, "its disk is full", Action.STOP)
-    assert nodes.agreed(full, tmp_path) is full and clock == [100.0]
-    assert nodes.agreed(ECHO, tmp_path) == full
-    assert nodes.agreed(ECHO, None) is ECHO
+    full = word(2, FailureKind.DISK, "its disk is full", RestartAction.STOP)
+    assert nodes.agree_on_verdict(full, tmp_path) is full and clock == [100.0]
+    assert nodes.agree_on_verdict(ECHO, tmp_path) == full
+    assert nodes.agree_on_verdict(ECHO, None) is ECHO
 
 
 def test_a_node_that_may_start_again_leaves_when_all_have_ended_or_says_who_has_not(tmp_path, clock):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
-    assert nodes.agreed(KILLED, tmp_path) == replace(KILLED, silent=("gpu07",))
-    assert nodes.WORD_SECONDS <= clock[0] - 100 <= nodes.WORD_SECONDS + 1
+    assert nodes.agree_on_verdict(KILLED, tmp_path) == replace(KILLED, silent=("gpu07",))
+    assert nodes.VERDICT_SECONDS <= clock[0] - 100 <= nodes.VERDICT_SECONDS + 1
     later = clock[0] + 7
 
     def ends() -> None:
         if clock[0] >= later:
-            nodes.agreed(ECHO, tmp_path, seconds=-1)
+            nodes.agree_on_verdict(ECHO, tmp_path, seconds=-1)
 
-    assert nodes.agreed(KILLED, tmp_path, alive=ends) == KILLED
+    assert nodes.agree_on_verdict(KILLED, tmp_path, send_heartbeat=ends) == KILLED
     assert later <= clock[0] <= later + 1
-    assert nodes.agreed(ECHO, tmp_path) == KILLED
+    assert nodes.agree_on_verdict(ECHO, tmp_path) == KILLED
 
 
 @pytest.mark.parametrize(
     ("said", "ends"),
     [
         (KILLED, True),
-        (word(2, Kind.ECHO, "lost its connection"), True),
-        (word(2, Kind.HANG, "no progress", code=ExitCode.HANG), False),
-        (word(2, Kind.PREEMPTED, "saved", code=ExitCode.PREEMPTED), False),
+        (word(2, FailureKind.ECHO, "lost its connection"), True),
+        (word(2, FailureKind.HANG, "no progress", code=ExitCode.HANG), False),
+        (word(2, FailureKind.PREEMPTED, "saved", code=ExitCode.PREEMPTED), False),
         (Verdict(ExitCode.OK, node_rank=2), False),
         (replace(KILLED, node_rank=0), False),  # our own
     ],
 )
 def test_a_node_sees_that_the_ranks_of_another_have_ended_with_a_failure(tmp_path, clock, said, ends):
     where = Rendezvous(3, 0, "h", 1, "test", "said")
-    others = nodes.Others(tmp_path, where)
+    others = nodes.PeerNodes(tmp_path, where)
     clock[0] += 10
-    assert not others.look()  # whose ranks have not met
+    assert not others.poll()  # whose ranks have not met
     here(tmp_path / "world-1", NAMES)
-    (tmp_path / outcomes.WORLD).write_text(str(tmp_path / "world-1"))
+    (tmp_path / outcomes.WORLD_FILE).write_text(str(tmp_path / "world-1"))
     clock[0] += 10
-    assert not others.look()
-    nodes.agreed(replace(said, nodes=3), tmp_path / "world-1", seconds=-1)
+    assert not others.poll()
+    nodes.agree_on_verdict(replace(said, nodes=3), tmp_path / "world-1", seconds=-1)
     clock[0] += 0.5
-    assert not others.look()  # a shared disk is not asked all the time
+    assert not others.poll()  # a shared disk is not asked all the time
     clock[0] += 10
-    assert others.look() is others.ended is ends
+    assert others.poll() is others.has_failed_peer is ends
 
 
 def here(world: Path, names: Mapping[int, str]) -> None:
     """Nodes whose ranks have met."""
-    (world / outcomes.NODES).mkdir(parents=True)
+    (world / outcomes.NODES_FOLDER).mkdir(parents=True)
     for rank, name in names.items():
-        (world / outcomes.NODES / f"{rank}.json").write_text(json.dumps({"node": name}))
+        (world / outcomes.NODES_FOLDER / f"{rank}.json").write_text(json.dumps({"node": name}))
 
 
 @pytest.fixture
@@ -156,59 +165,62 @@ def test_a_node_of_many_reads_few_words_and_lists_them_seldom(tmp_path, clock, c
     echoes = [replace(ECHO, node=f"gpu{rank}", node_rank=rank, nodes=count) for rank in range(count)]
     here(tmp_path, {rank: f"gpu{rank}" for rank in range(count)})
     for rank in set(range(count)) - {1, 7}:
-        left = tmp_path / outcomes.NODES / f"{rank}.1.echo.restart.verdict.json"
+        left = tmp_path / outcomes.NODES_FOLDER / f"{rank}.1.echo.restart.verdict.json"
         left.write_text(json.dumps(echoes[rank].dump()))
     beats: list[float] = []
     clock[0] = 200.0
     with asked(tmp_path) as events:
-        lost = nodes.agreed(echoes[1], tmp_path, alive=lambda: beats.append(clock[0]))
-    assert (lost.kind, lost.node, lost.node_rank) == (Kind.LOST_NODE, "gpu7", 7)
-    assert nodes.WORD_SECONDS <= clock[0] - 200 <= nodes.WORD_SECONDS + 1
+        lost = nodes.agree_on_verdict(echoes[1], tmp_path, send_heartbeat=lambda: beats.append(clock[0]))
+    assert (lost.kind, lost.node, lost.node_rank) == (FailureKind.LOST_NODE, "gpu7", 7)
+    assert nodes.VERDICT_SECONDS <= clock[0] - 200 <= nodes.VERDICT_SECONDS + 1
     # Our own word, and the folder that it is in, and the name of the lost node.
     assert events.count("open") == 3
-    assert count * events.count("os.listdir") / nodes.WORD_SECONDS <= 310
+    assert count * events.count("os.listdir") / nodes.VERDICT_SECONDS <= 310
     assert all(after - before <= 0.5 for before, after in pairwise(beats))
-    nodes.agreed(replace(KILLED, node_rank=7), tmp_path)
+    nodes.agree_on_verdict(replace(KILLED, node_rank=7), tmp_path)
     ended = clock[0]
     with asked(tmp_path) as events:
-        assert nodes.agreed(echoes[1], tmp_path) == replace(KILLED, node_rank=7)
+        assert nodes.agree_on_verdict(echoes[1], tmp_path) == replace(KILLED, node_rank=7)
     assert events.count("open") == 3 and clock[0] == ended
 
 
 def test_of_words_that_say_as_little_the_first_nodes_is_told(tmp_path, clock):
     here(tmp_path, {2: "gpu2", 10: "gpu10"})
     second, tenth = (replace(ECHO, node=f"gpu{rank}", node_rank=rank) for rank in (2, 10))
-    assert nodes.agreed(second, tmp_path, seconds=-1).node == "gpu10"  # which has said nothing
-    assert nodes.agreed(tenth, tmp_path) == second
+    assert nodes.agree_on_verdict(second, tmp_path, seconds=-1).node == "gpu10"  # which has said nothing
+    assert nodes.agree_on_verdict(tenth, tmp_path) == second
 
 
 def test_what_is_said_while_a_slow_disk_is_looked_at_is_read_before_anybody_is_lost(
     tmp_path, clock, monkeypatch
 ):
     here(tmp_path, NAMES)
-    nodes.agreed(replace(ECHO, node_rank=1), tmp_path, seconds=-1)
+    nodes.agree_on_verdict(replace(ECHO, node_rank=1), tmp_path, seconds=-1)
     listed = Path.iterdir
 
     def slow(folder: Path) -> list[Path]:
         found = list(listed(folder))
         if len(found) < 6:
-            clock[0] += nodes.WORD_SECONDS + 1
-            nodes.agreed(KILLED, tmp_path)
+            clock[0] += nodes.VERDICT_SECONDS + 1
+            nodes.agree_on_verdict(KILLED, tmp_path)
         return found
 
     monkeypatch.setattr(Path, "iterdir", slow)
-    assert nodes.agreed(ECHO, tmp_path) == KILLED
+    assert nodes.agree_on_verdict(ECHO, tmp_path) == KILLED
 
 
 @pytest.mark.parametrize(
     ("kind", "action"),
-    [*((kind, Action.RESTART) for kind in Kind), *((Kind.DEVICE, action) for action in Action)],
+    [
+        *((kind, RestartAction.RESTART) for kind in FailureKind),
+        *((FailureKind.DEVICE, action) for action in RestartAction),
+    ],
 )
 def test_every_kind_of_word_is_found_by_its_name(tmp_path, clock, kind, action):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
     said = word(2, kind, "so it is", action, code=ExitCode.HANG)
-    nodes.agreed(said, tmp_path, seconds=-1)
-    _, seen = nodes._seen(tmp_path / outcomes.NODES)
+    nodes.agree_on_verdict(said, tmp_path, seconds=-1)
+    _, seen = nodes._read_verdicts(tmp_path / outcomes.NODES_FOLDER)
     found = {rank: (each.kind, each.action, each.code) for rank, each in seen.items()}
     assert found == {2: (kind, action, ExitCode.HANG)}
 

@@ -8,7 +8,7 @@ import pytest
 
 from bundle import log
 from bundle.launch import outcomes
-from bundle.launch.process import Waiting
+from bundle.launch.process import NodeWait
 from bundle.launch.rendezvous import discover
 from tests.launch.launched import finish, gone, reserved, start
 
@@ -29,7 +29,7 @@ def waiting_node(folder: Path, monkeypatch: pytest.MonkeyPatch, node: int, wait:
         monkeypatch.setenv(name, value)
     starter = start(folder, WORKER, "well")
     deadline = time.monotonic() + 60
-    agent = folder / "logs" / outcomes.AGENT
+    agent = folder / "logs" / outcomes.AGENT_PID_FILE
     while not (agent.exists() and agent.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -42,7 +42,7 @@ def waiting_node(folder: Path, monkeypatch: pytest.MonkeyPatch, node: int, wait:
 )
 def test_a_node_that_waits_for_others_ends_on_the_first_signal(tmp_path, monkeypatch, node, number, code):
     starter = waiting_node(tmp_path, monkeypatch, node, 600)
-    agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
+    agent = int((tmp_path / "logs" / outcomes.AGENT_PID_FILE).read_text())
     starter.send_signal(number)
     finish(starter, code, 20)
     assert gone([agent])
@@ -60,18 +60,18 @@ def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys
     seconds = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: seconds)
     where = discover({}, nodes=3, node_rank=1, endpoint="node0:29500")
-    waiting, said = Waiting(where, tmp_path, 1800), []
+    waiting, said = NodeWait(where, tmp_path, 1800), []
     for tick in range(3600):
         seconds = tick / 2
-        waiting.look()
+        waiting.report_wait()
         said += [seconds] if "node 1 of 3" in capsys.readouterr().err else []
     assert said == [10.5, 20.5, 40.5, 80.5, 160.5, 320.5, 640.5, 1280.5]
-    assert not waiting.too_long and not waiting.over
+    assert not waiting.is_too_long and not waiting.is_over
     seconds = 1801.0
-    assert waiting.too_long
+    assert waiting.is_too_long
     (tmp_path / "x" / "attempt_0").mkdir(parents=True)
-    assert waiting.over and not waiting.too_long
-    assert Waiting(discover({}), tmp_path / "none", 0).over
+    assert waiting.is_over and not waiting.is_too_long
+    assert NodeWait(discover({}), tmp_path / "none", 0).is_over
 
 
 @pytest.mark.world

@@ -12,7 +12,7 @@ import os, sys, threading, time
 from bundle.launch import orphans
 """
 FROM_MAIN = """
-orphans.take_forks_along()
+orphans.kill_forks_on_exit()
 if not os.fork():
     if forked := os.fork():
         print(os.getpid(), forked, flush=True)
@@ -20,7 +20,7 @@ if not os.fork():
 sys.stdin.read()
 """
 FROM_A_THREAD = """
-orphans.take_forks_along()
+orphans.kill_forks_on_exit()
 def fork():
     if not (child := os.fork()):
         time.sleep(600)
@@ -38,7 +38,7 @@ def wait():
         time.sleep(0.01)
 parent = os.getpid()
 os.register_at_fork(after_in_child=wait)
-orphans.take_forks_along()
+orphans.kill_forks_on_exit()
 if not os.fork():
     time.sleep(600)
 sys.stdin.read()

@@ -50,12 +50,12 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
 def test_ranks_that_say_nothing_in_a_hang_are_ended_even_where_their_agent_never_sees_it(tmp_path, agent_too):
     starter = start(tmp_path, WORKER, "meet")
     pids = wait_until_ready(tmp_path)
-    agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
+    agent = int((tmp_path / "logs" / outcomes.AGENT_PID_FILE).read_text())
     for stopped in [pids[0], *([agent] if agent_too else [])]:
         os.kill(stopped, signal.SIGSTOP)
-    (tmp_path / "world" / outcomes.HANG).touch()
+    (tmp_path / "world" / outcomes.HANG_FILE).touch()
     _, err = finish(starter, 6, 60)
-    node = outcomes.node_name()
+    node = outcomes.get_node_name()
     assert err.splitlines()[-1] == (
         f"no progress: rank 0 on {node}: its process is stopped (SIGSTOP); rank 1 on {node}: it says nothing;"
         " the same command goes on after the last checkpoint"
@@ -68,7 +68,7 @@ def test_ranks_that_say_nothing_in_a_hang_are_ended_even_where_their_agent_never
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     starter = start(tmp_path, WORKER, "sleep")
     pids = wait_until_ready(tmp_path)
-    agent = int((tmp_path / "logs" / outcomes.AGENT).read_text())
+    agent = int((tmp_path / "logs" / outcomes.AGENT_PID_FILE).read_text())
     starter.kill()
     finish(starter, -signal.SIGKILL)
     assert gone([agent, *pids])
@@ -85,7 +85,7 @@ def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
 
 def test_a_request_before_the_ranks_are_ready_is_not_lost(tmp_path):
     starter = start(tmp_path, WORKER, "wait_for_request")
-    while not (tmp_path / "logs" / outcomes.AGENT).exists():
+    while not (tmp_path / "logs" / outcomes.AGENT_PID_FILE).exists():
         time.sleep(0.01)
     starter.send_signal(signal.SIGTERM)
     finish(starter, 75)
@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_ends_at_once_those_that_do_not_answer_the_first(tmp_pat
 
 def wait_for_request(folder: Path) -> None:
     deadline = time.monotonic() + 20
-    while not (folder / "logs" / outcomes.STOP).exists():
+    while not (folder / "logs" / outcomes.STOP_FILE).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -159,6 +159,6 @@ def test_a_launch_that_nohup_started_does_not_hear_the_terminal_go(tmp_path):
     wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGHUP)
     time.sleep(0.5)
-    assert not (tmp_path / "logs" / outcomes.STOP).exists()
+    assert not (tmp_path / "logs" / outcomes.STOP_FILE).exists()
     starter.send_signal(signal.SIGTERM)
     finish(starter, 75, 20)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from bundle.launch import outcomes, ras
-from bundle.launch.hang import Hung
+from bundle.launch.hang import HangMonitor
 from bundle.launch.outcomes import Outcome
 
 
@@ -44,7 +44,7 @@ def test_all_that_it_says_is_put_down_after_it_was_told_not_to_wait_long(tmp_pat
 @pytest.mark.parametrize("answers", [[b"ERROR: no such command\n"], [b""]])
 def test_who_answers_otherwise_is_not_nccl(answers):
     with service(answers) as (address, _):
-        assert ras.status(address) == ""
+        assert ras.query_status(address) == ""
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "host:port"])
@@ -63,9 +63,9 @@ def test_pods_of_one_node_do_not_overwrite_what_each_was_told(tmp_path, monkeypa
 
     monkeypatch.setattr(ras, "write", write)
     monkeypatch.setenv("K8S_NODE_NAME", "gpu01")
-    (tmp_path / outcomes.HANG).touch()
+    (tmp_path / outcomes.HANG_FILE).touch()
     for first in (0, 4):
-        Hung(tmp_path).look([Outcome(first + n, n, 1, 0.0) for n in range(4)])
+        HangMonitor(tmp_path).poll([Outcome(first + n, n, 1, 0.0) for n in range(4)])
     wrote.wait(60)
     assert {path.name for path in tmp_path.glob("*.nccl.txt")} == {
         "hang-rank-0.nccl.txt",

@@ -6,17 +6,19 @@ from dataclasses import replace
 import pytest
 
 from bundle.errors import ExitCode
-from bundle.launch.causes import Action, Kind
-from bundle.launch.process import Ended
-from bundle.launch.restarts import repeated
+from bundle.launch.causes import FailureKind, RestartAction
+from bundle.launch.process import LaunchFailed
+from bundle.launch.restarts import run_with_restarts
 from bundle.launch.verdict import Verdict
 
 
-def ends(kind: Kind = Kind.KILLED, action: Action = Action.RESTART) -> Ended:
-    return Ended(Verdict(ExitCode.JOB_FAILED, kind, "killed", action))
+def ends(
+    kind: FailureKind = FailureKind.KILLED, action: RestartAction = RestartAction.RESTART
+) -> LaunchFailed:
+    return LaunchFailed(Verdict(ExitCode.JOB_FAILED, kind, "killed", action))
 
 
-def starts(*raised: Ended | None) -> tuple[Callable[[], None], list[int]]:
+def starts(*raised: LaunchFailed | None) -> tuple[Callable[[], None], list[int]]:
     """What ends as told, in turn, and how often it was called."""
     called: list[int] = []
 
@@ -35,44 +37,44 @@ def starts(*raised: Ended | None) -> tuple[Callable[[], None], list[int]]:
 def test_a_launch_is_started_again_until_it_ends_well_or_has_been_too_often(most, calls, ended):
     start, called = starts(ends(), ends(), None)
     if ended:
-        repeated(start, most, lambda: None)
+        run_with_restarts(start, most, lambda: None)
     else:
-        with pytest.raises(Ended):
-            repeated(start, most, lambda: None)
+        with pytest.raises(LaunchFailed):
+            run_with_restarts(start, most, lambda: None)
     assert len(called) == calls
 
 
 def test_a_node_does_not_start_again_while_another_may_still_run_what_it_has_ended():
-    silent = Ended(replace(ends().verdict, silent=("gpu08",)))
+    silent = LaunchFailed(replace(ends().verdict, silent=("gpu08",)))
     start, called = starts(silent, None)
-    with pytest.raises(Ended):
-        repeated(start, 9, lambda: None)
+    with pytest.raises(LaunchFailed):
+        run_with_restarts(start, 9, lambda: None)
     assert len(called) == 1
 
 
 def test_a_new_checkpoint_gives_it_all_its_restarts_again():
     start, called = starts(*[ends()] * 6)
     checkpoints = [0, 1, 2, 2, 2]  # the first two restarts got further
-    with pytest.raises(Ended):
-        repeated(start, 1, lambda: checkpoints[min(len(called), 4)])
+    with pytest.raises(LaunchFailed):
+        run_with_restarts(start, 1, lambda: checkpoints[min(len(called), 4)])
     assert len(called) == 3
 
 
 @pytest.mark.parametrize(
     ("kind", "action"),
     [
-        (Kind.EXCEPTION, Action.STOP),
-        (Kind.REFUSED, Action.STOP),
-        (Kind.DISK, Action.STOP),
-        (Kind.DEVICE, Action.RESTART_WITHOUT),
-        (Kind.LOST_NODE, Action.RESTART_WITHOUT),
-        (Kind.PREEMPTED, Action.RESTART),
-        (Kind.STOPPED, Action.RESTART),
-        (Kind.LAUNCH, Action.RESTART),
+        (FailureKind.EXCEPTION, RestartAction.STOP),
+        (FailureKind.REFUSED, RestartAction.STOP),
+        (FailureKind.DISK, RestartAction.STOP),
+        (FailureKind.DEVICE, RestartAction.RESTART_WITHOUT),
+        (FailureKind.LOST_NODE, RestartAction.RESTART_WITHOUT),
+        (FailureKind.PREEMPTED, RestartAction.RESTART),
+        (FailureKind.STOPPED, RestartAction.RESTART),
+        (FailureKind.LAUNCH, RestartAction.RESTART),
     ],
 )
 def test_what_a_restart_in_place_cannot_mend_ends_at_once(kind, action):
     start, called = starts(ends(kind, action), None)
-    with pytest.raises(Ended):
-        repeated(start, 9, lambda: None)
+    with pytest.raises(LaunchFailed):
+        run_with_restarts(start, 9, lambda: None)
     assert len(called) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.launch.roster import Sign
+from bundle.launch.node_registry import Heartbeat
 from tests.launch.launched import ROOT
 
 
@@ -38,8 +38,8 @@ class Node:
         return said
 
     def beats(self) -> list[int]:
-        signs = (Sign.parse(path.name) for path in self.roster.glob("beat-*"))
-        return [sign.beat for sign in signs if sign]
+        signs = (Heartbeat.from_file_name(path.name) for path in self.roster.glob("beat-*"))
+        return [sign.count for sign in signs if sign]
 
     def end(self) -> tuple[int, list[str]]:
         said, _ = self.process.communicate(timeout=300)

@@ -18,7 +18,7 @@ def wait_for_request() -> None:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     Path(f"ready-{RANK}").touch()
-    while not asked and not outcomes.asked_to_stop():
+    while not asked and not outcomes.is_stop_requested():
         time.sleep(0.02)
     raise Preempted(f"saved step 7 on request of rank {RANK}")
 
@@ -44,7 +44,7 @@ def unfit() -> None:
 def mourn() -> None:
     """Breaks when a rank of the other node is gone, as one does whose connection is."""
     world = Path(os.environ["TEST_WORLD"])
-    outcomes.meet(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    outcomes.create_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
     (world / f"ready-{RANK}").write_text(str(os.getpid()))
     peer = world / f"ready-{2 - RANK}" if RANK in (0, 2) else None
     deadline = time.monotonic() + 60
@@ -56,14 +56,14 @@ def mourn() -> None:
 
 
 def meet() -> None:
-    outcomes.meet(Path("world").absolute(), 0, LOCAL_RANK)
+    outcomes.create_world_folder(Path("world").absolute(), 0, LOCAL_RANK)
     sleep()
 
 
 def deaf() -> None:
     """Waits for a rank of the other node, and does not notice when that is gone."""
     world = Path(os.environ["TEST_WORLD"])
-    outcomes.meet(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    outcomes.create_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
     (world / f"ready-{RANK}").touch()
     time.sleep(300)
 
@@ -91,4 +91,4 @@ def well() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    os._exit(outcomes.report(RANK, LOCAL_RANK, globals()[sys.argv[1]]))
+    os._exit(outcomes.run_and_report(RANK, LOCAL_RANK, globals()[sys.argv[1]]))

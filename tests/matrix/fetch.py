@@ -13,14 +13,17 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from bundle.patches import subject
+from bundle.patches import megatron_core
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def newest_of_each_minor() -> list[str]:
     """The newest reviewed release of every minor, oldest first."""
-    newest = {Version(reference).release[:2]: reference for reference in subject.load().references}
+    newest = {
+        Version(reference).release[:2]: reference
+        for reference in megatron_core.load_review_table().references
+    }
     return list(newest.values())
 
 
@@ -34,7 +37,7 @@ def later() -> list[str]:
     ).stdout
     published = re.search(r"^Available versions: (.*)$", listing, re.MULTILINE)
     assert published, listing
-    reviewed = max(map(Version, subject.load().references))
+    reviewed = max(map(Version, megatron_core.load_review_table().references))
     found = [Version(text) for text in published[1].split(", ")]
     return [str(version) for version in sorted(found) if version > reviewed]
 
@@ -64,7 +67,7 @@ def fetch(directory: Path, version: str) -> Path:
 def named(words: list[str]) -> list[str]:
     """The versions that the words of the command line mean."""
     minors = newest_of_each_minor()
-    reviewed = list(subject.load().references)
+    reviewed = list(megatron_core.load_review_table().references)
     meanings = {"oldest": minors[:1], "newest": minors[-1:], "reviewed": reviewed}
     return [v for word in words for v in (later() if word == "later" else meanings.get(word, [word]))]
 
@@ -78,4 +81,7 @@ if __name__ == "__main__":
     for version in versions:
         print(fetch(said.directory, version))
     if not versions:
-        print(f"no release of megatron-core after {max(map(Version, subject.load().references))}")
+        print(
+            "no release of megatron-core after"
+            f" {max(map(Version, megatron_core.load_review_table().references))}"
+        )

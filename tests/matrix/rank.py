@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bundle import backends
 from bundle.environment import packages
-from bundle.patches import Action, applying, plan, subject
+from bundle.patches import PatchAction, megatron_core, patcher, plan
 from bundle.patches.plan import PatchPlan
 from tests import world
 from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
@@ -21,7 +21,7 @@ from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
 
 def main(cases: list[Case]) -> None:
     torch.set_num_threads(1)
-    applying.apply(patches(cases))
+    patcher.apply(patches(cases))
     runtime = backends.prepare(world.backend())
     rank = world.join()
     seen = world.each(((case.name, case) for case in cases), lambda case: train(case, runtime))
@@ -33,13 +33,17 @@ def main(cases: list[Case]) -> None:
 
 def patches(cases: Sequence[Any]) -> PatchPlan:
     """What any of the cases needs: one process trains them all. Their sum may look like a trap; none is."""
-    here, known = packages.detect(), subject.load()
+    here, known = packages.detect(), megatron_core.load_review_table()
     features = frozenset().union(*(case.recipe().features for case in cases))
-    found = plan.survey(
-        subject.installed(here, known), known, here, backend=world.backend(), features=features
+    found = plan.survey_patches(
+        megatron_core.find_installed_core(here, known),
+        known,
+        here,
+        backend=world.backend(),
+        features=features,
     )
-    decisions = tuple(d for d in found.decisions if d.action is not Action.TRAP)
-    return plan.make(found._replace(decisions=decisions))
+    decisions = tuple(d for d in found.decisions if d.action is not PatchAction.TRAP)
+    return plan.build_patch_plan(found._replace(decisions=decisions))
 
 
 def train(case: Case, runtime) -> list[list[float]]:
@@ -49,7 +53,7 @@ def train(case: Case, runtime) -> list[list[float]]:
     from bundle.mcore import groups
 
     recipe = case.recipe()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     device = world.device(runtime)
     engine = Engine(recipe, runtime, state, device)
@@ -74,7 +78,9 @@ def train(case: Case, runtime) -> list[list[float]]:
         engine.forward_backward(micro_batches)
         result = engine.step()
         losses = engine.take_losses()
-        scores = torch.stack([one.log_probs.double().sum() for one in engine.log_probs(micro_batches)]).sum()
+        scores = torch.stack(
+            [one.log_probs.double().sum() for one in engine.compute_log_probs(micro_batches)]
+        ).sum()
         dist.all_reduce(scores, group=state.dp.group)
         seen.append([losses.main, *losses.mtp, float(scores), result.grad_norm])
     groups.destroy()

@@ -50,10 +50,12 @@ class Grouped(torch.nn.Module):
 
 def adapter(*, missing: int | None = None, experts: int = 1):
     """An adapter on one rank, and what its A and B make of rows of each expert; one expert may have none."""
-    from bundle.mcore.adapters import Adapter, LowRank
+    from bundle.mcore.adapters import Adapter, LowRankPair
 
-    pairs = [LowRank(*(torch.nn.Parameter(torch.randn(*shape)) for shape in SHAPES)) for _ in range(experts)]
-    alone: dict[str, Any] = {"dim": None, "group": None, "expert": False, "sequence_parallel": False}
+    pairs = [
+        LowRankPair(*(torch.nn.Parameter(torch.randn(*shape)) for shape in SHAPES)) for _ in range(experts)
+    ]
+    alone: dict[str, Any] = {"dim": None, "group": None, "is_expert": False, "sequence_parallel": False}
     given = [[None if number == missing else pair] for number, pair in enumerate(pairs)]
 
     def formula(x, number=0):

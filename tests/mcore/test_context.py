@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bundle.errors import JobFailed
-from bundle.mcore.context import Choices, Forced, Slot, in_backward
+from bundle.mcore.context import ForcedRoutes, RouterChoices, Slot, is_in_backward
 
 
 @pytest.fixture
@@ -29,15 +29,15 @@ def test_only_a_backward_pass_is_one():
     seen: list[bool] = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda _: seen.append(in_backward()))
-    assert not in_backward()
+    y.register_hook(lambda _: seen.append(is_in_backward()))
+    assert not is_in_backward()
     y.backward()
     assert seen == [True]
 
 
 def test_choices_are_kept_by_layer_and_those_of_other_routers_left_alone(router):
-    choices, own = Choices({router: 4}, torch.uint8, backward=False), torch.tensor([[1, 0]])
-    with choices.of_forward(None) as made:
+    choices, own = RouterChoices({router: 4}, torch.uint8, has_backward=False), torch.tensor([[1, 0]])
+    with choices.record_forward(None) as made:
         assert choices.choose(router, own) is own
         assert choices.choose(torch.nn.Identity(), own) is own
     assert made.keys() == {4}
@@ -45,30 +45,30 @@ def test_choices_are_kept_by_layer_and_those_of_other_routers_left_alone(router)
 
 
 def test_rows_that_are_not_forced_keep_the_routers_choice(router):
-    choices, own = Choices({router: 4}, torch.uint8, backward=False), torch.tensor([[1, 0], [2, 3]])
+    choices, own = RouterChoices({router: 4}, torch.uint8, has_backward=False), torch.tensor([[1, 0], [2, 3]])
     experts = torch.tensor([[5, 6], [7, 7]], dtype=torch.uint8)
-    with choices.of_forward(Forced({4: experts}, torch.tensor([True, False]))) as made:
+    with choices.record_forward(ForcedRoutes({4: experts}, torch.tensor([True, False]))) as made:
         assert choices.choose(router, own).tolist() == [[5, 6], [2, 3]]
     assert made[4].tolist() == [[5, 6], [2, 3]]
-    with choices.of_forward(Forced({4: experts})):
+    with choices.record_forward(ForcedRoutes({4: experts})):
         chosen = choices.choose(router, own)
         assert (chosen.dtype, chosen.tolist()) == (own.dtype, [[5, 6], [7, 7]])
 
 
 def test_experts_that_do_not_fit_the_tokens_are_refused(router):
-    choices = Choices({router: 4}, torch.uint8, backward=False)
+    choices = RouterChoices({router: 4}, torch.uint8, has_backward=False)
     with (
-        choices.of_forward(Forced({4: torch.zeros(3, 2)})),
+        choices.record_forward(ForcedRoutes({4: torch.zeros(3, 2)})),
         pytest.raises(JobFailed, match=r"layer 4 .*\[3, 2\].*\[2, 2\]"),
     ):
         choices.choose(router, torch.zeros(2, 2, dtype=torch.long))
 
 
 def test_a_recomputation_takes_the_choices_of_its_own_first_pass(router):
-    choices, own = Choices({router: 4}, torch.uint8, backward=True), torch.tensor([[0, 1]])
+    choices, own = RouterChoices({router: 4}, torch.uint8, has_backward=True), torch.tensor([[0, 1]])
     first, second = torch.tensor([[2, 3]]), torch.tensor([[4, 5]])
     for given in (first, second):  # two micro-batches in flight
-        with choices.of_forward(Forced({4: given})), torch.no_grad():
+        with choices.record_forward(ForcedRoutes({4: given})), torch.no_grad():
             choices.choose(router, own)
     seen: list[list[list[int]]] = []
     for _ in range(2):

@@ -50,9 +50,9 @@ def drawn() -> list[dict[str, str]]:
     found = []
     for seed, stage, after in product((1, 2), STAGES, STEPS):
         parallel_state.set_pipeline_model_parallel_rank(stage)
-        groups.begin_random(seed, after=after)
+        groups.seed_random_states(seed, completed_steps=after)
         tracker, values = tensor_parallel.get_cuda_rng_tracker(), {}
-        for name in groups.random_states():
+        for name in groups.get_random_states():
             with tracker.fork(name):
                 values[name] = hashlib.sha256(torch.rand(64).numpy().tobytes()).hexdigest()
         found.append(values)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("megatron")
 
 def rates(steps: int, resumed_at: int | None = None, **optimizer: Any) -> list[float]:
     """The rate that each optimizer step takes."""
-    from bundle.mcore.optimization import schedule
+    from bundle.mcore.optimization import build_scheduler
 
     recipe = from_mapping(
         {
@@ -26,13 +26,13 @@ def rates(steps: int, resumed_at: int | None = None, **optimizer: Any) -> list[f
         }
     )
     of = SimpleNamespace(param_groups=[{"lr": math.nan}])
-    scheduler = schedule(recipe, of)
+    scheduler = build_scheduler(recipe, of)
     found = []
     for step in range(steps):
         if step == resumed_at:
             saved = scheduler.state_dict()
             of.param_groups[0]["lr"] = math.nan
-            scheduler = schedule(recipe, of)
+            scheduler = build_scheduler(recipe, of)
             scheduler.load_state_dict(saved)
         found.append(of.param_groups[0]["lr"])
         scheduler.step(increment=1)

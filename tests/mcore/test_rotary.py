@@ -58,7 +58,9 @@ def test_frequencies_and_concentration(parameters, theta, width):
         standardize_rope_params=lambda: None,
     )
     table, factor = wanted[parameters["rope_type"]](theirs)
-    torch.testing.assert_close(rotary.frequencies(theta, width, read.rope_scaling), table, rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        rotary.compute_frequencies(theta, width, read.rope_scaling), table, rtol=3e-7, atol=0
+    )
     assert read.rope_scaling.concentration == pytest.approx(factor, rel=1e-12)
 
 
@@ -75,7 +77,7 @@ def test_the_embedding_of_the_fused_kernel_takes_the_same_frequencies(megatron):
     table = torch.rand(8)
     for embedding in (plain, fused):
         embedding(24)
-        rotary._give(embedding, table)
+        rotary._set_frequencies(embedding, table)
     angles, factor = fused(24)
     assert factor == 1.0
     torch.testing.assert_close(angles, plain(24))

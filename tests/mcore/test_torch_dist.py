@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint
 
 from bundle.errors import BundleError, JobFailed, UsageError
-from bundle.mcore.torch_dist import Directory, Part, write
+from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
 
 STACKED = torch.arange(4 * 3 * 5).reshape(4, 3, 5).float()
 
@@ -33,7 +33,7 @@ def changed(place, change):
 
 
 def test_an_entry_of_a_chunk_of_many_is_read_alone(place):
-    found = Directory(place)
+    found = TorchDistCheckpoint(place)
     assert found.tensors["decoder.layers.weight"] == ((4, 3, 5), torch.float32)
     for layer in range(4):
         assert torch.equal(found.read("decoder.layers.weight", (layer,)), STACKED[layer])
@@ -50,7 +50,7 @@ def test_chunks_that_are_not_all_of_a_tensor_once_are_refused(place, times):
 
     changed(place, the_first_half)
     with pytest.raises(JobFailed, match="its chunks are not the 60 values once each"):
-        Directory(place).read("decoder.layers.weight")
+        TorchDistCheckpoint(place).read("decoder.layers.weight")
 
 
 def without_sizes(stored):
@@ -96,7 +96,7 @@ def without_a_kind_of_numbers(stored):
 def test_an_index_that_describes_no_tensor_is_refused_when_it_is_read(place, damage):
     changed(place, lambda index: damage(index.state_dict_metadata["decoder.layers.weight"]))
     with pytest.raises(UsageError, match=r"\.metadata: cannot be used"):
-        Directory(place)
+        TorchDistCheckpoint(place)
 
 
 def test_an_index_whose_keys_are_no_names_is_refused(place):
@@ -106,7 +106,7 @@ def test_an_index_whose_keys_are_no_names_is_refused(place):
 
     changed(place, in_bytes)
     with pytest.raises(UsageError, match=r"\.metadata: cannot be used"):
-        Directory(place)
+        TorchDistCheckpoint(place)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", "gone.distcp"])
@@ -117,7 +117,7 @@ def test_files_that_are_not_in_the_directory_are_not_opened(place, name):
 
     changed(place, elsewhere)
     with pytest.raises(UsageError, match="files are missing"):
-        Directory(place)
+        TorchDistCheckpoint(place)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -133,12 +133,14 @@ def test_what_is_written_is_read_by_torch_and_had_no_checksums(tmp_path, sums, f
             raise JobFailed("gone")
         return values[entry]
 
-    parts = [Part("a", (i,), (2,), (3, 5), torch.float32, functools.partial(of, i)) for i in range(2)]
+    parts = [
+        CheckpointEntry("a", (i,), (2,), (3, 5), torch.float32, functools.partial(of, i)) for i in range(2)
+    ]
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(sums)
     try:
         with pytest.raises(JobFailed, match="gone") if fails else contextlib.nullcontext():
-            write(tmp_path, parts, ["nothing"], arguments={}, content={})
+            write(tmp_path, parts, ["nothing"], arguments={}, content_metadata={})
         assert torch.serialization.get_crc32_options() is sums
     finally:
         torch.serialization.set_crc32_options(before)
@@ -160,7 +162,7 @@ def test_bytes_overwritten_or_cut_off(place, data):
     mutated = content[:at] + odd + content[at + len(odd) :]
     file.write_bytes(mutated[: len(mutated) - cut])
     try:
-        found = Directory(place)
+        found = TorchDistCheckpoint(place)
         for key in found.tensors:
             found.read(key)
     except BundleError as error:

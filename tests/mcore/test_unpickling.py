@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from bundle.mcore.unpickling import data_only, weights_only
+from bundle.mcore.unpickling import restrict_to_data, restrict_to_weights
 
 RECIPES, LAYERS = "transformer_engine.common.recipe", "megatron.core.extensions.transformer_engine"
 
@@ -57,7 +57,7 @@ def test_the_state_of_delayed_scaling_is_data(engine: None):
     settings = {"margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024}
     state = {"recipe": TEDelayedScaling(**settings), "extra_fp8_variables": {"num_gemms": 1}}
     content = pickle.dumps(state)
-    with data_only():
+    with restrict_to_data():
         found = pickle.loads(content)
     assert vars(found["recipe"]) == settings
     assert found["extra_fp8_variables"] == {"num_gemms": 1}
@@ -68,7 +68,7 @@ def test_what_else_lies_beside_a_recipe_is_not(engine: None, name: str):
     sys.modules[RECIPES].__dict__[name] = print  # imported there, or a function of its own
     sys.modules[LAYERS].__dict__[name] = print
     for module in (RECIPES, LAYERS):
-        with data_only(), pytest.raises(pickle.UnpicklingError, match=f"{module}.{name}"):
+        with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=f"{module}.{name}"):
             pickle.loads(f"c{module}\n{name}\n(S'run'\ntR.".encode())
 
 
@@ -81,7 +81,7 @@ def by_name(owner: str, name: str) -> bytes:
 def test_a_member_of_an_enum_is_data_by_its_name_too():
     from torch.distributed.checkpoint.planner import WriteItemType
 
-    with data_only():
+    with restrict_to_data():
         found = pickle.loads(by_name("torch.distributed.checkpoint.planner.WriteItemType", "TENSOR"))
     assert found is WriteItemType.TENSOR
 
@@ -96,7 +96,7 @@ def test_a_member_of_an_enum_is_data_by_its_name_too():
     ],
 )
 def test_an_attribute_that_is_no_member_is_not_looked_up(owner, name):
-    with data_only(), pytest.raises(pickle.UnpicklingError, match=f"it asks for '{name}'"):
+    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=f"it asks for '{name}'"):
         pickle.loads(by_name(owner, name))
 
 
@@ -113,7 +113,7 @@ def test_the_common_state_may_name_members_too(tmp_path):
 
     torch.save({"type": Named()}, tmp_path / "common.pt")
     torch.save({"type": Hidden()}, tmp_path / "hidden.pt")
-    with weights_only():
+    with restrict_to_weights():
         assert torch.load(tmp_path / "common.pt")["type"] is ModelType.encoder_or_decoder
         with pytest.raises(pickle.UnpicklingError, match="it asks for '__init_subclass__'"):
             torch.load(tmp_path / "hidden.pt")
@@ -138,11 +138,14 @@ def test_a_pickle_changes_no_class_of_the_process(module, name, attribute, membe
     owner = getattr(sys.modules[module], name)
     of = owner if member is None else owner(member)
     before = getattr(of, attribute)
-    with data_only(), pytest.raises(pickle.UnpicklingError, match=f"it changes {attribute} of .*{name}"):
+    with (
+        restrict_to_data(),
+        pytest.raises(pickle.UnpicklingError, match=f"it changes {attribute} of .*{name}"),
+    ):
         pickle.loads(setting(module, name, attribute, member=member))
     assert getattr(of, attribute) == before and not pathlib.Path(__file__).is_symlink()
     broken = setting(module, name, attribute, member=member)[:-1] + b"cos\nsystem\n."  # behind the change
-    with data_only(), pytest.raises(pickle.UnpicklingError, match=r"it holds os\.system"):
+    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=r"it holds os\.system"):
         pickle.load(io.BytesIO(broken))
     assert getattr(of, attribute) == before
 
@@ -150,7 +153,7 @@ def test_a_pickle_changes_no_class_of_the_process(module, name, attribute, membe
 def test_a_pickle_changes_no_function_of_the_process():
     from torch.storage import _load_from_bytes
 
-    with data_only():
+    with restrict_to_data():
         pickle.loads(setting("torch.storage", "_load_from_bytes", "mark"))
     assert not hasattr(_load_from_bytes, "mark")
 
@@ -167,7 +170,7 @@ def test_a_pickle_changes_no_function_of_the_process():
     ],
 )
 def test_a_few_bytes_do_not_ask_for_all_memory(content):
-    with data_only():
+    with restrict_to_data():
         for read in (lambda: pickle.loads(content), lambda: pickle.load(io.BytesIO(content))):
             with pytest.raises(pickle.UnpicklingError, match="it is no pickle"):
                 read()
@@ -178,6 +181,6 @@ def test_pickles_of_all_protocols_are_read_from_where_a_file_stands(protocol):
     values = [{f"name {number}": [number, "words" * number]} for number in range(400)]
     file = io.BytesIO(b"before" + pickle.dumps(values, protocol) + pickle.dumps("behind", protocol))
     file.seek(len(b"before"))
-    with data_only():
+    with restrict_to_data():
         assert pickle.load(file) == values
         assert pickle.load(file) == "behind"

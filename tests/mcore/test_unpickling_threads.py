@@ -29,13 +29,13 @@ def test_two_threads_read_one_after_the_other_and_leave_pickle_as_it_was(tmp_pat
     seen: list[str] = []
 
     def one() -> None:
-        with unpickling.data_only():
+        with unpickling.restrict_to_data():
             inside.set()
             both.wait(0.3)  # for ever, if only one may be in there
 
     def other() -> None:
         inside.wait()
-        with unpickling.data_only():
+        with unpickling.restrict_to_data():
             both.set()
             threads[0].join()
             try:
@@ -66,7 +66,7 @@ def test_whoever_else_unpickles_meanwhile_gets_data_or_an_error(tmp_path):
         except pickle.UnpicklingError:
             outcomes.append("refused")
 
-    for context in (unpickling.data_only(), nullcontext()):
+    for context in (unpickling.restrict_to_data(), nullcontext()):
         with context:
             thread = threading.Thread(target=stranger)
             thread.start()

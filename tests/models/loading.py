@@ -18,10 +18,10 @@ from bundle import backends, pretrained
 from bundle.architectures.tensors import Tensors
 from bundle.environment import packages
 from bundle.environment.packages import MegatronCode
-from bundle.patches import applying
-from bundle.planning.problems import lacking
-from bundle.pretrained.writing import Published
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.planning.problems import find_missing_feature
+from bundle.pretrained.writing import PublishedModel
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.engine import oracle
 from tests.engine.experiments import micro_batches
@@ -32,7 +32,7 @@ from tests.reference.configs import CONFIGS
 
 def main(directory: Path, layout: str, out: Path) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     world.join()
     parallel, form = LAYOUTS[layout]
@@ -42,13 +42,15 @@ def main(directory: Path, layout: str, out: Path) -> None:
         for name in (of_families if parallel else CONFIGS)  # over several ranks one of each family
         if "ep" not in parallel or experts.number(CONFIGS[name])
     ]
-    with runtime.megatron():
+    with runtime.megatron_calls():
         import megatron.core
 
         release = megatron.core.__version__
         code = MegatronCode(Version(release))
-        packed = form == "thd" and not packages.within(release, "<0.16")  # the trap mtp-packed
-        cases = ((name, name) for name in names if not lacking(CONFIGS[name]["model_type"], code))
+        packed = form == "thd" and not packages.is_within(release, "<0.16")  # the trap mtp-packed
+        cases = (
+            (name, name) for name in names if not find_missing_feature(CONFIGS[name]["model_type"], code)
+        )
         found = world.each(
             cases,
             lambda name: compared(name, directory / name, out / name, parallel, runtime, packed=packed),
@@ -70,10 +72,12 @@ def compared(
     job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(directory)})})
     wanted = weights.megatron_layout(CONFIGS[name], weights.drawn(CONFIGS[name], SEED))
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
     chunks = engine.models
     found = [
-        named for chunk in chunks for named in (*naming.parameters(chunk, made), *naming.buffers(chunk, made))
+        named
+        for chunk in chunks
+        for named in (*naming.find_parameters(chunk, made), *naming.find_buffers(chunk, made))
     ]
     exporting.export(out, job, chunks, made)
     wrong = [n.name for n in found if not torch.equal(n.parameter, part(n, wanted[n.name]))]
@@ -112,21 +116,23 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
     if first:
         saved.mkdir()
     torch.distributed.barrier()
-    with checkpoints.results_in(saved):
+    with checkpoints.use_result_file(saved):
         checkpoints.write(state(), saved)
     wrong = []
     if first:
-        conversion.to_hugging_face(torch_dist.Directory(saved), Published.of(job), out, "fp32")
+        conversion.to_hugging_face(
+            torch_dist.TorchDistCheckpoint(saved), PublishedModel.from_recipe(job), out, "fp32"
+        )
         wrong = differences(directory, out)
-        weights_of = pretrained.of_directory(directory, job.model.config, job.architecture)
+        weights_of = pretrained.find_model_weights(directory, job.model.config, job.architecture)
         conversion.to_torch_dist(weights_of, table, imported)
     torch.distributed.barrier()
     before = [named.parameter.detach().clone() for named in found]
     with torch.no_grad():
         for named in found:
             named.parameter.fill_(torch.nan)
-    with unpickling.data_only():
-        loaded = checkpoints.read(state(), conversion.newest(imported))
+    with unpickling.restrict_to_data():
+        loaded = checkpoints.read(state(), conversion.find_newest(imported))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{number}"])
     lost = [n.name for n, was in zip(found, before, strict=True) if not torch.equal(n.parameter, was)]
@@ -146,7 +152,7 @@ def differences(directory: Path, out: Path) -> list[str]:
 def part(named, whole: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, behind which a padded vocabulary has rows of zeros."""
     whole = whole.detach().float()
-    behind = named.whole_shape()[0] - len(whole)
+    behind = named.compute_full_shape()[0] - len(whole)
     whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole
     return named.shard.of(whole) if named.shard else whole
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from bundle import backends, pretrained
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.engine import oracle
 from tests.engine.experiments import micro_batches
@@ -22,10 +22,10 @@ from tests.reference.configs import CONFIGS
 
 def main(directory: Path, name: str, out: Path) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     world.join()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         from bundle.engine import Engine
         from bundle.mcore import groups
         from bundle.models import exporting
@@ -35,7 +35,7 @@ def main(directory: Path, name: str, out: Path) -> None:
         changes = {"path": str(directory), "dtype": "bf16", "moe": still}
         job = job.model_copy(update={"model": job.model.model_copy(update=changes)})
         made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-        engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
+        engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
         engine.forward_backward(micro_batches(engine, oracle.sequences_of(name), "bshd", "token"))
         engine.step()
         exporting.export(out, job, engine.models, made)

@@ -4,15 +4,17 @@ import math
 
 import torch
 
-from bundle.models.adapters import draw
-from bundle.models.naming import Named
+from bundle.models.adapters import initialize_matrices
+from bundle.models.naming import NamedTensor
 
 
 def test_a_is_kaiming_uniform_and_b_zero():
     """A as `torch.nn.init.kaiming_uniform_(a=sqrt(5))` fills it: the same bounds, mean and spread."""
     rank, columns = 64, 400
     a, b = torch.full((rank, columns), math.nan), torch.full((columns, rank), math.nan)
-    draw([Named("x.lora_A.weight", a, None), Named("x.lora_B.weight", b, None)], seed=3)
+    initialize_matrices(
+        [NamedTensor("x.lora_A.weight", a, None), NamedTensor("x.lora_B.weight", b, None)], seed=3
+    )
     wanted = torch.nn.init.kaiming_uniform_(torch.empty(rank, columns), a=math.sqrt(5))
     bound = 1 / math.sqrt(columns)
     for values in (a, wanted):

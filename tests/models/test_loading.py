@@ -13,7 +13,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.environment import packages
 from bundle.errors import ExitCode, JobFailed
 from bundle.models import loading
-from bundle.pretrained import Pretrained, weights_in
+from bundle.pretrained import PretrainedWeights, find_weights
 from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.families.record import note
 from tests.models.trees import Weight, chunk, groups
@@ -52,7 +52,7 @@ def write(directory, weights):
 @pytest.mark.world
 @pytest.mark.parametrize("layout", [*LAYOUTS, "laid out"])
 def test_every_rank_has_its_part_of_every_published_tensor(directories, core, layout, tmp_path):
-    if layout not in LAYOUTS and packages.within(core.version, "<0.14"):
+    if layout not in LAYOUTS and packages.is_within(core.version, "<0.14"):
         pytest.skip("before 0.14 no MTP layers are laid out")
     ranks, places = LAYOUTS.get(layout, 2), (str(directories), layout, str(tmp_path))
     said = core.world.run("tests.models.loading", ranks, *places, timeout=300)
@@ -96,13 +96,13 @@ def model(config=TINY):
     return chunk({tensor.name: Weight(tensor.shape) for tensor in Tensors(from_config(config))})
 
 
-def found_in(directory) -> Pretrained:
-    found = weights_in(directory)
+def found_in(directory) -> PretrainedWeights:
+    found = find_weights(directory)
     assert found is not None
     return found
 
 
-def loaded(tree, found: Pretrained):
+def loaded(tree, found: PretrainedWeights):
     table = Tensors(from_config(TINY))
     loading.load([tree], groups(), found, table)
     return {name: parameter.detach() for name, parameter in tree.named_parameters()}
@@ -128,7 +128,7 @@ def test_blocks_of_fp8_are_multiplied_by_their_scale(tmp_path, alone):
     write(tmp_path / "fp8", stored)
     write(tmp_path / "wide", expected)
     quantised = found_in(tmp_path / "fp8")
-    ours = loaded(model(), quantised._replace(block=block))
+    ours = loaded(model(), quantised._replace(scale_block=block))
     wide = loaded(model(), found_in(tmp_path / "wide"))
     assert ours.keys() == wide.keys()
     assert all(torch.equal(ours[name], wide[name]) for name in wide)

@@ -11,10 +11,10 @@ pytest.importorskip("peft")
 
 from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
-from bundle.mcore.torch_dist import Directory, Part, write
+from bundle.mcore.torch_dist import CheckpointEntry, TorchDistCheckpoint, write
 from bundle.models import conversion
 from bundle.models.merging import find_base
-from bundle.pretrained.writing import Published
+from bundle.pretrained.writing import PublishedModel
 from bundle.recipe import Recipe, from_mapping
 from tests.adapters import reference
 from tests.adapters.cases import ALPHA, CASES, RANK
@@ -34,14 +34,14 @@ def recipe(directory, targets) -> Recipe:
     )
 
 
-def checkpoint(root, matrices) -> Directory:
+def checkpoint(root, matrices) -> TorchDistCheckpoint:
     root.mkdir()
     parts = [
-        Part(name, (), (), tuple(value.shape), value.dtype, partial(torch.clone, value))
+        CheckpointEntry(name, (), (), tuple(value.shape), value.dtype, partial(torch.clone, value))
         for name, value in matrices.items()
     ]
-    write(root, parts, (), arguments={}, content={})
-    return Directory(root)
+    write(root, parts, (), arguments={}, content_metadata={})
+    return TorchDistCheckpoint(root)
 
 
 @pytest.fixture(scope="module", params=["dense", "some", "experts", "latent"])
@@ -63,7 +63,9 @@ def test_every_weight_is_merged_as_peft_does(case, tmp_path):
     of, directory, matrices, wanted = case
     job = recipe(directory, of.targets)
     saved = checkpoint(tmp_path / "saved", matrices)
-    conversion.to_hugging_face(saved, Published.of(job), tmp_path / "hf", "fp32", find_base(job))
+    conversion.to_hugging_face(
+        saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
+    )
     written = families.tensors(tmp_path / "hf")
     assert written.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -79,17 +81,19 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from bundle.models.generation import GenerationOptions, Prompt, answers
+    from bundle.models.generation import GenerationOptions, Prompt, generate_answers
 
     job = recipe(directory, of.targets)
     saved = checkpoint(tmp_path / "saved", matrices)
-    conversion.to_hugging_face(saved, Published.of(job), tmp_path / "hf", "fp32", find_base(job))
+    conversion.to_hugging_face(
+        saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
+    )
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, directory / reference.ADAPTER).eval()
     prompts = torch.tensor([[3, 8, 20, 1], [70, 9, 101, 44]])
     shown: list[int] = []
     found = list(
-        answers(
+        generate_answers(
             tmp_path / "hf",
             [Prompt(ids.tolist()) for ids in prompts],
             [202],
@@ -111,7 +115,9 @@ def test_matrices_that_are_missing_or_of_another_shape_are_named(case, tmp_path)
     others = {name: value for name, value in matrices.items() if name != first}
     saved = checkpoint(tmp_path / "saved", others | {second: torch.zeros(2, 2)})
     with pytest.raises(UsageError) as error:
-        conversion.to_hugging_face(saved, Published.of(job), tmp_path / "hf", "fp32", find_base(job))
+        conversion.to_hugging_face(
+            saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
+        )
     assert {line.split()[0] for line in error.value.violations} == {first, second}
     assert not (tmp_path / "hf").exists()
 
@@ -128,7 +134,9 @@ def test_weights_that_are_not_finite_are_named(case, tmp_path):
         job = recipe(directory, of.targets)
         saved = checkpoint(tmp_path / "saved", matrices)
         with pytest.raises(UsageError) as error:
-            conversion.to_hugging_face(saved, Published.of(job), tmp_path / "hf", "fp32", find_base(job))
+            conversion.to_hugging_face(
+                saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
+            )
         assert name in error.value.violations[0] and not (tmp_path / "hf").exists()
     finally:
         file.write_bytes(before)

@@ -11,10 +11,10 @@ from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from bundle.models import loading
-from bundle.models.conversion import HuggingFace
-from bundle.models.finite import FiniteCheck
-from bundle.models.mapped import Files
-from bundle.models.published import of_four_bits
+from bundle.models.conversion import HuggingFaceTensors
+from bundle.models.finite_check import FiniteCheck
+from bundle.models.mapped_files import MappedFiles
+from bundle.models.publishing import dequantize_mxfp4
 from tests.reference.configs import CONFIGS
 from tests.reference.published import published
 from tests.reference.weights import drawn
@@ -55,11 +55,11 @@ def theirs(directory):
 
 
 def found_in(directory):
-    return pretrained.of_directory(directory, CONFIG, from_config(CONFIG))
+    return pretrained.find_model_weights(directory, CONFIG, from_config(CONFIG))
 
 
 def test_a_directory_in_mxfp4_is_what_transformers_loads(directory):
-    found, wanted = HuggingFace(found_in(directory)), theirs(directory)
+    found, wanted = HuggingFaceTensors(found_in(directory)), theirs(directory)
     stacks = [name for name in found.tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
     assert len(stacks) == 2
     for name in stacks:
@@ -75,7 +75,9 @@ def test_every_expert_gets_its_own_rows(directory):
     for number in range(CONFIG["num_local_experts"]):
         at = f"decoder.layers.0.mlp.experts.local_experts.{number}"
         first, second = (
-            loading.whole(found, table[f"{at}.linear_fc{which}.weight"], torch.bfloat16, Files(), check)
+            loading.read_whole_tensor(
+                found, table[f"{at}.linear_fc{which}.weight"], torch.bfloat16, MappedFiles(), check
+            )
             for which in (1, 2)
         )
         gate_up = wanted["model.layers.0.mlp.experts.gate_up_proj"][number].T
@@ -87,7 +89,7 @@ def test_every_value_and_every_scale():
     """Against the format's own words: sign, two bits of exponent, one of mantissa; a power of two."""
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
     for scale in (0, 1, 60, 127, 200, 250):
-        seen = of_four_bits(blocks, torch.full((16,), scale, dtype=torch.uint8)).double()
+        seen = dequantize_mxfp4(blocks, torch.full((16,), scale, dtype=torch.uint8)).double()
         halves = [half for byte in range(256) for half in (byte & 15, byte >> 4)]
         assert seen.tolist() == [_value(half) * 2.0 ** (scale - 127) for half in halves]
 

@@ -5,7 +5,7 @@ import torch
 
 from bundle.errors import JobFailed
 from bundle.models.gpt import initialize
-from bundle.models.naming import Shard, parameters
+from bundle.models.naming import Shard, find_parameters
 from tests.models.trees import Weight, chunk, groups
 
 LAYER = "decoder.layers.2."
@@ -27,7 +27,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("given", FOLDED)
 def test_a_folded_norm_has_the_name_of_the_norm(given):
-    assert [named.name for named in parameters(chunk({given: NORM}), groups())] == [FOLDED[given]]
+    assert [named.name for named in find_parameters(chunk({given: NORM}), groups())] == [FOLDED[given]]
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_a_folded_norm_has_the_name_of_the_norm(given):
     ],
 )
 def test_other_names_stay_as_they_are(name):
-    assert [named.name for named in parameters(chunk({name: MATRIX}), groups())] == [name]
+    assert [named.name for named in find_parameters(chunk({name: MATRIX}), groups())] == [name]
 
 
 def test_a_norm_folded_elsewhere_is_refused_by_name():
     name = "decoder.layers.0.self_attention.linear_gate.layer_norm_weight"
     with pytest.raises(JobFailed, match=r"linear_gate\.layer_norm_weight"):
-        list(parameters(chunk({name: NORM}), groups()))
+        list(find_parameters(chunk({name: NORM}), groups()))
 
 
 def experts_of_both_specs(count: int, ffn: int) -> list[torch.nn.Module]:
@@ -67,7 +67,7 @@ def experts_of_both_specs(count: int, ffn: int) -> list[torch.nn.Module]:
 def test_grouped_experts_are_named_and_cut_like_single_ones():
     layout = groups(ep=(2, 1), etp=(2, 1))
     own, grouped = (
-        {named.name: (named.shard, named.whole_shape()) for named in parameters(tree, layout)}
+        {named.name: (named.shard, named.compute_full_shape()) for named in find_parameters(tree, layout)}
         for tree in experts_of_both_specs(4, 5)
     )
     assert own == grouped
@@ -82,8 +82,8 @@ def test_grouped_experts_get_the_weights_of_single_ones():
     """In every layout: the ranks of ep 2 and etp 2 hold together what one rank with single experts holds."""
 
     def filled(tree: torch.nn.Module, layout) -> dict[str, torch.Tensor]:
-        initialize(parameters(tree, layout), seed=5, std=0.1, num_layers=4)
-        return {named.name: named.parameter.detach() for named in parameters(tree, layout)}
+        initialize(find_parameters(tree, layout), seed=5, std=0.1, num_layers=4)
+        return {named.name: named.parameter.detach() for named in find_parameters(tree, layout)}
 
     whole = filled(experts_of_both_specs(4, 4)[0], groups())
     assert len({tensor.sum().item() for tensor in whole.values()}) == 8
@@ -110,7 +110,7 @@ def test_what_transformer_engine_holds_whole_is_not_cut():
             "output_layer.weight": Weight((8, 8), 0),
         }
     )
-    cuts = {named.name: named.shard for named in parameters(tree, groups(tp=(2, 1)))}
+    cuts = {named.name: named.shard for named in find_parameters(tree, groups(tp=(2, 1)))}
     assert cuts == {
         f"{attention}linear_q_down_proj.weight": None,
         f"{attention}q_layernorm.weight": None,

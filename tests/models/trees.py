@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bundle.mcore.groups import Axis, Groups
+from bundle.mcore.groups import Groups, ParallelGroup
 
 LISTS = ("layers", "local_experts")
 
@@ -25,9 +25,9 @@ class Weight:
 
 def groups(**axes: tuple[int, int]) -> Groups:
     """Groups whose axes have (size, rank) as given, and one rank elsewhere."""
-    one = Axis(1, 0, None)  # type: ignore[arg-type]
+    one = ParallelGroup(1, 0, None)  # type: ignore[arg-type]
     alone = Groups(one, one, one, one, one, one, vpp=1)
-    return replace(alone, **{name: Axis(*given, None) for name, given in axes.items()})  # type: ignore[arg-type]
+    return replace(alone, **{name: ParallelGroup(*given, None) for name, given in axes.items()})  # type: ignore[arg-type]
 
 
 def chunk(weights: dict[str, Weight]) -> torch.nn.Module:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from bundle import backends
-from bundle.backends.ascend.mindspeed import replaced_by_mindspeed
+from bundle.backends.ascend.mindspeed import is_replaced_by_mindspeed
 from bundle.errors import BundleError
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import from_mapping
 from tests.matrix.rank import patches
@@ -22,7 +22,7 @@ from tests.npu.training import CASES
 
 def main() -> None:
     dense, latent = (replace(case, mindspeed=True) for case in CASES if case.name in ("dense", "latent bf16"))
-    applying.apply(patches([dense, latent]))
+    patcher.apply(patches([dense, latent]))
     log = logging.NullHandler()
     logging.getLogger().addHandler(log)
     before = list(sys.argv), list(logging.getLogger().handlers)
@@ -37,9 +37,9 @@ def main() -> None:
     document["model"]["fp8"] = {"scaling": "tensorwise"}
     fp8 = from_mapping(document)
     seen = {
-        "owned": sorted(filter(replaced_by_mindspeed, targets)),
+        "owned": sorted(filter(is_replaced_by_mindspeed, targets)),
         "unchanged": before == (list(sys.argv), list(logging.getLogger().handlers)),
-        "fp8": refusal(lambda: runtime.options(fp8)),
+        "fp8": refusal(lambda: runtime.build_config_options(fp8)),
         "another job": refusal(lambda: backends.prepare("ascend", fp8)),
         "without": refusal(lambda: backends.prepare("ascend")),
     }

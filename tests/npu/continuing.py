@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bundle import backends
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.recipe import from_mapping
 from tests import world
 from tests.checkpoints.stretches import Stretch, train
@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     bf16: dict[str, Any] = {"parallel": {}, "arithmetic": {"dtype": "bf16"}}
     whole = Through(steps=3, save="kept", **bf16)
-    applying.apply(patches([whole.case()]))
+    patcher.apply(patches([whole.case()]))
     runtime = backends.prepare(world.backend(), whole.case().recipe())
     world.join()
     losses = [

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from bundle.cli import main
 from bundle.environment import hardware, machine
-from bundle.environment.machine import Fact, Machine
+from bundle.environment.machine import DetectedValue, Machine
 from bundle.verification import acceptance
 from tests.environment.machines import recorded
 
@@ -21,19 +21,19 @@ def local() -> Machine:
     """The recorded machine, with the variables of this process."""
     of = recorded("a2-24.1", os.environ)
 
-    def run(command: Sequence[str]) -> Fact[str]:
+    def run(command: Sequence[str]) -> DetectedValue[str]:
         said = of.run(command)
         named = re.sub(r"\b910B\w+", r"\g<0> (emulated)", said.value or "")
-        return Fact(named or None, said.reason)
+        return DetectedValue(named or None, said.reason)
 
     return Machine(of.root, of.environ, run)
 
 
 if __name__ == "__main__":
     with (
-        patch.object(machine, "local", local),
-        patch.object(hardware, "local", local),
-        patch.object(acceptance, "PROGRAM", "tests.npu.machine"),
-        patch.object(acceptance, "PATCHES", ("mla-without-te-linear",)),
+        patch.object(machine, "get_local_machine", local),
+        patch.object(hardware, "get_local_machine", local),
+        patch.object(acceptance, "PROGRAM_MODULE", "tests.npu.machine"),
+        patch.object(acceptance, "VERIFIED_PATCHES", ("mla-without-te-linear",)),
     ):
         main()

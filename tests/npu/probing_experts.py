@@ -113,7 +113,7 @@ def grouped(rank: int) -> None:
         def multiply(here: bool, rows: torch.Tensor, weights: torch.Tensor) -> Any:
             if here:
                 ends = torch.tensor(sizes, device=rows.device).cumsum(0)
-                return [experts.product(rows, weights.unbind(), ends)]
+                return [experts.multiply_by_experts(rows, weights.unbind(), ends)]
             parts = zip(rows.split(sizes), weights, strict=True)
             return [torch.cat([part @ weight.t() for part, weight in parts])]
 

@@ -15,8 +15,8 @@ import torch
 
 from bundle import backends
 from bundle.errors import JobFailed
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.vision import rank
 from tests.vision.cases import CASES
@@ -24,21 +24,21 @@ from tests.vision.cases import CASES
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide(world.backend())))
+    patcher.apply(plan_all_patches(decide_patches(world.backend())))
     runtime = backends.prepare(world.backend())
     world.join()
     from bundle.backends.ascend import attention, vision
     from bundle.engine import Engine
-    from bundle.models.vision import decoder_input
+    from bundle.models.vision import build_decoder_input
 
     said: list[str] = []
-    fused, log_probs = attention.fused, Engine.log_probs
+    fused, log_probs = attention.call_fused_attention, Engine.compute_log_probs
 
     def noting(calls: list[dict[str, Any]]) -> Callable[..., Any]:
         """The call of the kernel, and what it is told of what is seen, in `calls` without repetition."""
 
         def noted(query: Any, key: Any, value: Any, inputs: Any, **options: Any) -> Any:
-            call = {name: given for name, given in inputs.keywords().items() if given is not None}
+            call = {name: given for name, given in inputs.to_keywords().items() if given is not None}
             if (mask := call.pop("atten_mask", None)) is not None:
                 call["atten_mask"] = list(mask.shape)
             if call not in calls:
@@ -59,8 +59,8 @@ def main(directory: Path, layout: str) -> None:
                     valid,
                     labels=given.labels,
                     loss_mask=given.loss_mask,
-                    packed_seq_params=given.packed,
-                    decoder_input=decoder_input(model, given.ids, given.images),
+                    packed_seq_params=given.packed_seq_params,
+                    decoder_input=build_decoder_input(model, given.ids, given.images),
                 )
         except JobFailed as error:
             said.append(str(error))
@@ -69,12 +69,12 @@ def main(directory: Path, layout: str) -> None:
     reached: list[dict[str, Any]] = []
     tower: list[dict[str, Any]] = []
     with (
-        patch.object(attention, "fused", noting(reached)),
-        patch.object(vision, "fused", noting(tower)),
-        patch.object(Engine, "log_probs", asked),
+        patch.object(attention, "call_fused_attention", noting(reached)),
+        patch.object(vision, "call_fused_attention", noting(tower)),
+        patch.object(Engine, "compute_log_probs", asked),
     ):
         case = CASES[0]
-        with runtime.megatron():
+        with runtime.megatron_calls():
             far = rank.distances(case, directory / case.name, layout, runtime)
     print(json.dumps({"far": far, "reached": reached, "tower": tower, "said": said}))
 

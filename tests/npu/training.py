@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bundle import backends
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.recipe import Recipe
 from tests import world
 from tests.backends.cpu.smoke import VOCABULARY, recipe
@@ -95,7 +95,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     through = "mindspeed" in names
     cases = [replace(case, mindspeed=through) for case in (*CASES, *OF_MINDSPEED) if case.name in names]
-    applying.apply(patches(cases))
+    patcher.apply(patches(cases))
     runtime = backends.prepare(world.backend(), cases[0].recipe())
     rank = world.join()
     seen = world.each(((case.name, case) for case in cases), lambda case: (train(case, runtime), operators()))
@@ -113,7 +113,7 @@ def train(case: Case, runtime: Any) -> list[list[float]]:
 
     job = case.recipe()
     device = world.device(runtime)
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, device)
     assert all(p.device == device for model in engine.models for p in model.parameters())
@@ -133,12 +133,12 @@ def train(case: Case, runtime: Any) -> list[list[float]]:
 def micro_batch(case: Case, job: Recipe, state: Any, number: int, device: torch.device) -> Any:
     """Micro-batch `number` of the step, the same tokens in every layout."""
     from bundle.engine.microbatch import from_packing, from_rows
-    from bundle.sequences.packing import Packing
+    from bundle.packing.packing import Packing
 
     generator, depths = torch.Generator().manual_seed(number), job.architecture.mtp_layers
     if case.packed:
         ids, labels = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=generator).to(device)
-        packing = Packing.of(LENGTHS, job.alignment, rank=state.cp.rank, device=device)
+        packing = Packing.from_lengths(LENGTHS, job.alignment, rank=state.cp.rank, device=device)
         mask = torch.ones(len(ids), device=device)
         return from_packing(ids, labels, mask, packing, mtp_layers=depths)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator).to(device)

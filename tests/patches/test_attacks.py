@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment.packages import Stack
-from bundle.patches import Action
-from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import load as load_table
-from bundle.patches.subject import named
+from bundle.environment.packages import InstalledPackages
+from bundle.patches import PatchAction
+from bundle.patches.megatron_core import find_named_core
+from bundle.patches.megatron_core import load_review_table as load_table
+from bundle.patches.plan import Survey, survey_patches
 from tests.patches.test_plan import EMPTY
 
 LIMIT = 10.0  # seconds of CPU
@@ -123,22 +123,24 @@ def tree(of: Path, root: Path) -> None:
 def decided(root: Path) -> Survey:
     features = frozenset({"mtp", "packed", "mla", "moe", "attention-fused", "bf16", "dp", "cp"})
     started = time.process_time()
-    stack: Stack = EMPTY
-    found = survey(named(str(root), load_table()), load_table(), stack, backend="cuda", features=features)
+    stack: InstalledPackages = EMPTY
+    found = survey_patches(
+        find_named_core(str(root), load_table()), load_table(), stack, backend="cuda", features=features
+    )
     assert time.process_time() - started < LIMIT
     return found
 
 
-def action(found: Survey, patch: str = PATCH) -> Action:
+def action(found: Survey, patch: str = PATCH) -> PatchAction:
     (decision,) = (decision for decision in found.decisions if decision.id == patch)
     return decision.action
 
 
 @pytest.fixture(scope="module")
-def before(source: Path) -> dict[str, Action]:
+def before(source: Path) -> dict[str, PatchAction]:
     """What is decided about the tree as it was."""
     found = {decision.id: decision.action for decision in decided(source).decisions}
-    assert found[PATCH] is Action.APPLY
+    assert found[PATCH] is PatchAction.APPLY
     return found
 
 
@@ -147,10 +149,10 @@ def test_a_broken_file_leaves_its_patches_undecided_and_no_others(source, before
     tree(source, tmp_path)
     BROKEN[what](tmp_path / MTP)
     found = decided(tmp_path)
-    assert action(found) is Action.DRIFT
+    assert action(found) is PatchAction.DRIFT
     now = {d.id: d.action for d in found.decisions}
     changed = {id for id in before if before[id] is not now[id]}
-    assert {now[id] for id in changed} <= {Action.DRIFT}, {id: now[id] for id in changed}
+    assert {now[id] for id in changed} <= {PatchAction.DRIFT}, {id: now[id] for id in changed}
     if what != "a folder that links to itself":  # in which much more is
         assert all("mtp" in id or "packed" in id or "recompute" in id for id in changed), changed
 
@@ -166,14 +168,14 @@ def test_what_lies_around_changes_no_decision(source, before, tmp_path: Path, wh
 def test_a_place_of_any_name_is_read_and_its_name_is_no_terminal_s(source: Path, tmp_path: Path, name: str):
     tree(source, tmp_path / name)
     found = decided(tmp_path / name)
-    assert action(found) is Action.APPLY and "\n" not in found.subject.origin
+    assert action(found) is PatchAction.APPLY and "\n" not in found.core.origin
 
 
 def test_a_link_to_a_tree_and_a_folder_inside_it_are_the_tree(source: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "link").symlink_to(source)
     monkeypatch.chdir(source)
     for place in (tmp_path / "link", source / "megatron/core", Path("megatron")):
-        assert action(decided(place)) is Action.APPLY
+        assert action(decided(place)) is PatchAction.APPLY
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
@@ -185,6 +187,6 @@ def test_what_may_not_be_read_is_undecided(source: Path, tmp_path: Path, part: s
         replaced(copy.read_bytes())(copy)
     copy.chmod(0)
     try:
-        assert action(decided(tmp_path)) is Action.DRIFT
+        assert action(decided(tmp_path)) is PatchAction.DRIFT
     finally:
         copy.chmod(0o755)

@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
 from bundle.patches.audit import ENTRIES, Audit, audit
-from bundle.patches.entry import Patch, known_features
-from bundle.patches.subject import Table, load, named
+from bundle.patches.entry import Patch, resolve_features
+from bundle.patches.megatron_core import ReviewTable, find_named_core, load_review_table
 
-ALONE = Stack(search_path([], "", Path("/")))  # no framework
+ALONE = InstalledPackages(build_search_path([], "", Path("/")))  # no framework
 
 
-def audited(version: str, features: str = "", table: Table | None = None) -> Audit:
-    table = table or load()
-    return audit(named(version, table), table, ALONE, known_features(features.split(",")))
+def audited(version: str, features: str = "", table: ReviewTable | None = None) -> Audit:
+    table = table or load_review_table()
+    return audit(find_named_core(version, table), table, ALONE, resolve_features(features.split(",")))
 
 
 def ids(found: Audit) -> set[str]:
     """Everything that is named: what is there, and what later releases have."""
-    upgrades = {name for upgrade in found.upgrades for name in (*upgrade.left, *upgrade.new)}
+    upgrades = {name for upgrade in found.upgrades for name in (*upgrade.remaining_ids, *upgrade.new_ids)}
     return {defect.entry.id for defect in found.defects} | upgrades
 
 
@@ -33,7 +33,7 @@ def test_what_is_of_local_layers_alone_or_an_improvement_is_no_defect_of_a_job()
 def test_a_newer_release_is_judged_by_what_is_silent():
     """mtp-zero-layers came in 0.16 and is an error."""
     found = audited("0.15.3")
-    brought = {name for upgrade in found.upgrades for name in upgrade.new}
+    brought = {name for upgrade in found.upgrades for name in upgrade.new_ids}
     assert "mtp-loss-context-parallel-normalisation" in brought and "mtp-zero-layers" not in brought
 
 
@@ -45,12 +45,12 @@ def test_what_a_setting_avoids_speaks_against_no_release():
 
 
 def test_a_release_that_nobody_read_for_a_defect_is_not_said_to_be_without_it():
-    entry, table = "mtp-loss-context-parallel-count", load()
+    entry, table = "mtp-loss-context-parallel-count", load_review_table()
 
     def mended_in(absent: str) -> str | None:
         defects = {**table.defects, entry: {"present": "0.16.1", "absent": absent}}
         found = audited("0.16.1", "mtp,cp", table._replace(defects=defects))
-        return next(defect.mended_in for defect in found.defects if defect.entry.id == entry)
+        return next(defect.fixing_minor for defect in found.defects if defect.entry.id == entry)
 
     assert mended_in("0.17.0 0.17.1 0.18.0 0.18.2 0.19.0 0.19.2") == "0.17"
     assert mended_in("0.17.0 0.17.1 0.18.2 0.19.0 0.19.2") == "0.18"  # 0.18.0 was not read for it

@@ -2,7 +2,7 @@
 
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Seam
-from bundle.patches.subject import Reader, commits, load
+from bundle.patches.megatron_core import DefectReader, load_commits, load_review_table
 from tests.patches.trees import Release, edited
 from tools.patches import review
 
@@ -18,9 +18,11 @@ METHOD = "        self._apply_expert_bias(routing_map)\n        return probs"
 
 
 def reviewed(definitions: Definitions) -> tuple[str, ...]:
-    found = Reader(None, definitions, load()).look(Seam(id="s", targets=(ROUTING,), use="", why=""))
+    found = DefectReader(None, definitions, load_review_table()).read_seam(
+        Seam(id="s", targets=(ROUTING,), use="", why="")
+    )
     assert found is not None
-    return found.reviewed[ROUTING]
+    return found.references[ROUTING]
 
 
 def test_what_was_read_in_a_commit_is_reviewed_wherever_it_stands(release: Release):
@@ -36,9 +38,11 @@ def test_anything_else_is_not(release: Release):
 
 def test_only_targets_are_listed_and_nothing_that_a_release_has():
     by_code, by_signature = review.declared()
-    for target, known in commits().items():
+    for target, known in load_commits().items():
         assert target in by_code | by_signature
         for fingerprint, said in known.items():
             commit, _, differs = said.partition(" ")
-            assert not load().reviewed(target, fingerprint, by_signature=target in by_signature)
+            assert not load_review_table().find_references(
+                target, fingerprint, by_signature=target in by_signature
+            )
             assert len(commit) == 10 and differs

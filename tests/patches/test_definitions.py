@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches.definitions import Definitions, Evidence
-from bundle.patches.source import SourceTree, Unreadable
+from bundle.patches.definitions import Definitions, SourceEvidence
+from bundle.patches.source import SourceTree, UnreadableSource
 from tests.patches.trees import written
 
 TREE = {
@@ -105,9 +105,9 @@ def test_what_is_not_there_is_not_found(tmp_path: Path, target: str):
 
 def test_a_renamed_method_is_named_as_the_nearest(tmp_path: Path):
     definitions = written(tmp_path, TREE)
-    assert definitions.nearest("pkg.sub.leaf:Leaf.owns") == ("pkg.sub.leaf:Leaf.own",)
-    assert definitions.nearest("pkg.base:Basis.static") == ("pkg.base:Base",)
-    assert definitions.nearest("pkg.none:plain") == ()
+    assert definitions.find_nearest("pkg.sub.leaf:Leaf.owns") == ("pkg.sub.leaf:Leaf.own",)
+    assert definitions.find_nearest("pkg.base:Basis.static") == ("pkg.base:Base",)
+    assert definitions.find_nearest("pkg.none:plain") == ()
 
 
 def test_a_decorator_is_part_of_the_code(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_circular_imports_and_bases_end(tmp_path: Path):
 )
 def test_a_file_that_cannot_be_parsed_is_an_error_that_names_it(tmp_path: Path, source: str):
     definitions = written(tmp_path, {"m": source})
-    with pytest.raises(Unreadable, match=r"m\.py cannot be parsed"):
+    with pytest.raises(UnreadableSource, match=r"m\.py cannot be parsed"):
         definitions["m:f"]
 
 
@@ -162,8 +162,8 @@ def test_whatever_a_file_holds_it_is_read_or_named_in_time(tmp_path: Path, kind:
     definitions, started = Definitions(SourceTree(tmp_path)), time.process_time()
     try:
         found = definitions["m:f"]
-        definitions.nearest("m:g")
-    except Unreadable as error:
+        definitions.find_nearest("m:g")
+    except UnreadableSource as error:
         found = None
         assert "m.py" in str(error)
     assert time.process_time() - started < 10
@@ -172,12 +172,12 @@ def test_whatever_a_file_holds_it_is_read_or_named_in_time(tmp_path: Path, kind:
 
 def test_a_huge_file_is_not_read(tmp_path: Path):
     definitions = written(tmp_path, {"m": "x = 1\n" * (400 << 10)})
-    with pytest.raises(Unreadable, match="MiB"):
+    with pytest.raises(UnreadableSource, match="MiB"):
         definitions["m:x"]
 
 
 def test_a_defect_reads_only_what_its_patch_declares(tmp_path: Path):
-    evidence = Evidence(written(tmp_path, TREE), frozenset({"pkg.base:plain"}))
+    evidence = SourceEvidence(written(tmp_path, TREE), frozenset({"pkg.base:plain"}))
     assert evidence["pkg.base:plain"] is not None
     with pytest.raises(KeyError, match="not declared"):
         evidence["pkg.base:alias"]
@@ -188,8 +188,8 @@ def test_questions_about_a_function(tmp_path: Path):
     found = written(tmp_path, {"m": source})["m:f"]
     assert found is not None
     assert found.parameters == {"a", "b"}
-    assert len(found.calls("g")) == 2
-    assert {"a", "b", "g", "key", "attribute"} <= found.names
+    assert len(found.find_calls("g")) == 2
+    assert {"a", "b", "g", "key", "attribute"} <= found.identifiers
 
 
 def test_mutual_star_imports_end_at_once(tmp_path: Path):
@@ -197,16 +197,16 @@ def test_mutual_star_imports_end_at_once(tmp_path: Path):
     tree = {name: "".join(f"from {other} import *\n" for other in names) for name in names}
     tree["m11"] += "def there(): pass\n"
     definitions = written(tmp_path, tree)
-    assert definitions["m0:nowhere"] is None and definitions.bindings("m0:nowhere") == ()
-    assert definitions["m0:there"] is not None and len(definitions.bindings("m0:there")) == 1
+    assert definitions["m0:nowhere"] is None and definitions.find_bindings("m0:nowhere") == ()
+    assert definitions["m0:there"] is not None and len(definitions.find_bindings("m0:there")) == 1
 
 
 @pytest.mark.parametrize(("modules", "size"), [(400, 0), (6, 1000 << 10)])
 def test_a_tree_of_very_many_modules_is_not_read_to_its_end(tmp_path: Path, modules: int, size: int):
     tree = {f"m{i}": f"from m{i + 1} import *\n" + "#" * size for i in range(modules)}
     definitions = written(tmp_path, tree | {f"m{modules}": "x = 1\n"})
-    with pytest.raises(Unreadable, match=r"more than 256 modules or 3 MiB"):
-        definitions.bindings("m0:x")
+    with pytest.raises(UnreadableSource, match=r"more than 256 modules or 3 MiB"):
+        definitions.find_bindings("m0:x")
 
 
 def test_mutual_inheritance_ends_at_once(tmp_path: Path):
@@ -288,4 +288,8 @@ def test_bindings_are_found_behind_import_star(tmp_path: Path):
         "pkg._impl": "try:\n    from te import Linear\nexcept ImportError:\n    Linear = None\n",
     }
     definitions = written(tmp_path, tree)
-    assert len(definitions.bindings("pkg:Linear")) == len(definitions.bindings("pkg._impl:Linear")) == 2
+    assert (
+        len(definitions.find_bindings("pkg:Linear"))
+        == len(definitions.find_bindings("pkg._impl:Linear"))
+        == 2
+    )

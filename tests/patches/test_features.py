@@ -6,7 +6,7 @@ import pytest
 
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.entry import ALWAYS, FEATURES, known_features, shown_features
+from bundle.patches.entry import FEATURES, IMPLICIT_FEATURES, describe_features, resolve_features
 
 
 def test_the_words_are_those_that_the_list_asks_for():
@@ -15,7 +15,7 @@ def test_the_words_are_those_that_the_list_asks_for():
     }
     asked |= {word for trap in TRAPS for word in trap.unless}
     assert set(FEATURES) == asked
-    assert set(FEATURES) >= ALWAYS and list(FEATURES) == sorted(FEATURES)
+    assert set(FEATURES) >= IMPLICIT_FEATURES and list(FEATURES) == sorted(FEATURES)
 
 
 def test_the_page_explains_every_word():
@@ -23,15 +23,15 @@ def test_the_page_explains_every_word():
     assert [f"| `{word}` | {meaning} |" in page for word, meaning in FEATURES.items()] == [True] * len(
         FEATURES
     )
-    assert ", ".join(f"`{word}`" for word in sorted(ALWAYS)) in page
+    assert ", ".join(f"`{word}`" for word in sorted(IMPLICIT_FEATURES)) in page
 
 
 def test_a_list_of_words():
-    assert known_features(()) is None and known_features((" ", "")) is None
-    assert known_features(("mtp", " CP")) == frozenset({"mtp", "cp"}) | ALWAYS
-    assert shown_features({"mtp", "cp", "bf16"}) == "cp and mtp"
+    assert resolve_features(()) is None and resolve_features((" ", "")) is None
+    assert resolve_features(("mtp", " CP")) == frozenset({"mtp", "cp"}) | IMPLICIT_FEATURES
+    assert describe_features({"mtp", "cp", "bf16"}) == "cp and mtp"
 
 
 def test_every_word_that_is_none_is_said():
     with pytest.raises(UsageError, match=r"(?s)packd; did you mean packed\?.*- x" + "y" * 99 + "$"):
-        known_features(("packd", "mtp", "x" + "y" * 200))
+        resolve_features(("packd", "mtp", "x" + "y" * 200))

@@ -11,12 +11,12 @@ from pathlib import Path
 import packaging
 import pytest
 
-from bundle.patches.subject import load
-from bundle.patches.syntax import fingerprint, signature
+from bundle.patches.megatron_core import load_review_table
+from bundle.patches.syntax import fingerprint_code, fingerprint_signature
 
 
 def of(source: str) -> str:
-    return fingerprint(ast.parse(source).body)
+    return fingerprint_code(ast.parse(source).body)
 
 
 SAME = [
@@ -79,7 +79,7 @@ CALLED_DIFFERENTLY = [
 def called(source: str) -> str:
     """The signature of the definition in a source, which may stand under an `if`."""
     node = ast.parse(source).body[0]
-    return signature(node.body if isinstance(node, ast.If) else [node])
+    return fingerprint_signature(node.body if isinstance(node, ast.If) else [node])
 
 
 @pytest.mark.parametrize(("one", "other"), CALLED_ALIKE)
@@ -112,7 +112,7 @@ def test_hostile_source_is_hashed_or_refused_but_not_fatal(source: str):
         tree = ast.parse(source)
     except (SyntaxError, RecursionError, MemoryError, ValueError):
         return
-    assert len(fingerprint(tree.body)) == 16
+    assert len(fingerprint_code(tree.body)) == 16
 
 
 READ_EVERY_RELEASE = """
@@ -120,11 +120,11 @@ import json, sys
 from pathlib import Path
 from bundle.patches.definitions import Definitions
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import load
+from bundle.patches.megatron_core import load_review_table
 found = {}
 for reference in sys.argv[2:]:
     definitions = Definitions(SourceTree(Path(sys.argv[1], reference)))
-    for target in load().targets:
+    for target in load_review_table().targets:
         definition = definitions[target]
         found[f"{reference} {target}"] = definition and definition.fingerprint
 print(json.dumps(found))
@@ -138,8 +138,8 @@ def test_every_python_finds_the_fingerprints_of_the_list(minor: str, release_tre
     command = [interpreter(minor), "-c", READ_EVERY_RELEASE, root, *release_trees]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300)
-    table = load()
-    expected = {f"{r} {t}": table.fingerprint(t, r) for r in release_trees for t in table.targets}
+    table = load_review_table()
+    expected = {f"{r} {t}": table.find_fingerprint(t, r) for r in release_trees for t in table.targets}
     assert json.loads(ran.stdout) == expected
 
 

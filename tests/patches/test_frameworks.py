@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
-from bundle.patches.audit import Audit, Defect, Standing, audit
-from bundle.patches.subject import load, named
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
+from bundle.patches.audit import Audit, AuditedDefect, DefectStatus, audit
+from bundle.patches.megatron_core import find_named_core, load_review_table
 from tests.patches.trees import Release
 
 DEFECT = "label-smoothing-over-ranks"
@@ -41,11 +41,13 @@ def audited(tmp: Path, megatron: Path, files: Mapping[str, str]) -> Audit:
     for name, text in files.items():
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text(textwrap.dedent(text))
-    stack = Stack(search_path([str(tmp)], "", tmp))
-    return audit(named(str(megatron), load()), load(), stack, None)
+    stack = InstalledPackages(build_search_path([str(tmp)], "", tmp))
+    return audit(find_named_core(str(megatron), load_review_table()), load_review_table(), stack, None)
 
 
-def standing(tmp: Path, megatron: Path, files: Mapping[str, str], entry: str = DEFECT) -> Defect | None:
+def standing(
+    tmp: Path, megatron: Path, files: Mapping[str, str], entry: str = DEFECT
+) -> AuditedDefect | None:
     found = audited(tmp, megatron, files)
     assert [package.name for package in found.frameworks] == ["verl"]
     return next((defect for defect in found.defects if defect.entry.id == entry), None)
@@ -124,7 +126,7 @@ PLACES = {
 def test_a_mended_defect_is_known_wherever_it_is_mended(how: str, release: Release, tmp_path: Path):
     files, says = PLACES[how]
     defect = standing(tmp_path, release("0.19.2"), files)
-    assert defect is not None and defect.standing is Standing.MENDED and not defect.reaches
+    assert defect is not None and defect.status is DefectStatus.MENDED and not defect.reaches_jobs
     assert "verl replaces _VocabParallelCrossEntropy.forward (verl/a.py:" in defect.reason
     assert says in defect.reason
 
@@ -165,22 +167,25 @@ CONDITIONS = {
 def test_what_is_mended_under_a_condition_is_said_with_it(how: str, release: Release, tmp_path: Path):
     files, says = CONDITIONS[how]
     defect = standing(tmp_path, release("0.19.2"), files)
-    assert defect is not None and defect.standing is Standing.CONDITIONAL and not defect.reaches
+    assert defect is not None and defect.status is DefectStatus.CONDITIONAL and not defect.reaches_jobs
     assert says.replace("not settings", "not (settings") in defect.reason
 
 
 UNMENDED = {
-    "its own code has it": (f"from {CLASS}\n{COPIED}\n{PUT}", Standing.PRESENT, "it is there all the same"),
+    "its own code has it": (f"from {CLASS}\n{COPIED}\n{PUT}", DefectStatus.PRESENT,
+                            "it is there all the same"),
     "another class": (f"from torch.nn import CrossEntropyLoss as Loss\n{MENDED}\nLoss.forward = forward\n",
-                      Standing.PRESENT, ""),
+                      DefectStatus.PRESENT, ""),
     "an object of its own": (f"from {CLASS}\n{MENDED}\nclass Own:\n    def __init__(self):\n"
-                             "        self.forward = forward\n", Standing.PRESENT, ""),
-    "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', Standing.PRESENT, ""),
-    "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", Standing.PRESENT, ""),
-    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", Standing.UNKNOWN, "whose code is unfamiliar"),
-    "unfamiliar code at times": (f"from {CLASS}\n{UNFAMILIAR}\nif debug:\n    {PUT}", Standing.PRESENT,
+                             "        self.forward = forward\n", DefectStatus.PRESENT, ""),
+    "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', DefectStatus.PRESENT, ""),
+    "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", DefectStatus.PRESENT, ""),
+    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", DefectStatus.UNKNOWN,
+                        "whose code is unfamiliar"),
+    "unfamiliar code at times": (f"from {CLASS}\n{UNFAMILIAR}\nif debug:\n    {PUT}", DefectStatus.PRESENT,
                                  "if debug), whose code is unfamiliar"),
-    "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", Standing.UNKNOWN, "unfamiliar"),
+    "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", DefectStatus.UNKNOWN,
+                            "unfamiliar"),
 }  # fmt: skip
 
 
@@ -188,7 +193,7 @@ UNMENDED = {
 def test_what_does_not_mend_is_not_taken_for_it(how: str, release: Release, tmp_path: Path):
     text, expected, says = UNMENDED[how]
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text})
-    assert defect is not None and defect.standing is expected and says in defect.reason
+    assert defect is not None and defect.status is expected and says in defect.reason
     assert bool(defect.reason) == bool(says) == bool(defect.patched_by)
 
 
@@ -205,14 +210,14 @@ def patch():
 def test_who_wraps_what_our_patch_would_wrap_may_mend_it(release: Release, tmp_path: Path):
     always = {"a.py": f"{BIAS}{AROUND}\npatch()\n"}
     defect = standing(tmp_path, release("0.19.2"), always, "expert-bias-counts")
-    assert defect is not None and defect.standing is Standing.UNKNOWN
-    assert "wraps TopKRouter._maintain_float32_expert_bias" in defect.reason and not defect.applies
+    assert defect is not None and defect.status is DefectStatus.UNKNOWN
+    assert "wraps TopKRouter._maintain_float32_expert_bias" in defect.reason and not defect.has_patch
 
 
 def test_who_wraps_it_under_a_condition_leaves_it_there(release: Release, tmp_path: Path):
     at_times = {"a.py": f"{BIAS}{AROUND}\nif debug:\n    patch()\n"}
     defect = standing(tmp_path, release("0.19.2"), at_times, "expert-bias-counts")
-    assert defect is not None and defect.reaches and "if debug" in defect.reason
+    assert defect is not None and defect.reaches_jobs and "if debug" in defect.reason
 
 
 BRIDGES = """
@@ -237,7 +242,7 @@ _patch()
 def test_a_wrapper_is_known_by_its_code_and_not_by_its_name(release: Release, tmp_path: Path):
     """Megatron-Bridge's own mends this defect (tests/history has it); one that does nothing does not."""
     defect = standing(tmp_path, release("0.19.2"), {"a.py": BRIDGES}, "padding-mask-expert-bias")
-    assert defect is not None and defect.standing is Standing.UNKNOWN
+    assert defect is not None and defect.status is DefectStatus.UNKNOWN
 
 
 def test_a_framework_can_bring_a_defect_that_the_release_has_not(release: Release, tmp_path: Path):
@@ -252,7 +257,7 @@ def test_a_framework_can_bring_a_defect_that_the_release_has_not(release: Releas
     (tmp_path / "brought").mkdir()
     assert standing(tmp_path / "plain", release("0.19.2"), {}, entry) is None
     defect = standing(tmp_path / "brought", release("0.19.2"), {"a.py": text}, entry)
-    assert defect is not None and defect.reaches and "whose own code has it" in defect.reason
+    assert defect is not None and defect.reaches_jobs and "whose own code has it" in defect.reason
 
 
 def test_a_function_that_others_have_imported_by_value_may_not_be_replaced_for_them(
@@ -267,7 +272,7 @@ def test_a_function_that_others_have_imported_by_value_may_not_be_replaced_for_t
     moe_utils.get_tokens_per_expert_and_token_count = get_tokens_per_expert_and_token_count
     """
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "padding-mask-own-count")
-    assert defect is not None and defect.standing is Standing.CONDITIONAL
+    assert defect is not None and defect.status is DefectStatus.CONDITIONAL
     assert "transformer/moe/router.py is imported later" in defect.reason
 
 
@@ -293,25 +298,25 @@ NO_LABELS = (
 )
 CALLED = "def train(config, model):\n    if config.mtp:\n        patch(model)\n"
 OBJECTS = {
-    "its function does not have it": (GPT + LABELS + OF_AN_OBJECT + CALLED, Standing.CONDITIONAL),
+    "its function does not have it": (GPT + LABELS + OF_AN_OBJECT + CALLED, DefectStatus.CONDITIONAL),
     "made by types": (
         GPT + LABELS + OF_AN_OBJECT.replace("ours.__get__(model,", "MethodType(ours, model)  # (") + CALLED,
-        Standing.CONDITIONAL,
+        DefectStatus.CONDITIONAL,
     ),
     "asked in the same function": (
         GPT + LABELS + "def patch(model):\n    if isinstance(model, GPTModel):\n"
         "        model._postprocess = ours.__get__(model)\n" + CALLED,
-        Standing.CONDITIONAL,
+        DefectStatus.CONDITIONAL,
     ),
-    "its function has it as well": (GPT + NO_LABELS + OF_AN_OBJECT + CALLED, Standing.PRESENT),
+    "its function has it as well": (GPT + NO_LABELS + OF_AN_OBJECT + CALLED, DefectStatus.PRESENT),
     "of another class": (
         "from torch.nn import Module as GPTModel\n" + LABELS + OF_AN_OBJECT + CALLED,
-        Standing.PRESENT,
+        DefectStatus.PRESENT,
     ),
     "asked elsewhere": (GPT + LABELS + OF_AN_OBJECT.replace("unwrapped(model)\n", "model\n") + CALLED,
-                        Standing.PRESENT),
+                        DefectStatus.PRESENT),
     "bound to another": (GPT + LABELS + OF_AN_OBJECT.replace("__get__(model", "__get__(other") + CALLED,
-                         Standing.PRESENT),
+                         DefectStatus.PRESENT),
 }  # fmt: skip
 
 
@@ -320,8 +325,8 @@ def test_a_method_of_one_object_is_replaced_for_that_object(how: str, release: R
     """As verl does with its actor's models: the others keep what the class has."""
     text, expected = OBJECTS[how]
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-labels-from-input")
-    assert defect is not None and defect.standing is expected
-    if expected is Standing.CONDITIONAL:
+    assert defect is not None and defect.status is expected
+    if expected is DefectStatus.CONDITIONAL:
         assert "GPTModel._postprocess (verl/a.py:" in defect.reason
         assert "this GPTModel is given to it" in defect.reason
 
@@ -329,4 +334,4 @@ def test_a_method_of_one_object_is_replaced_for_that_object(how: str, release: R
 def test_a_method_of_every_object_that_an_import_has_is_still_theirs_alone(release: Release, tmp_path: Path):
     text = GPT + LABELS + OF_AN_OBJECT + "patch(registry['model'])\n"
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text}, "mtp-labels-from-input")
-    assert defect is not None and defect.standing is Standing.CONDITIONAL
+    assert defect is not None and defect.status is DefectStatus.CONDITIONAL

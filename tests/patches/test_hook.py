@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import run_bundle
-from tests.patches.test_enabling import COUNT, PREDICTING, norms
+from tests.patches.test_external_program import COUNT, PREDICTING, norms
 from tests.patches.trees import Release, copied
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,8 @@ SITE = Path("lib", f"python{sysconfig.get_python_version()}", "site-packages")
 PACKAGES = Path(sysconfig.get_path("purelib"))
 # The plan of this process, and what of it is applied.
 APPLIED = (
-    "from bundle.patches import applying; print(applying.in_force().digest, sorted(applying.applied()))\n"
+    "from bundle.patches import patcher; print(patcher.get_active_plan().digest,"
+    " sorted(patcher.list_applied_targets()))\n"
 )
 MEGATRON = "import megatron.core.transformer.multi_token_prediction\n"
 

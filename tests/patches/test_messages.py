@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from bundle import files
-from bundle.environment.packages import Stack, detect
-from bundle.environment.search import search_path
-from bundle.patches import Action
-from bundle.patches.mindspeed import owned
-from bundle.patches.plan import survey
-from bundle.patches.subject import installed, load, named
+from bundle.environment.packages import InstalledPackages, detect
+from bundle.environment.search import build_search_path
+from bundle.patches import PatchAction
+from bundle.patches.megatron_core import find_installed_core, find_named_core, load_review_table
+from bundle.patches.mindspeed import explain_replacement
+from bundle.patches.plan import survey_patches
 from tests.command import run_bundle
 from tests.patches.trees import Release, copied
 
@@ -35,22 +35,27 @@ def test_names_from_a_tree_reach_no_terminal(release: Release, tmp_path: Path):
     ("name", "printed"), [("a\tb", "a\\tb"), ("\udc80", "\\udc80"), ("Grüße 1", "Grüße 1")]
 )
 def test_what_may_be_printed_is_left_alone(name: str, printed: str):
-    assert files.printable(name) == printed
+    assert files.to_printable(name) == printed
 
 
 def test_a_file_that_is_not_there_is_called_so(release: Release, tmp_path: Path):
     tree = copied(release("0.16.1"), tmp_path, {})
     (tree / "megatron/core/transformer/moe/moe_utils.py").unlink()
-    rows = {d.id: d for d in survey(named(str(tree), load()), load(), detect()).decisions}
+    rows = {
+        d.id: d
+        for d in survey_patches(
+            find_named_core(str(tree), load_review_table()), load_review_table(), detect()
+        ).decisions
+    }
     row = rows["router-without-te-gemm"]
-    assert row.action is Action.DRIFT
+    assert row.action is PatchAction.DRIFT
     assert "megatron/core/transformer/moe/moe_utils.py is not there" in row.reason
     assert "unfamiliar" not in row.reason
 
 
 @pytest.mark.parametrize("name", ["core_v0.16.1", "v0.16.1", "0.16.1"])
 def test_a_tag_is_a_version(name: str):
-    subject = named(name, load())
+    subject = find_named_core(name, load_review_table())
     assert subject.reference == "0.16.1"
 
 
@@ -63,13 +68,20 @@ def test_a_zip_on_the_path_is_said(tmp_path: Path):
             opened.writestr(member, "")
     (tmp_path / "no.zip").write_text("no zip")
     paths = [str(tmp_path / name) for name in ("other.zip", "no.zip", "megatron.zip")]
-    subject = installed(Stack(search_path(paths, "", tmp_path)), load())
+    subject = find_installed_core(
+        InstalledPackages(build_search_path(paths, "", tmp_path)), load_review_table()
+    )
     assert subject.root is None and f"in a zip, which is not read: {archive}" in subject.origin
-    assert "none is installed here" in installed(Stack(search_path([], "", tmp_path)), load()).origin
+    assert (
+        "none is installed here"
+        in find_installed_core(
+            InstalledPackages(build_search_path([], "", tmp_path)), load_review_table()
+        ).origin
+    )
 
 
 def test_mindspeed_is_named_whole_and_not_vouched_for():
     target = "megatron.core.transformer.moe.router:TopKRouter.routing"
-    assert "MindSpeed of an unknown commit was not read" in str(owned(target, None))
+    assert "MindSpeed of an unknown commit was not read" in str(explain_replacement(target, None))
     for commit in (None, "0" * 40, "d0d5809d4323eb908f89e87958de254465eb57b4"):
-        assert "whether its own has the defect was not looked at" in str(owned(target, commit))
+        assert "whether its own has the defect was not looked at" in str(explain_replacement(target, commit))

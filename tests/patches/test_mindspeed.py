@@ -5,23 +5,31 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.deciding import PatchContext, decide
-from bundle.patches.entry import LOCAL_LAYERS, Action, DefectKind, Patch, Presence, Replacement, reads
-from bundle.patches.plan import Survey, survey
-from bundle.patches.subject import Reading, load, named
+from bundle.patches.decision_rules import PatchContext, decide
+from bundle.patches.entry import (
+    LOCAL_LAYERS,
+    DefectKind,
+    Patch,
+    PatchAction,
+    Presence,
+    Replacement,
+    detect_in_definitions,
+)
+from bundle.patches.megatron_core import Reading, find_named_core, load_review_table
+from bundle.patches.plan import Survey, survey_patches
 from tests.environment.trees import install, stack_of
 
-NOBODY = Stack(search_path([], "", Path("/nonexistent")))
+NOBODY = InstalledPackages(build_search_path([], "", Path("/nonexistent")))
 FEATURES = frozenset({"mindspeed", "moe", "mla", "router-replay"})
 REPLACED = "megatron.core.fp8_utils:quantize_param_shard"
 # MindSpeed replaces it by features that our jobs leave off.
 ONLY_MAY = "megatron.core.transformer.moe.router:TopKRouter.routing"
-HEAD = next(of for of in mindspeed.ADAPTED if of.branch == "core_r0.15.3")
-OURS = PatchContext(version="0.15.3", backend="ascend", mindspeed=(HEAD.commit,), adapted=True)
+HEAD = next(of for of in mindspeed.TRAINING_BRANCHES if of.branch == "core_r0.15.3")
+OURS = PatchContext(version="0.15.3", backend="ascend", mindspeed=(HEAD.commit,), trains_with_mindspeed=True)
 
 
 def patch_of(target: str, **more) -> tuple[Patch, Reading]:
@@ -32,7 +40,7 @@ def patch_of(target: str, **more) -> tuple[Patch, Reading]:
         kind=DefectKind.SILENT,
         upstream="upstream",
         range="",
-        defect=reads(target)(lambda code: Presence.PRESENT),
+        defect=detect_in_definitions(target)(lambda code: Presence.PRESENT),
     )
     return of._replace(**more), Reading(Presence.PRESENT, {target: "aa"}, {target: ("0.15.3",)})
 
@@ -49,59 +57,66 @@ def patch_of(target: str, **more) -> tuple[Patch, Reading]:
     ],
 )
 def test_a_megatron_has_one_branch_that_was_read_or_none(version, branch):
-    found = mindspeed.made_for(version)
+    found = mindspeed.find_branch(version)
     assert (found.branch if found else None) == branch
-    assert found is None or mindspeed.BRANCHES[found.commit] == branch
+    assert found is None or mindspeed.BRANCH_BY_COMMIT[found.commit] == branch
 
 
 def test_what_is_replaced_in_our_jobs_are_targets_of_ours():
     targets = {replacement.target for patch in PATCHES for replacement in patch.replacements}
-    for of in mindspeed.ADAPTED:
+    for of in mindspeed.TRAINING_BRANCHES:
         assert of.replaces and of.replaces <= targets
 
 
 def test_in_our_jobs_it_owns_what_it_replaces_there_even_if_the_patch_is_asked_for():
     patch, present = patch_of(REPLACED)
     decision = decide(patch, present, OURS)
-    assert (decision.action, decision.proven, decision.stops) == (Action.OWNED, True, False)
+    assert (decision.action, decision.proven, decision.stops) == (PatchAction.OWNED, True, False)
     assert f"MindSpeed core_r0.15.3 replaces {REPLACED} (backend_options.mindspeed)" in decision.reason
     asked = decide(patch, present, replace(OURS, requested=frozenset({"p"})))
-    assert (asked.action, asked.stops) == (Action.OWNED, True)
+    assert (asked.action, asked.stops) == (PatchAction.OWNED, True)
 
 
 def test_in_our_jobs_it_does_not_own_what_it_replaces_in_others():
     patch, present = patch_of(ONLY_MAY)
-    assert decide(patch, present, replace(OURS, adapted=False)).action is Action.OWNED
-    assert decide(patch, present, OURS).action is Action.APPLY
+    assert decide(patch, present, replace(OURS, trains_with_mindspeed=False)).action is PatchAction.OWNED
+    assert decide(patch, present, OURS).action is PatchAction.APPLY
 
 
 def test_patches_for_layers_without_transformer_engine_are_not_for_its_own():
     patch, present = patch_of(ONLY_MAY, backends=LOCAL_LAYERS)
     decision = decide(patch, present, OURS)
-    assert decision.action is Action.SKIP and "MindSpeed has Transformer Engine's names" in decision.reason
-    assert decide(patch, present, replace(OURS, adapted=False, mindspeed=None)).action is Action.APPLY
+    assert (
+        decision.action is PatchAction.SKIP and "MindSpeed has Transformer Engine's names" in decision.reason
+    )
+    assert (
+        decide(patch, present, replace(OURS, trains_with_mindspeed=False, mindspeed=None)).action
+        is PatchAction.APPLY
+    )
 
 
-def decided(stack: Stack, version: str = "0.16.1", features: frozenset[str] = FEATURES) -> Survey:
-    table = load()
-    return survey(named(version, table), table, stack, backend="ascend", features=features)
+def decided(stack: InstalledPackages, version: str = "0.16.1", features: frozenset[str] = FEATURES) -> Survey:
+    table = load_review_table()
+    return survey_patches(find_named_core(version, table), table, stack, backend="ascend", features=features)
 
 
-def actions(found: Survey) -> dict[str, Action]:
+def actions(found: Survey) -> dict[str, PatchAction]:
     return {decision.id: decision.action for decision in found.decisions}
 
 
 def test_a_recipe_says_whether_its_job_is_decided_beside_mindspeed():
     without = actions(decided(NOBODY, features=FEATURES - {"mindspeed"}))
     through = actions(decided(NOBODY))
-    assert without["mla-without-te-linear"] is Action.APPLY
-    assert through["mla-without-te-linear"] is Action.SKIP
-    assert without["router-replay-by-layer"] is through["router-replay-by-layer"] is Action.APPLY
+    assert without["mla-without-te-linear"] is PatchAction.APPLY
+    assert through["mla-without-te-linear"] is PatchAction.SKIP
+    assert without["router-replay-by-layer"] is through["router-replay-by-layer"] is PatchAction.APPLY
 
 
 def test_beside_megatron_adaptor_nobody_read_who_owns_what(tmp_path):
     install(tmp_path, "megatron_adaptor", "0.18.0")
     beside, alone = (decided(stack_of(tmp_path), features=of) for of in (FEATURES, FEATURES - {"mindspeed"}))
     found = next(d for d in beside.decisions if d.id == "router-replay-by-layer")
-    assert found.action is Action.DRIFT and found.stops and "what it replaces was not read" in found.reason
-    assert Action.DRIFT not in actions(alone).values()
+    assert (
+        found.action is PatchAction.DRIFT and found.stops and "what it replaces was not read" in found.reason
+    )
+    assert PatchAction.DRIFT not in actions(alone).values()

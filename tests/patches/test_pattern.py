@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.patches.syntax import found
+from bundle.patches.syntax import find_matches
 from tests.patches.trees import written
 
 FOUND = [
@@ -34,12 +34,12 @@ NOT_FOUND = [
 
 @pytest.mark.parametrize(("pattern", "code"), FOUND)
 def test_a_piece_is_found(pattern: str, code: str):
-    assert found(pattern, ast.walk(ast.parse(code)))
+    assert find_matches(pattern, ast.walk(ast.parse(code)))
 
 
 @pytest.mark.parametrize(("pattern", "code"), NOT_FOUND)
 def test_what_is_not_the_piece_is_not_found(pattern: str, code: str):
-    assert not found(pattern, ast.walk(ast.parse(code)))
+    assert not find_matches(pattern, ast.walk(ast.parse(code)))
 
 
 def test_an_expression_is_matched_as_deep_as_the_pattern_only(tmp_path: Path):

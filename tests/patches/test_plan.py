@@ -7,69 +7,83 @@ from pathlib import Path
 
 import pytest
 
-from bundle.environment.packages import Stack
-from bundle.environment.search import search_path
+from bundle.environment.packages import InstalledPackages
+from bundle.environment.search import build_search_path
 from bundle.errors import PatchError, UsageError
 from bundle.patches import plan as planning
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.entry import LEFT_TO_MEGATRON, Action, DefectKind, Patch, Presence, Replacement, asks
-from bundle.patches.plan import PatchPlan, Survey, load, make, survey
-from bundle.patches.subject import load as load_table
-from bundle.patches.subject import named
+from bundle.patches.entry import (
+    MEGATRON_FEATURES,
+    DefectKind,
+    Patch,
+    PatchAction,
+    Presence,
+    Replacement,
+    detect_in_source,
+)
+from bundle.patches.megatron_core import find_named_core
+from bundle.patches.megatron_core import load_review_table as load_table
+from bundle.patches.plan import PatchPlan, Survey, build_patch_plan, load_patch_plan, survey_patches
 from bundle.recipe import load as load_recipe
 from tests.environment.trees import install, stack_of
 from tests.patches.trees import Release, copied
 
-EMPTY = Stack(search_path([], "", Path("/nonexistent")))
+EMPTY = InstalledPackages(build_search_path([], "", Path("/nonexistent")))
 FEATURES = frozenset({"mla", "packed", "unequal-head-dims", "attention-auto", "mtp", "cp"})
 
 
 def surveyed(mcore: Path | str, features: frozenset[str] | None = FEATURES) -> Survey:
-    return survey(named(str(mcore), load_table()), load_table(), EMPTY, backend="cuda", features=features)
+    return survey_patches(
+        find_named_core(str(mcore), load_table()), load_table(), EMPTY, backend="cuda", features=features
+    )
 
 
 def planned(mcore: Path) -> PatchPlan:
-    return make(surveyed(mcore))
+    return build_patch_plan(surveyed(mcore))
 
 
 def test_a_plan_survives_its_file(release: Release):
     plan = planned(release("0.16.1"))
     assert plan.steps
-    assert load(json.loads(json.dumps(plan.dump()))) == plan
+    assert load_patch_plan(json.loads(json.dumps(plan.dump()))) == plan
 
 
 def test_what_ranks_compare_says_nothing_of_paths(release: Release, tmp_path: Path):
     here = planned(release("0.16.1"))
     there = planned(copied(release("0.16.1"), tmp_path, {}))
-    assert here.fields() == there.fields() and here.digest == there.digest
+    assert here.get_agreed_fields() == there.get_agreed_fields() and here.digest == there.digest
     assert str(tmp_path) not in json.dumps(there.dump())
 
 
 @pytest.mark.parametrize(
-    ("package", "theirs"), [("mindspeed", Action.OWNED), ("megatron_adaptor", Action.DRIFT)]
+    ("package", "theirs"), [("mindspeed", PatchAction.OWNED), ("megatron_adaptor", PatchAction.DRIFT)]
 )
 def test_our_jobs_are_patched_beside_mindspeed_and_what_another_framework_has_of_it_is_its_own(
-    tmp_path: Path, package: str, theirs: Action
+    tmp_path: Path, package: str, theirs: PatchAction
 ):
     """Our ranks do not import it; a framework's do, and it may take the place of this class."""
     install(tmp_path, package, "0.12.1")
-    of, beside = named("0.16.1", load_table()), stack_of(tmp_path)
+    of, beside = find_named_core("0.16.1", load_table()), stack_of(tmp_path)
     actions = [
         {
             decision.id: decision.action
-            for decision in survey(of, load_table(), beside, backend="ascend", vouched=vouched).decisions
+            for decision in survey_patches(
+                of, load_table(), beside, backend="ascend", vouched=vouched
+            ).decisions
         }["mla-without-te-linear"]
         for vouched in (None, ())
     ]
-    assert actions == [Action.APPLY, theirs]
+    assert actions == [PatchAction.APPLY, theirs]
 
 
 def test_another_release_another_decision_another_wrapper_show_in_the_fields(release: Release):
     plan = planned(release("0.16.1"))
-    assert plan.fields() != planned(release("0.17.1")).fields()
+    assert plan.get_agreed_fields() != planned(release("0.17.1")).get_agreed_fields()
     step = replace(plan.steps[0], wrapper_digest="0" * 16)
     other = replace(plan, steps=(step, *plan.steps[1:]))
-    differing = {name for name, value in other.fields().items() if plan.fields()[name] != value}
+    differing = {
+        name for name, value in other.get_agreed_fields().items() if plan.get_agreed_fields()[name] != value
+    }
     assert differing == {f"patch {step.patch}"}
     assert other.digest != plan.digest
 
@@ -82,13 +96,13 @@ def test_every_file_that_a_decision_read_is_in_the_plan(release: Release, tmp_pa
     trees = (release("0.16.1"), copied(release("0.16.1"), tmp_path, changed))
     defects = [*(patch.defect for patch in PATCHES), *(trap.defect for trap in TRAPS)]
     for tree in trees:
-        read = dict(planned(tree).read)
+        read = dict(planned(tree).module_digests)
         for target in {target for defect in defects for target in defect.evidence}:
             module = target.partition(":")[0]
             file = tree / f"{module.replace('.', '/')}.py"
             digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
             assert read[module] == digest, module
-    assert planned(trees[0]).fields() != planned(trees[1]).fields()
+    assert planned(trees[0]).get_agreed_fields() != planned(trees[1]).get_agreed_fields()
 
 
 def test_steps_name_the_planned_files(release: Release):
@@ -101,7 +115,7 @@ def test_steps_name_the_planned_files(release: Release):
 
 def test_a_name_imported_from_elsewhere_is_planned_for_that_namespace_only(release: Release):
     decided = surveyed(release("0.13.1"), frozenset({"mla", "packed"}))
-    steps = {step.target.partition(":")[2]: step for step in make(decided).steps}
+    steps = {step.target.partition(":")[2]: step for step in build_patch_plan(decided).steps}
     step = steps["apply_rotary_pos_emb"]
     assert step.file.endswith("multi_latent_attention.py") and step.code_file.endswith("rope_utils.py")
     assert not step.everywhere
@@ -117,7 +131,7 @@ def test_auto_attention_is_taken_for_flash_and_says_so(release: Release):
 
 def test_a_version_without_a_tree_cannot_be_applied():
     with pytest.raises(PatchError, match="without a tree"):
-        make(surveyed("0.16.1"))
+        build_patch_plan(surveyed("0.16.1"))
 
 
 def test_a_recipe_that_meets_a_trap_gets_no_plan(release: Release):
@@ -135,7 +149,7 @@ def test_a_job_that_needs_what_drifted_gets_no_plan(release: Release, tmp_path: 
     tree = copied(release("0.16.1"), tmp_path, edits)
     with pytest.raises(PatchError, match="mla-thd-value-padding: DRIFT"):
         planned(tree)
-    plan = make(surveyed(tree, frozenset({"moe"})))
+    plan = build_patch_plan(surveyed(tree, frozenset({"moe"})))
     assert dict(plan.decisions)["mla-thd-value-padding"] == "DRIFT"  # said, but nothing to stop for
 
 
@@ -148,17 +162,17 @@ def test_a_patch_whose_wrapper_is_missing_is_an_error(release: Release, monkeypa
         kind=DefectKind.SILENT,
         upstream="",
         range="",
-        defect=asks()(lambda source: Presence.PRESENT),
+        defect=detect_in_source()(lambda source: Presence.PRESENT),
     )
     monkeypatch.setattr(planning, "PATCHES", (patch,))
-    with pytest.raises(PatchError, match=r"no module bundle\.wrappers\.nowhere"):
+    with pytest.raises(PatchError, match=r"no module bundle\.replacements\.nowhere"):
         planned(release("0.16.1"))
 
 
 @pytest.mark.parametrize("document", [{}, {"schema": 1}, {"schema": 2, "megatron-core": [], "decisions": []}])
 def test_a_file_that_is_no_plan_is_refused(document: dict[str, object]):
     with pytest.raises(PatchError, match="no plan of patches"):
-        load(document)
+        load_patch_plan(document)
 
 
 @pytest.mark.parametrize("version", ["0.12.3", "0.16.1", "0.19.2"])
@@ -170,9 +184,9 @@ def test_what_the_engine_computes_is_patched_in_the_jobs_of_others_only(release:
         {decision.id: decision for decision in surveyed(release(version), features).decisions}
         for features in (ours, None)
     )
-    about = {patch.id for patch in PATCHES if patch.when & LEFT_TO_MEGATRON}
-    theirs = {id for id in about if others[id].action is Action.APPLY}
+    about = {patch.id for patch in PATCHES if patch.when & MEGATRON_FEATURES}
+    theirs = {id for id in about if others[id].action is PatchAction.APPLY}
     assert any(id.startswith("mtp-") for id in theirs)
     for id in about:
-        assert own[id].action is Action.SKIP
+        assert own[id].action is PatchAction.SKIP
         assert "the recipe does not use megatron-" in own[id].reason or id not in theirs

@@ -8,7 +8,7 @@ from packaging.version import Version
 from bundle.environment import packages
 from bundle.patches.catalogue import PATCHES, TRAPS
 from bundle.patches.entry import Presence
-from bundle.patches.subject import load, named, parse
+from bundle.patches.megatron_core import find_named_core, load_review_table, parse_review_table
 from tools.patches import page, review
 
 RELEASES = [
@@ -96,19 +96,19 @@ def has(patch_id: str, release: str) -> bool:
 
 
 def test_the_list_has_every_release():
-    assert list(load().references) == RELEASES
+    assert list(load_review_table().references) == RELEASES
 
 
 @pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_each_defect_is_where_it_is_known_to_be(entry):
-    found = {release: load().defect(entry.id, release) for release in RELEASES}
-    assert found == {release: Presence.of(has(entry.id, release)) for release in RELEASES}
+    found = {release: load_review_table().find_presence(entry.id, release) for release in RELEASES}
+    assert found == {release: Presence.from_bool(has(entry.id, release)) for release in RELEASES}
 
 
 @pytest.mark.parametrize("entry", review.ENTRIES, ids=lambda entry: entry.id)
 def test_the_numbers_say_the_same_of_released_versions(entry):
     for release in RELEASES:
-        assert packages.within(release, entry.range) == has(entry.id, release), release
+        assert packages.is_within(release, entry.range) == has(entry.id, release), release
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
@@ -124,7 +124,7 @@ def test_a_defect_ends_where_it_is_said_to_be_fixed(patch):
 def test_where_the_defect_is_the_targets_are(patch):
     for release in RELEASES:
         there = [
-            load().fingerprint(r.target, release, by_signature=r.by_signature) is not None
+            load_review_table().find_fingerprint(r.target, release, by_signature=r.by_signature) is not None
             for r in patch.replacements
         ]
         wanted = [not r.optional for r in patch.replacements]
@@ -134,13 +134,13 @@ def test_where_the_defect_is_the_targets_are(patch):
 
 def test_the_list_has_nothing_that_is_no_longer_declared():
     by_code, by_signature = review.declared()
-    assert set(load().targets) <= by_code
-    assert set(load().signatures) <= by_signature
-    assert set(load().defects) == {entry.id for entry in review.ENTRIES}
+    assert set(load_review_table().targets) <= by_code
+    assert set(load_review_table().signatures) <= by_signature
+    assert set(load_review_table().defects) == {entry.id for entry in review.ENTRIES}
 
 
 def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
-    read, expected = review.read(release_trees), review.merged([load()], release_trees)
+    read, expected = review.read(release_trees), review.merged([load_review_table()], release_trees)
     assert (read.targets, read.signatures) == (expected.targets, expected.signatures)
     assert read.defects == expected.defects
     # with fewer releases at hand fewer modules are asked for
@@ -149,27 +149,29 @@ def test_the_list_is_what_the_releases_say(release_trees: dict[str, Path]):
 
 def test_a_release_is_recognised_by_its_files(release_trees: dict[str, Path]):
     for release, root in release_trees.items():
-        subject = named(str(root), load())
+        subject = find_named_core(str(root), load_review_table())
         assert subject.version == release
         # 0.15.0 and its patch releases differ in nothing that matters
         assert subject.reference is not None
-        table, like = load(), subject.reference
-        assert all(table.fingerprint(t, release) == table.fingerprint(t, like) for t in table.targets)
+        table, like = load_review_table(), subject.reference
+        assert all(
+            table.find_fingerprint(t, release) == table.find_fingerprint(t, like) for t in table.targets
+        )
 
 
 def test_the_file_is_written_as_it_is_read(tmp_path: Path):
-    review.record(load(), tmp_path / "releases.json")
-    assert parse((tmp_path / "releases.json").read_text()) == load()
+    review.record(load_review_table(), tmp_path / "releases.json")
+    assert parse_review_table((tmp_path / "releases.json").read_text()) == load_review_table()
 
 
 def test_a_locked_tree_joins_the_list_and_replaces_itself(tmp_path: Path):
-    table = load()
+    table = load_review_table()
     one = review.read({})
     assert review.combined(table, one) == table
 
 
 def test_no_patch_outlives_its_defect():
-    oldest = Version(load().references[0])
+    oldest = Version(load_review_table().references[0])
     for patch in PATCHES:
         fixed = page.fixed_in(patch)
         assert fixed is None or Version(fixed) > oldest, f"{patch.id} can be deleted"

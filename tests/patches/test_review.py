@@ -5,19 +5,22 @@ from pathlib import Path
 import pytest
 
 from bundle.environment.packages import detect
-from bundle.patches import Action
+from bundle.patches import PatchAction
 from bundle.patches.catalogue import PATCHES
-from bundle.patches.plan import survey
-from bundle.patches.subject import load, named
+from bundle.patches.megatron_core import find_named_core, load_review_table
+from bundle.patches.plan import survey_patches
 from tests.patches.trees import Release, copied
 
 GPT, ROUTER = "models/gpt/gpt_model.py", "transformer/moe/router.py"
 BY_SIGNATURE, BY_CODE = "mtp-without-labels", "router-replay"
 
 
-def action(tree: Path, patch_id: str) -> tuple[Action, str]:
+def action(tree: Path, patch_id: str) -> tuple[PatchAction, str]:
     rows = {
-        decision.id: decision for decision in survey(named(str(tree), load()), load(), detect()).decisions
+        decision.id: decision
+        for decision in survey_patches(
+            find_named_core(str(tree), load_review_table()), load_review_table(), detect()
+        ).decisions
     }
     return rows[patch_id].action, rows[patch_id].reason
 
@@ -28,11 +31,11 @@ OPTIONAL = "runtime_gather_output: Optional[bool] = None,"
 @pytest.mark.parametrize(
     ("version", "file", "edit", "patch_id", "expected"),
     [
-        ("0.16.1", GPT, (OPTIONAL, "runtime_gather_output: bool = None,"), BY_SIGNATURE, Action.APPLY),
-        ("0.16.1", GPT, ("self.decoder(", "1 * self.decoder("), BY_SIGNATURE, Action.APPLY),
-        ("0.16.1", GPT, ("labels: Tensor = None,", "labels: Tensor = 0,"), BY_SIGNATURE, Action.DRIFT),
-        ("0.15.3", ROUTER, ("def routing(self, logits", "def routing(self, log"), BY_CODE, Action.DRIFT),
-        ("0.15.3", ROUTER, ("# Apply Z-Loss", "logits = 1 * logits"), BY_CODE, Action.DRIFT),
+        ("0.16.1", GPT, (OPTIONAL, "runtime_gather_output: bool = None,"), BY_SIGNATURE, PatchAction.APPLY),
+        ("0.16.1", GPT, ("self.decoder(", "1 * self.decoder("), BY_SIGNATURE, PatchAction.APPLY),
+        ("0.16.1", GPT, ("labels: Tensor = None,", "labels: Tensor = 0,"), BY_SIGNATURE, PatchAction.DRIFT),
+        ("0.15.3", ROUTER, ("def routing(self, logits", "def routing(self, log"), BY_CODE, PatchAction.DRIFT),
+        ("0.15.3", ROUTER, ("# Apply Z-Loss", "logits = 1 * logits"), BY_CODE, PatchAction.DRIFT),
     ],
 )
 def test_a_changed_target(
@@ -42,7 +45,7 @@ def test_a_changed_target(
     file: str,
     edit: tuple[str, str],
     patch_id: str,
-    expected: Action,
+    expected: PatchAction,
 ):
     found, reason = action(copied(release(version), tmp_path, {file: edit}), patch_id)
     assert found is expected, reason

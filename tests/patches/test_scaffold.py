@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from bundle.errors import UsageError
-from bundle.patches.scaffold import create
+from bundle.patches.scaffold import create_patch_files
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def loaded(file: Path) -> ModuleType:
 
 
 def test_the_files_are_a_patch_whose_replacement_and_check_are_there(checkout: Path):
-    steps = create("mtp-new-defect", checkout)
+    steps = create_patch_files("mtp-new-defect", checkout)
     (patch,) = loaded(checkout / "bundle/patches/catalogue/mtp_new_defect.py").PATCHES
     assert patch.id == "mtp-new-defect"
     module, _, name = patch.replacements[0].wrapper.partition(":")
@@ -47,7 +47,7 @@ def test_the_files_are_a_patch_whose_replacement_and_check_are_there(checkout: P
 
 def test_what_the_steps_name_is_there(checkout: Path):
     """Files, commands and names; what is new apart."""
-    steps = create("mtp-new-defect", checkout)
+    steps = create_patch_files("mtp-new-defect", checkout)
     named = set(re.findall(r"(?:bundle|tests|docs)/[\w/]+\.(?:py|md)", steps))
     assert all((checkout / name).is_file() or (REPOSITORY / name).is_file() for name in named)
     assert all(find_spec(name) for name in re.findall(r"python -m ([\w.]+)", steps))
@@ -56,7 +56,7 @@ def test_what_the_steps_name_is_there(checkout: Path):
 
 
 def test_the_files_are_formatted_like_the_project(checkout: Path):
-    create("mtp-new-defect", checkout)
+    create_patch_files("mtp-new-defect", checkout)
     files = [str(file) for file in checkout.rglob("*.py")]
     settings = str(REPOSITORY / "pyproject.toml")
     command = [sys.executable, "-m", "ruff", "format", "--check", "--config", settings]
@@ -67,16 +67,16 @@ def test_the_files_are_formatted_like_the_project(checkout: Path):
 @pytest.mark.parametrize("patch_id", ["", "Mla", "mla_x", "../mla", "mla--x", "mla-thd-value-padding"])
 def test_an_id_that_is_none_or_taken_is_refused(checkout: Path, patch_id: str):
     with pytest.raises(UsageError):
-        create(patch_id, checkout)
+        create_patch_files(patch_id, checkout)
 
 
 def test_nothing_is_overwritten(checkout: Path):
-    create("mtp-new-defect", checkout)
+    create_patch_files("mtp-new-defect", checkout)
     with pytest.raises(UsageError, match="already"):
-        create("mtp-new-defect", checkout)
+        create_patch_files("mtp-new-defect", checkout)
 
 
 def test_elsewhere_than_in_a_checkout_nothing_is_written(tmp_path: Path):
     with pytest.raises(UsageError, match="no checkout"):
-        create("mtp-new-defect", tmp_path)
+        create_patch_files("mtp-new-defect", tmp_path)
     assert not list(tmp_path.iterdir())

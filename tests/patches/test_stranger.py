@@ -22,11 +22,11 @@ ENTRY = {
     'range=""': 'range=">=0.16.1,<0.17"',
 }
 MEASUREMENT = {
-    "DENSE, Bench, Numbers, gap": "DENSE, Bench, Numbers, gap, texts",
-    "        return layout.trained(model, [layout.two_rows()])\n": """\
-        several = texts([32, 32])
-        together = layout.rows(torch.stack(several), torch.ones(2, 32))
-        return layout.trained(model, [together] if meets else layout.single(several))
+    "DENSE, Bench, Numbers, measure_gap": "DENSE, Bench, Numbers, draw_sequences, measure_gap",
+    "        return layout.run_backward(model, [layout.build_two_rows()])\n": """\
+        several = draw_sequences([32, 32])
+        together = layout.build_batch(torch.stack(several), torch.ones(2, 32))
+        return layout.run_backward(model, [together] if meets else layout.build_single_batches(several))
 """,
     "from bundle.verification.numbers": "import torch\n\nfrom bundle.verification.numbers",
 }
@@ -100,7 +100,7 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     assert re.search(rf"^SKIP +{ID}", stranger.ran(plan.replace("0.16.1", "0.15.3")), re.MULTILINE)
 
     stranger.edit(measurement, MEASUREMENT)
-    (check,) = re.findall(rf'"{ID}": measured\(.*', steps)
+    (check,) = re.findall(rf'"{ID}": build_check\(.*', steps)
     checks = "CHECKS: dict[str, Check] = {  # by the patch's id\n"
     stranger.edit("bundle/verification/check.py", {checks: f"{checks}    {check}\n"})
     verify = command(steps, "PYTHONPATH=")

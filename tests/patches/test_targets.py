@@ -13,12 +13,12 @@ from tests.patches.trees import Release
 SCRIPT = """
 import importlib, inspect, sys
 from dataclasses import replace
-from bundle.patches import applying, plan as planning
+from bundle.patches import patcher, plan as planning
 from bundle.patches.catalogue import PATCHES
 from bundle.patches.entry import Replacement
-from bundle.patches.subject import installed
-from bundle.patches.plan import survey
-from bundle.patches.subject import load
+from bundle.patches.megatron_core import find_installed_core
+from bundle.patches.plan import build_patch_plan, survey_patches
+from bundle.patches.megatron_core import load_review_table
 from bundle.environment.packages import detect
 
 class Through(Replacement):
@@ -28,10 +28,11 @@ def through(patch):
     return patch._replace(replacements=tuple(Through(*r) for r in patch.replacements))
 
 planning.PATCHES = tuple(through(patch) for patch in PATCHES)
-here, table = detect(), load()
+here, table = detect(), load_review_table()
 opt_in = {patch.id for patch in PATCHES if patch.opt_in}
 # On cpu: without Transformer Engine there is no class of its layers; verify proves those on a GPU.
-plan = planning.make(survey(installed(here, table), table, here, backend="cpu", requested=opt_in))
+survey = survey_patches(find_installed_core(here, table), table, here, backend="cpu", requested=opt_in)
+plan = build_patch_plan(survey)
 targets = [step.target for step in plan.steps]
 modules = sorted({target.partition(":")[0] for target in targets})
 
@@ -51,17 +52,17 @@ def depth(target):
     return count
 
 assert not [name for name in sys.modules if name.partition(".")[0] in ("megatron", "torch")]
-applying.apply(plan)
+patcher.apply(plan)
 for module in modules:
     importlib.import_module(module)
-assert sorted(applying.applied()) == sorted(targets), applying.waiting()
+assert sorted(patcher.list_applied_targets()) == sorted(targets), patcher.list_pending_modules()
 lazy = {target: depth(target) for target in targets}
-applying.revert()
+patcher.revert()
 assert not any(map(depth, targets))
 before = {target: raw(target) for target in targets}
-applying.apply(plan)
+patcher.apply(plan)
 assert {target: depth(target) for target in targets} == lazy
-applying.revert()
+patcher.revert()
 assert all(raw(target) is before[target] for target in targets)
 print(len(targets), "targets")
 """

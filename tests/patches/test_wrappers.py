@@ -19,6 +19,6 @@ def test_a_wrapper_is_a_documented_function_of_the_original(wrapper: str):
     functions = {n.name: n for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)}
     assert name in functions
     names = [argument.arg for argument in functions[name].args.args]
-    around = [ast.unparse(decorator) for decorator in functions[name].decorator_list] == ["around"]
+    around = [ast.unparse(decorator) for decorator in functions[name].decorator_list] == ["make_wrapper"]
     assert names[:1] == ["original"] if around else names == ["original"]
     assert (ast.get_docstring(functions[name]) or "").startswith("Returns ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bundle.environment import packages
 from bundle.patches.definitions import Definitions
-from bundle.patches.source import Module, SourceTree, module_file, parsed
+from bundle.patches.source import Module, SourceTree, find_module_file, parse_module
 
 Release = Callable[[str], Path]  # the fixture `release`: version -> tree
 
@@ -27,18 +27,18 @@ class _Edited(SourceTree):
 
     texts: Mapping[str, str | None] = field(kw_only=True)
 
-    def module(self, name: str) -> Module | None:
+    def find_module(self, name: str) -> Module | None:
         if name not in self.texts:
-            return super().module(name)
+            return super().find_module(name)
         text = self.texts[name]
-        return None if text is None else parsed(name, f"{name.replace('.', '/')}.py", text.encode())
+        return None if text is None else parse_module(name, f"{name.replace('.', '/')}.py", text.encode())
 
 
 def edited(release: Path, edits: Mapping[str, Sequence[tuple[str, str]] | None]) -> Definitions:
     """The definitions of a release with changed modules: (text to find, what to put in its place)."""
     texts: dict[str, str | None] = {}
     for name, replacements in edits.items():
-        file = module_file(release, f"megatron.core.{name}")
+        file = find_module_file(release, f"megatron.core.{name}")
         assert file is not None
         source = (release / file).read_text()
         for before, after in replacements or ():
@@ -61,7 +61,7 @@ def copied(release: Path, root: Path, edits: Mapping[str, tuple[str, str]]) -> P
 
 def renumbered(release: Path, root: Path, version: str) -> Path:
     """A copy of a release that calls itself another version."""
-    copy = packages.megatron_at(release)
+    copy = packages.find_copy(release)
     assert copy is not None and copy.version is not None
     _, minor, patch = copy.version.split(".")
     _, new_minor, new_patch = version.split(".")

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bundle.capabilities.cpu import LOCAL
+from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
-from bundle.planning.layout import Chunk, RankLayout, rank_layout
+from bundle.planning.layout import ModelChunk, RankLayout, build_rank_layout
 from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
-from bundle.planning.problems import stage_problems
-from bundle.planning.size import parameters
+from bundle.planning.problems import find_stage_problems
+from bundle.planning.size import list_parameters
 from bundle.recipe import Recipe
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, QWEN3_NEXT, job
 from tests.planning.megatron import ready
@@ -101,16 +101,16 @@ def main() -> None:
             model = {"config": config, "dtype": dtype} | sections.get("model", {})
             train = {"steps": 1, "global_batch_size": 12}
             recipe = job(config, **sections | {"model": model, "train": train})
-            layout = rank_layout(recipe, world)
+            layout = build_rank_layout(recipe, world)
             if release < Version("0.13") and _breaks(recipe, layout):
                 continue
             if release < Version("0.15") and recipe.architecture.sinks:
                 continue
             if release < Version("0.16") and recipe.architecture.delta_net:
                 continue
-            if any(stage_problems(recipe, MegatronCode(release))):
+            if any(find_stage_problems(recipe, MegatronCode(release))):
                 continue
-            buffers = StateBuffers.of(recipe, layout, LOCAL, MegatronCode(release))
+            buffers = StateBuffers.from_recipe(recipe, layout, LOCAL_LAYERS, MegatronCode(release))
             for rank in range(world):
                 dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
                 try:
@@ -127,24 +127,24 @@ def main() -> None:
 def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int, runtime: Any) -> list[str]:
     """Every difference between one rank and its prediction."""
     from bundle.mcore import groups, optimization
-    from bundle.mcore.gpt import transformer_config
+    from bundle.mcore.gpt import build_transformer_config
     from bundle.models import gpt
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
         try:
-            config = transformer_config(recipe, runtime.options(recipe))
-            models = gpt.build(recipe, config, runtime, state)
-            chunks = optimization.data_parallel(recipe, config, models)
-            optimizer = optimization.optimizer(recipe, chunks)
+            config = build_transformer_config(recipe, runtime.build_config_options(recipe))
+            models = gpt.build_chunks(recipe, config, runtime, state)
+            chunks = optimization.wrap_data_parallel(recipe, config, models)
+            optimizer = optimization.build_optimizer(recipe, chunks)
             optimizer.step()
         finally:
             groups.destroy()
     wrong = []
-    for chunk, model in zip(layout.chunks(rank), models, strict=True):
+    for chunk, model in zip(layout.find_chunks(rank), models, strict=True):
         expected = [
             (tensor.name, tensor.shape)
-            for tensor in parameters(recipe.architecture, recipe.parallel, chunk, LOCAL)
+            for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, LOCAL_LAYERS)
         ]
         found = [
             (_in_the_whole_model(name, chunk), tuple(tensor.shape))
@@ -159,13 +159,13 @@ def compare(recipe: Recipe, layout: RankLayout, buffers: StateBuffers, rank: int
         wrong += (
             [] if len(expected) == len(found) else [f"{len(expected)} tensors predicted, {len(found)} found"]
         )
-    predicted, measured = buffers.rank(rank), allocated(chunks, optimizer)
+    predicted, measured = buffers.compute_rank_bytes(rank), allocated(chunks, optimizer)
     if predicted != measured:
         wrong.append(f"{predicted} predicted, {measured} found")
     return wrong
 
 
-def _in_the_whole_model(name: str, chunk: Chunk) -> str:
+def _in_the_whole_model(name: str, chunk: ModelChunk) -> str:
     """A parameter's path with layers counted over all stages; older releases' name of an MTP layer."""
     name = name.replace("mtp_model_layer", "transformer_layer")
     return re.sub(r"^decoder\.layers\.(\d+)", lambda at: f"decoder.layers.{chunk.layers[int(at[1])]}", name)
@@ -198,8 +198,8 @@ def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
 
 
 def _breaks(recipe: Recipe, layout: RankLayout) -> bool:
-    ranks = layout.size("dp") * layout.size("cp")
-    of = functools.partial(parameters, recipe.architecture, recipe.parallel, traits=LOCAL)
+    ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
+    of = functools.partial(list_parameters, recipe.architecture, recipe.parallel, traits=LOCAL_LAYERS)
     return any(splits_shared_embedding(of(chunk=chunk), ranks) for stage in layout.stages for chunk in stage)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from bundle.environment.machine import Hardware
 from bundle.patches import Decision
+from bundle.patches.megatron_core import MegatronCore
 from bundle.patches.plan import Survey
-from bundle.patches.subject import Subject
-from bundle.planning import Plan, Target, plan_on
+from bundle.planning import MegatronVersion, Plan, assemble_plan
 from bundle.recipe import Recipe, from_mapping
 
 _BASE = {
@@ -71,5 +71,5 @@ def plan(
     **options: Any,
 ) -> Plan:
     """The plan for a megatron-core without a tree, about which just these decisions were made."""
-    decided = Survey(Subject(version, None, None, "a test", None), tuple(decisions))
-    return plan_on(recipe, on, Target(version, "a test"), decided, **options)
+    decided = Survey(MegatronCore(version, None, None, "a test", None), tuple(decisions))
+    return assemble_plan(recipe, on, MegatronVersion(version, "a test"), decided, **options)

@@ -29,7 +29,7 @@ def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:
     from bundle.engine import Engine
     from bundle.mcore import groups
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
     engine = Engine(recipe, runtime, state, torch.device("cpu"))
     kept = Kept(engine.models)
@@ -110,8 +110,8 @@ class Sent:
 def micro_batches(recipe: Recipe, state: Any) -> list[Any]:
     """One step of random tokens for this rank."""
     from bundle.engine.microbatch import from_packing, from_rows
+    from bundle.packing.packing import Packing
     from bundle.recipe.alignment import Alignment
-    from bundle.sequences.packing import Packing
 
     length, rows = recipe.data.sequence_length, recipe.train.micro_batch_size
     count = recipe.train.global_batch_size // (rows * state.dp.size)
@@ -122,7 +122,9 @@ def micro_batches(recipe: Recipe, state: Any) -> list[Any]:
         mask = torch.ones(rows, length)
         if recipe.data.packed:
             lengths, whole = [length // 2, length - length // 2], Alignment("thd", cp=state.cp.size)
-            packing = Packing.of(lengths, whole, rank=state.cp.rank, length=length, device=ids.device)
+            packing = Packing.from_lengths(
+                lengths, whole, rank=state.cp.rank, length=length, device=ids.device
+            )
             made.append(from_packing(ids[0], ids[0], mask[0], packing, mtp_layers=depths))
         else:
             cut = {"cp": state.cp.size, "rank": state.cp.rank, "mtp_layers": depths}

@@ -6,10 +6,10 @@ import json
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities.cpu import LOCAL
+from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
-from bundle.planning.activations import activations
-from bundle.planning.layout import rank_layout
+from bundle.planning.activations import estimate_activations
+from bundle.planning.layout import build_rank_layout
 from bundle.recipe import load
 
 BF16 = "model.dtype=bf16"
@@ -60,17 +60,17 @@ def test_what_ranks_keep_and_how_many_wait(installed):
     measured = [json.loads(said.splitlines()[-1]) for said in ranks]
     for index, (name, *overrides) in enumerate(CASES):
         recipe = load(name, overrides)
-        layout = rank_layout(recipe, 2)
+        layout = build_rank_layout(recipe, 2)
         for rank in range(2):
-            stage = layout.axis("pp").index(rank)
-            expected = activations(recipe, layout, stage, LOCAL, release)
+            stage = layout.find_axis("pp").find_group_index(rank)
+            expected = estimate_activations(recipe, layout, stage, LOCAL_LAYERS, release)
             found = measured[rank][index]
             chunks = len(layout.stages[stage])
             assert found["microbatches"] == layout.microbatches * chunks
             assert found["in_flight"] == sum(expected.in_flight), (name, overrides, rank)
             kept = found["kept"] / layout.microbatches
             near = 0.07 if recipe.data.packed else 0.013 if recipe.model.lora else 0.03
-            assert expected.microbatch == pytest.approx(kept, rel=near), (name, overrides, rank)
+            assert expected.microbatch_bytes == pytest.approx(kept, rel=near), (name, overrides, rank)
 
 
 @pytest.mark.parametrize(("changes", "outputs"), [([], 2), (["model.mtp.layers=0"], 1)])
@@ -79,9 +79,9 @@ def test_a_frozen_embedding_s_outputs_stay_with_their_gradients(changes, outputs
         recipe = load(
             "demo", ["parallel.pp=2", "parallel.ep=1", "train.global_batch_size=32", *changes, *more]
         )
-        layout = rank_layout(recipe, 2)
+        layout = build_rank_layout(recipe, 2)
         release = MegatronCode(Version("0.16.1"))
-        return activations(recipe, layout, stage, LOCAL, release).passing, recipe
+        return estimate_activations(recipe, layout, stage, LOCAL_LAYERS, release).transient, recipe
 
     for stage in (0, 1):
         (frozen, recipe), (whole, _) = of_stage(stage, LORA.format("o_proj")), of_stage(stage)
@@ -95,13 +95,21 @@ def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
 
     def of_stage(*more, release="0.16.1"):
         recipe = load("demo", [laid_out, "train.global_batch_size=64", *more])
-        return activations(recipe, rank_layout(recipe, 4), 2, LOCAL, MegatronCode(Version(release)))
+        return estimate_activations(
+            recipe, build_rank_layout(recipe, 4), 2, LOCAL_LAYERS, MegatronCode(Version(release))
+        )
 
     whole, again = of_stage(), of_stage("model.recompute.granularity=full")
     tokens, hidden = 8 * 128, 128
     kept = 2 * tokens * hidden * 4  # in fp32: the trunk's rows and those of the layer go on, its inputs stay
-    assert again.passing == whole.microbatch - kept - 8 * tokens
-    assert again.microbatch == 2 * kept + 8 * tokens
-    assert of_stage("model.recompute={granularity: full, method: block}").microbatch == whole.microbatch
+    assert again.transient == whole.microbatch_bytes - kept - 8 * tokens
+    assert again.microbatch_bytes == 2 * kept + 8 * tokens
+    assert (
+        of_stage("model.recompute={granularity: full, method: block}").microbatch_bytes
+        == whole.microbatch_bytes
+    )
     early = {"release": "0.13.1"}
-    assert of_stage("model.recompute.granularity=full", **early).microbatch == of_stage(**early).microbatch
+    assert (
+        of_stage("model.recompute.granularity=full", **early).microbatch_bytes
+        == of_stage(**early).microbatch_bytes
+    )

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
 
-H200 = preset("h200")
+H200 = build_preset("h200")
 ROWS = {"data": {"source": "text", "path": ["stdlib"], "sequence_length": 4096, "packed": False}}
 
 
@@ -34,7 +34,7 @@ def test_every_data_parallel_rank_gets_whole_micro_batches():
         pytest.param({"config": QWEN3}, id="dense"),
         pytest.param({"train": {"micro_batch_size": 8}}, id="large already"),
         pytest.param({"per_node": 2, "parallel": {"pp": 2}}, id="pipeline"),
-        pytest.param({"on": preset("cpu")}, id="no device"),
+        pytest.param({"on": build_preset("cpu")}, id="no device"),
     ],
 )
 def test_nothing_is_advised_where_nothing_is_gained(changes):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from bundle.planning import to_json, to_text
-from bundle.planning.layout import rank_layout
+from bundle.planning.layout import build_rank_layout
 from bundle.recipe import Recipe
 from tests.planning import jobs
 from tests.planning.jobs import QWEN3, job
@@ -66,24 +66,24 @@ def idle(stages: int, chunks: int, microbatches: int) -> float:
 def test_stages_wait_as_long_as_their_schedule_makes_them(
     stages: int, chunks: int, microbatches: int
 ) -> None:
-    layout = rank_layout(staged(stages, chunks, microbatches), stages)
+    layout = build_rank_layout(staged(stages, chunks, microbatches), stages)
     assert layout.bubble == pytest.approx(idle(stages, chunks, microbatches), abs=1e-12)
 
 
 def test_it_counts_the_micro_batches_of_a_data_parallel_rank() -> None:
-    assert rank_layout(staged(2, 1, 8), 8).bubble == pytest.approx(idle(2, 1, 2))
+    assert build_rank_layout(staged(2, 1, 8), 8).bubble == pytest.approx(idle(2, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("chunks", "shown"), [(1, "27% of a step (1F1B,"), (2, "16% of a step (interleaved")]
 )
 def test_a_plan_with_stages_says_it(chunks: int, shown: str) -> None:
-    made = jobs.plan(staged(4, chunks, 16), preset("h200"))
+    made = jobs.plan(staged(4, chunks, 16), build_preset("h200"))
     assert to_json(made)["layout"]["bubble"] == pytest.approx(idle(4, chunks, 8))
     assert f"pipeline bubble: stages wait {shown}" in to_text(made, "run", "starts")
 
 
 def test_one_without_stages_has_none_to_say() -> None:
-    made = jobs.plan(job(QWEN3, train={"steps": 1, "global_batch_size": 16}), preset("h200"))
+    made = jobs.plan(job(QWEN3, train={"steps": 1, "global_batch_size": 16}), build_preset("h200"))
     assert to_json(made)["layout"]["bubble"] == 0
     assert "bubble" not in to_text(made, "run", "starts")

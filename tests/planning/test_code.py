@@ -7,10 +7,10 @@ import pytest
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import UsageError
-from bundle.planning import activations, memory, plan_for, problems
+from bundle.planning import activations, build_plan, memory, problems
 from bundle.recipe import load
 from tests.planning.jobs import DEEPSEEK, QWEN3, QWEN3_NEXT, job
 from tests.reference.configs import CONFIGS
@@ -33,14 +33,14 @@ def test_releases_show_a_sign_from_the_one_that_it_came_with(sign: SourcePredica
 
 
 def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
-    sign = problems.SHARED_EXPERTS_AGAIN
+    sign = problems.SHARED_EXPERTS_RECOMPUTATION
     file = tmp_path / "megatron/core" / sign.file
     file.parent.mkdir(parents=True)
     file.write_text(f"allowed = {{{sign.text}}}")
     backported, number = MegatronCode(Version("0.12.3"), tmp_path), MegatronCode(Version("0.12.3"))
     assert (backported.has(sign), number.has(sign)) == (True, False)
-    assert backported.said_by(sign) == f"read in {sign.file}"
-    assert number.said_by(sign) == "by the number 0.12.3 alone"
+    assert backported.describe_evidence(sign) == f"read in {sign.file}"
+    assert number.describe_evidence(sign) == "by the number 0.12.3 alone"
     file.write_text("")
     assert not MegatronCode(Version("0.19.2"), tmp_path).has(sign)
 
@@ -48,7 +48,7 @@ def test_a_tree_is_believed_before_its_number(tmp_path: Path) -> None:
 def test_gpt_oss_needs_a_release_with_sinks(release_trees: dict[str, Path]) -> None:
     recipe = job(GPT_OSS)
     for number, root in release_trees.items():
-        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        made = build_plan(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "sinks" in problem.text]
         assert bool(refused) == (Version(number) < Version("0.15")), number
 
@@ -74,7 +74,7 @@ def test_a_layout_string_needs_a_release_that_builds_it(layout, refused, release
     sizes = {"pp": pp, "pipeline_model_parallel_layout": layout}
     recipe = job(DEEPSEEK | {"num_nextn_predict_layers": layout.count("m")}, parallel=sizes)
     for number, root in release_trees.items():
-        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        made = build_plan(recipe, backend="cpu", mcore=str(root))
         said = [one.text for one in made.problems if "pipeline_model_parallel_layout" in one.text]
         why = refused.get(number.rpartition(".")[0])
         assert len(said) == (why is not None), number
@@ -95,7 +95,7 @@ def test_units_of_recomputation_fit_into_chunks_to_0_16(parallel, unit, wrong, r
     recompute = {"granularity": "full", "layers": unit}
     recipe = job(QWEN3, parallel=parallel, model={"config": QWEN3, "recompute": recompute})
     for number, root in release_trees.items():
-        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        made = build_plan(recipe, backend="cpu", mcore=str(root))
         said = [one.text for one in made.problems if one.text.startswith("model.recompute.layers")]
         early = Version(number) < Version("0.17")
         assert [text.partition("divide the ")[2].partition(" layers")[0] for text in said] == wrong * early
@@ -107,7 +107,7 @@ def test_mtp_layers_are_computed_again_one_by_one(release_trees) -> None:
         recompute = {"granularity": "full", "method": method, "layers": 2}
         recipe = job(config, model={"config": config, "recompute": recompute})
         for number, root in release_trees.items():
-            said = [one.text for one in plan_for(recipe, backend="cpu", mcore=str(root)).problems]
+            said = [one.text for one in build_plan(recipe, backend="cpu", mcore=str(root)).problems]
             found = [text for text in said if text.startswith("model.recompute.layers: 2, but MTP layers")]
             assert bool(found) == (refused and Version(number) >= Version("0.14")), number
 
@@ -118,15 +118,18 @@ def test_gated_delta_nets_need_a_release_and_a_backend_that_have_them(
 ) -> None:
     recipe = job(QWEN3_NEXT | {"layer_types": layers})
     for number, root in release_trees.items():
-        made = plan_for(recipe, backend="cpu", mcore=str(root))
+        made = build_plan(recipe, backend="cpu", mcore=str(root))
         refused = [problem.text for problem in made.problems if "gated delta nets" in problem.text]
         assert bool(refused) == (Version(number) < Version("0.16")), number
-    said = plan_for(recipe, backend="cuda", named="h200", mcore="0.16.1").notes
+    said = build_plan(recipe, backend="cuda", hardware_name="h200", mcore="0.16.1").notes
     assert any("flash-linear-attention" in note for note in said) is (layers is None)
-    assert not any("flash-linear-attention" in note for note in plan_for(recipe, backend="cpu").notes)
+    assert not any("flash-linear-attention" in note for note in build_plan(recipe, backend="cpu").notes)
     for backend, wrong in (("cuda", False), ("ascend", True)):
-        reasons = problems.backend_problems(
-            recipe, capabilities.of(backend), preset("h200"), MegatronCode(Version("0.16.1"))
+        reasons = problems.find_backend_problems(
+            recipe,
+            capabilities.find_capabilities(backend),
+            build_preset("h200"),
+            MegatronCode(Version("0.16.1")),
         )
         assert any("gated delta nets" in problem.text for problem in reasons) is wrong
 
@@ -170,7 +173,7 @@ def test_what_nobody_computes_of_gpt_oss_is_refused_by_its_key() -> None:
 )
 def test_kernels_without_sinks_are_named(backend: str, sections: dict[str, Any], missing: str | None) -> None:
     recipe = job(GPT_OSS, **sections)
-    found = capabilities.of(backend).attention_refusals(recipe, None)
+    found = capabilities.find_capabilities(backend).list_attention_refusals(recipe, None)
     assert any(missing in why for why in found) if missing else not found
 
 
@@ -179,7 +182,7 @@ def test_a_refusal_says_what_decided_it(release_trees: dict[str, Path]) -> None:
     old = next((tree for number, tree in release_trees.items() if Version(number) < Version("0.14")), None)
     assert old is not None, "no release before 0.14 among the trees"
     for mcore, decided in (("0.13.1", "by the number 0.13.1 alone"), (old, "read in transformer/")):
-        made = plan_for(recipe, backend="cpu", mcore=str(mcore))
+        made = build_plan(recipe, backend="cpu", mcore=str(mcore))
         (said,) = [problem.text for problem in made.problems if problem.text.startswith(KEY)]
         assert decided in said
 
@@ -199,7 +202,7 @@ def test_what_is_recomputed_beside_fp8(scaling, modules, allowed, release_trees)
     config = DEEPSEEK | {"moe_intermediate_size": 48}
     recipe = job(config, model={"config": config, "fp8": {"scaling": scaling}, "recompute": recompute})
     for number, root in release_trees.items():
-        made = plan_for(recipe, named="h200", mcore=str(root), per_node=1)
+        made = build_plan(recipe, hardware_name="h200", mcore=str(root), per_node=1)
         said = [one.text for one in made.problems if "beside FP8" in one.text]
         assert bool(said) == (allowed is None or Version(number) < Version(allowed)), number
 
@@ -207,7 +210,7 @@ def test_what_is_recomputed_beside_fp8(scaling, modules, allowed, release_trees)
 def test_blockwise_fp8_on_gpus_needs_a_release_that_names_it(release_trees) -> None:
     recipe = job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": "blockwise"}})
     for number, root in release_trees.items():
-        on_gpus = plan_for(recipe, named="h200", mcore=str(root), per_node=1)
+        on_gpus = build_plan(recipe, hardware_name="h200", mcore=str(root), per_node=1)
         said = [one.text for one in on_gpus.problems if "has no blockwise" in one.text]
         assert bool(said) == (Version(number) < Version("0.13")), number
-        assert not plan_for(recipe, backend="cpu", mcore=str(root), per_node=1).problems
+        assert not build_plan(recipe, backend="cpu", mcore=str(root), per_node=1).problems

@@ -6,8 +6,8 @@ from collections import namedtuple
 import pytest
 
 from bundle.errors import UsageError
-from bundle.planning import plan_for, to_text
-from bundle.planning.size import disk, model_size
+from bundle.planning import build_plan, to_text
+from bundle.planning.size import compute_model_size, estimate_disk
 from bundle.recipe import load
 
 Usage = namedtuple("Usage", "total used free")
@@ -15,7 +15,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def test_checkpoints_that_stay_and_one_more_must_fit_where_the_run_will_be(tmp_path, monkeypatch):
     recipe, asked = load("demo", ["checkpoint.keep=4"]), []
-    one = model_size(recipe.architecture).checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
+    one = compute_model_size(recipe.architecture).count_checkpoint_bytes(recipe.model.dtype, recipe.optimizer)
 
     def usage(path):
         asked.append(path)
@@ -23,9 +23,9 @@ def test_checkpoints_that_stay_and_one_more_must_fit_where_the_run_will_be(tmp_p
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     for free, fits in ((5 * one, True), (5 * one - 1, False)):
-        found = disk(recipe, tmp_path / "not" / "yet" / "there")
+        found = estimate_disk(recipe, tmp_path / "not" / "yet" / "there")
         assert (found.checkpoint, found.checkpoints, found.free) == (one, 5 * one, free)
-        assert found.suffices == fits
+        assert found.is_sufficient == fits
     assert asked == [tmp_path, tmp_path]
 
 
@@ -38,22 +38,25 @@ def test_exports_take_room_too_each_that_of_its_weights(tmp_path):
         ("hf", 50, 40, 1),
     ):
         recipe = load("demo", [words % (kind, every), f"train.steps={steps}", "model.dtype=bf16"])
-        size = model_size(recipe.architecture)
-        found = disk(recipe, tmp_path)
-        assert found.exports == count * 2 * (size.parameters + size.mtp)
+        size = compute_model_size(recipe.architecture)
+        found = estimate_disk(recipe, tmp_path)
+        assert found.exports == count * 2 * (size.parameters + size.mtp_parameters)
         full = found._replace(free=found.checkpoints + found.exports)
-        assert full.suffices and not full._replace(free=full.free - 1).suffices
+        assert full.is_sufficient and not full._replace(free=full.free - 1).is_sufficient
     lora = "model.lora={rank: 2, alpha: 4, targets: [o_proj]}"
     recipe = load(
         "demo", [words % ("peft", 10), "train.steps=40", "model.mtp.layers=0", lora, "model.dtype=fp32"]
     )
-    assert disk(recipe, tmp_path).exports == 4 * 4 * model_size(recipe.architecture, recipe.model).adapters
-    assert disk(load("demo"), tmp_path).exports == 0
+    assert (
+        estimate_disk(recipe, tmp_path).exports
+        == 4 * 4 * compute_model_size(recipe.architecture, recipe.model).adapter_parameters
+    )
+    assert estimate_disk(load("demo"), tmp_path).exports == 0
 
 
 def test_a_plan_says_what_is_exported_and_when():
     def said(*overrides: str) -> str:
-        made = plan_for(load("demo", overrides), named="cpu")
+        made = build_plan(load("demo", overrides), hardware_name="cpu")
         return next((line for line in to_text(made, "", "").splitlines() if line.startswith("export ")), "")
 
     assert said() == ""

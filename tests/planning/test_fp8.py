@@ -2,7 +2,7 @@
 
 import pytest
 
-from bundle.environment.hardware import detect, preset
+from bundle.environment.hardware import build_preset, detect
 from bundle.errors import ExitCode
 from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
@@ -27,7 +27,7 @@ def refused(config, machine, fp8, **parallel):
         parallel=parallel,
         train={"global_batch_size": 16},
     )
-    hardware = detect("cpu", recorded("cgroup-v1")) if machine == "cpu" else preset(machine)
+    hardware = detect("cpu", recorded("cgroup-v1")) if machine == "cpu" else build_preset(machine)
     made = plan(recipe, hardware, nodes=1, per_node=world)
     found = [p for p in made.problems if "on each rank" in p.text]
     assert all(p.code is ExitCode.USAGE and p.text.startswith("model.fp8: ") for p in found)

@@ -8,10 +8,10 @@ from packaging.version import Version
 
 from bundle.capabilities.cuda import TRANSFORMER_ENGINE
 from bundle.environment.packages import MegatronCode
-from bundle.planning.activations import activations
-from bundle.planning.layout import rank_layout
+from bundle.planning.activations import estimate_activations
+from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
-from bundle.planning.size import parameters
+from bundle.planning.size import list_parameters
 from tests.planning.jobs import job
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures/h200.json").read_text())
@@ -62,10 +62,10 @@ def recipe(model, layers, recompute=None):
 @pytest.mark.parametrize("model", ["gqa", "mla", "moe"])
 def test_names_and_shapes_of_transformer_engine_layers(model):
     of = recipe(model, 4)
-    (chunk,) = rank_layout(of, 1).stages[0]
+    (chunk,) = build_rank_layout(of, 1).stages[0]
     expected = [
         (tensor.name.replace("mtp_model_layer", "transformer_layer"), list(tensor.shape))
-        for tensor in parameters(of.architecture, of.parallel, chunk, TRANSFORMER_ENGINE)
+        for tensor in list_parameters(of.architecture, of.parallel, chunk, TRANSFORMER_ENGINE)
     ]
     assert expected == [(name, shape) for name, shape in RECORDED["parameters"][model]]
 
@@ -75,13 +75,13 @@ def test_names_and_shapes_of_transformer_engine_layers(model):
 )
 def test_bytes(case):
     of = recipe(case["model"], case["layers"], case["recompute"])
-    layout = rank_layout(of, 1)
-    states = StateBuffers.of(of, layout, TRANSFORMER_ENGINE, RELEASE).rank(0)
+    layout = build_rank_layout(of, 1)
+    states = StateBuffers.from_recipe(of, layout, TRANSFORMER_ENGINE, RELEASE).compute_rank_bytes(0)
     for name in ("parameters", "gradients", "master", "moments"):
         assert getattr(states, name) == case[name]
     assert states.counters == 0
-    predicted = activations(of, layout, 0, TRANSFORMER_ENGINE, RELEASE)
+    predicted = estimate_activations(of, layout, 0, TRANSFORMER_ENGINE, RELEASE)
     # A recomputed MoE layer frees a little more than its own modules; all else agrees to a per mille.
     tolerance = 0.07 if case["recompute"] == {"granularity": "selective", "modules": ["moe"]} else 0.002
-    assert predicted.held == pytest.approx(case["held"], rel=tolerance)
+    assert predicted.saved == pytest.approx(case["held"], rel=tolerance)
     assert predicted.total == pytest.approx(case["peak"], rel=tolerance)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from bundle.planning.inputs import input_problems
+from bundle.planning.inputs import find_input_problems
 from bundle.recipe import load
 
 
 def said(directory, name):
     """What is said of the vocabulary before any rank starts."""
-    found = input_problems(load("demo", [f"data.tokenizer={name}"]), directory / "run")
+    found = find_input_problems(load("demo", [f"data.tokenizer={name}"]), directory / "run")
     return [problem.text for problem in found if "vocab_size" in problem.text]
 
 
@@ -50,16 +50,16 @@ def test_files_that_say_nothing_of_it_are_left_to_the_ranks(tmp_path, odd):
 
 def test_a_tokenizer_of_tiktokens_is_named_in_the_plan(tmp_path):
     (tmp_path / "tiktoken.model").touch()
-    found = input_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
+    found = find_input_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
     assert [text for text in (of.text for of in found) if "which is never run" in text]
     (tmp_path / "tokenizer.json").write_text("{}")
-    found = input_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
+    found = find_input_problems(load("demo", [f"data.tokenizer=hf:{tmp_path}"]), tmp_path / "run")
     assert not [of for of in found if "tiktoken" in of.text]
 
 
 def test_data_that_is_not_there_is_named_by_its_key(tmp_path):
     gone = [f"data.path={tmp_path}/a", f"data.validation_sets.own.path={tmp_path}/b"]
-    found = [problem.text for problem in input_problems(load("demo", gone), tmp_path / "run")]
+    found = [problem.text for problem in find_input_problems(load("demo", gone), tmp_path / "run")]
     assert [text.partition(":")[0] for text in found] == [
         f"data.path {tmp_path}/a",
         f"data.validation_sets.own.path {tmp_path}/b",

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from bundle.engine.losses import score
-from bundle.environment.hardware import detect, preset
-from bundle.environment.machine import Fact
+from bundle.engine.losses import score_labels
+from bundle.environment.hardware import build_preset, detect
+from bundle.environment.machine import DetectedValue
 from bundle.planning import to_text
 from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
@@ -31,7 +31,7 @@ def kept(compute) -> int:
 
 def planned(machine, *, config=QWEN3, model=None, **sections):
     recipe = job(config, model={"config": config, **(model or {})}, **sections)
-    return plan(recipe, preset(machine), nodes=1, per_node=sections.get("parallel", {}).get("tp", 1))
+    return plan(recipe, build_preset(machine), nodes=1, per_node=sections.get("parallel", {}).get("tp", 1))
 
 
 def problems(machine, **sections):
@@ -63,13 +63,13 @@ def test_unfused_attention_keeps_the_probabilities_of_all_pairs(machine, tp, con
         for kernel in ("flash", "unfused")
     )
     layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
-    assert unfused.held - flash.held == layers * pairs
+    assert unfused.saved - flash.saved == layers * pairs
     again = {"granularity": "selective", "modules": ["core_attn"]}
     flash, unfused = (
         planned(machine, model={"attention": kernel, "recompute": again}, **sections).memory[0].activations
         for kernel in ("flash", "unfused")
     )
-    assert unfused.held == flash.held and unfused.passing == pairs > flash.passing
+    assert unfused.saved == flash.saved and unfused.transient == pairs > flash.transient
 
 
 def test_torch_s_own_kernel_keeps_no_probabilities():
@@ -84,14 +84,16 @@ def test_a_gpu_computes_attention_in_fp32_unfused_and_its_plan_says_so():
     config = QWEN3 | {"max_position_embeddings": 4096}
     made = planned("h200", config=config, model={"dtype": "fp32"}, **rows)
     assert made.attention.value == "unfused"
-    assert made.memory[0].activations.held > 4 * 4 * 4096**2 * 4  # layers, heads, pairs
+    assert made.memory[0].activations.saved > 4 * 4 * 4096**2 * 4  # layers, heads, pairs
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_a_preference_keeps_the_logits_as_they_came(dtype):
     tokens, vocabulary = 24, 8192
     logits = torch.randn(tokens, 1, vocabulary, dtype=NUMBERS[dtype], requires_grad=True)
-    seen = kept(lambda: score(logits, torch.zeros(1, tokens, dtype=torch.long), None)) / (tokens * vocabulary)
+    seen = kept(lambda: score_labels(logits, torch.zeros(1, tokens, dtype=torch.long), None)) / (
+        tokens * vocabulary
+    )
     config = QWEN3 | {"vocab_size": vocabulary}
     rows = {"source": "jsonl", "path": ["rows.jsonl"], "tokenizer": "hf:none", "template": "chat"}
     data = rows | {"sequence_length": 64, "packed": False}
@@ -103,10 +105,10 @@ def test_a_preference_keeps_the_logits_as_they_came(dtype):
         for task, of_two in (("sft", 2), ("dpo", 1))  # a pair has two rows
     )
     entries = 2 * 64 * vocabulary
-    assert (sft.held - dpo.held) / entries == pytest.approx(4 - seen, abs=0.02)
+    assert (sft.saved - dpo.saved) / entries == pytest.approx(4 - seen, abs=0.02)
     # Of cross-entropy the logits and their copy in fp32, here the gradient.
     size = NUMBERS[dtype].itemsize
-    assert (sft.passing / entries, dpo.passing / entries) == ((6, 2) if size == 2 else (4, 4))
+    assert (sft.transient / entries, dpo.transient / entries) == ((6, 2) if size == 2 else (4, 4))
 
 
 def test_fp8_products_keep_their_weights_by_rows_and_by_columns():
@@ -122,10 +124,10 @@ def test_fp8_products_keep_their_weights_by_rows_and_by_columns():
 
 def test_what_is_offloaded_must_fit_the_host_of_a_node():
     recipe = job(QWEN3, optimizer={"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True})
-    machine = preset("h200", 2)
+    machine = build_preset("h200", 2)
     needed = 2 * plan(recipe, machine, nodes=1, per_node=2).memory[0].states.host
     for room, refused in ((needed - 1, True), (needed, False), (math.inf, False)):
-        host = machine.host._replace(memory=Fact(room, "a test"))
+        host = machine.host._replace(memory=DetectedValue(room, "a test"))
         made = plan(recipe, machine._replace(host=host), nodes=1, per_node=2)
         assert any("of the optimizer on a host with" in one.text for one in made.problems) == refused
 

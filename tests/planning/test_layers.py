@@ -2,7 +2,7 @@
 
 from packaging.version import Version
 
-from bundle.capabilities.cpu import LOCAL
+from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.activations import LayerBytes
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
@@ -11,7 +11,9 @@ TOKENS, HIDDEN, BF16, FP32 = 64, 64, 2, 4
 
 
 def counted(config, *, experts=False, **parallel):
-    return LayerBytes(job(config, parallel=parallel), LOCAL, MegatronCode(Version("0.16.1"))).layer(experts)
+    return LayerBytes(
+        job(config, parallel=parallel), LOCAL_LAYERS, MegatronCode(Version("0.16.1"))
+    ).count_layer_bytes(experts)
 
 
 def test_sequence_parallelism_cuts_the_residual_stream_and_nothing_else():

@@ -5,8 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.planning.activations import in_flight
-from bundle.planning.layout import rank_layout
+from bundle.planning.activations import count_in_flight
+from bundle.planning.layout import build_rank_layout
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 FIRST, LAST = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
@@ -21,20 +21,20 @@ def test_groups_of_every_axis_partition_the_ranks(tp, cp, pp, ep, etp, more):
         train={"steps": 1, "global_batch_size": 64},
     )
     world = recipe.parallel.minimal_world * more
-    assume(not recipe.layout_violations(world))
-    layout = rank_layout(recipe, world)
+    assume(not recipe.find_layout_violations(world))
+    layout = build_rank_layout(recipe, world)
     for axis in layout.axes:
-        groups = {axis.group(rank) for rank in range(world)}
+        groups = {axis.list_group_ranks(rank) for rank in range(world)}
         assert sorted(rank for group in groups for rank in group) == list(range(world))
-        assert all(axis.group(rank)[axis.index(rank)] == rank for rank in range(world))
-    assert tp * cp * pp * layout.size("dp") == world
-    assert etp * ep * pp * layout.size("expert-dp") == world
+        assert all(axis.list_group_ranks(rank)[axis.find_group_index(rank)] == rank for rank in range(world))
+    assert tp * cp * pp * layout.find_axis_size("dp") == world
+    assert etp * ep * pp * layout.find_axis_size("expert-dp") == world
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (4, None), (2, 2)])
 def test_layers_are_dealt_in_rounds(pp, vpp):
     recipe = job(QWEN3, parallel={"pp": pp, "vpp": vpp}, train={"steps": 1, "global_batch_size": 16})
-    layout = rank_layout(recipe, pp)
+    layout = build_rank_layout(recipe, pp)
     rounds = range(len(layout.stages[0]))
     order = [layer for index in rounds for stage in layout.stages for layer in stage[index].layers]
     assert order == list(range(4))
@@ -59,7 +59,7 @@ def test_first_and_last_stage_have_the_layers_that_they_are_given(layers, parall
         parallel=parallel,
         train={"steps": 1, "global_batch_size": 12},
     )
-    stages = rank_layout(recipe, parallel["pp"]).stages
+    stages = build_rank_layout(recipe, parallel["pp"]).stages
     assert [["".join(map(str, chunk.layers)) for chunk in stage] for stage in stages] == dealt
 
 
@@ -76,7 +76,7 @@ def test_a_layout_string_says_what_every_chunk_holds(layout, pp, dealt):
     """Above: numbers of layers, n the norm behind them, which MTP layers read."""
     sizes = {"pp": pp, "pipeline_model_parallel_layout": layout}
     recipe = job(DEEPSEEK, parallel=sizes, train={"steps": 1, "global_batch_size": 12})
-    stages = rank_layout(recipe, pp).stages
+    stages = build_rank_layout(recipe, pp).stages
     said = [
         [
             f"{'E' * chunk.embedding}{''.join(map(str, chunk.layers))}{'n' * chunk.final_norm}"
@@ -87,22 +87,20 @@ def test_a_layout_string_says_what_every_chunk_holds(layout, pp, dealt):
     ]
     assert said == dealt
     assert [chunk.losses for stage in stages for chunk in stage if chunk.head] == [2]
-    assert all(chunk.embedding_copy == bool(chunk.mtp_layers) for stage in stages for chunk in stage)
-    assert recipe.parallel.prediction_rank == next(
-        rank for rank, stage in enumerate(dealt) if "m" in "".join(stage)
-    )
+    assert all(chunk.has_embedding_copy == bool(chunk.mtp_layers) for stage in stages for chunk in stage)
+    assert recipe.parallel.mtp_rank == next(rank for rank, stage in enumerate(dealt) if "m" in "".join(stage))
 
 
 def test_the_head_and_mtp_stand_together_with_a_copy_of_the_embedding():
     recipe = job(DEEPSEEK, parallel={"pp": 2, "vpp": 2}, train={"steps": 1, "global_batch_size": 16})
-    last = rank_layout(recipe, 2).stages[1][1]
-    assert (last.head, last.mtp_layers, last.embedding_copy) == (True, 1, True)
-    assert not rank_layout(job(DEEPSEEK), 1).stages[0][0].embedding_copy
+    last = build_rank_layout(recipe, 2).stages[1][1]
+    assert (last.head, last.mtp_layers, last.has_embedding_copy) == (True, 1, True)
+    assert not build_rank_layout(job(DEEPSEEK), 1).stages[0][0].has_embedding_copy
 
 
 def test_ranks_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="does not fit 3 ranks"):
-        rank_layout(job(QWEN3, parallel={"tp": 2}), 3)
+        build_rank_layout(job(QWEN3, parallel={"tp": 2}), 3)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +116,4 @@ def test_ranks_that_do_not_fit_are_refused():
     ],
 )
 def test_micro_batches_in_flight(stages, stage, chunks, microbatches, expected):
-    assert in_flight(stages, stage, chunks, microbatches) == expected
+    assert count_in_flight(stages, stage, chunks, microbatches) == expected

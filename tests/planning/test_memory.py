@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.planning.memory import Buffer, splits_shared_embedding
+from bundle.planning.memory import ParameterBuffer, splits_shared_embedding
 from bundle.planning.size import Parameter
 
 parameters = st.lists(
@@ -23,7 +23,7 @@ parameters = st.lists(
 def owned(buffer):
     """(elements, tensors) of every rank."""
     kept = [[0, 0] for _ in range(buffer.ranks)]
-    for rank, *change in buffer.changes():
+    for rank, *change in buffer.find_share_changes():
         for later in kept[rank:]:
             later[:] = [have + more for have, more in zip(later, change, strict=True)]
     return [tuple(each) for each in kept]
@@ -31,7 +31,7 @@ def owned(buffer):
 
 @given(parameters, st.integers(1, 9), st.none() | st.integers(1, 900))
 def test_every_element_has_one_place_and_one_owner(tensors, ranks, bucket_size):
-    buffer = Buffer.of(tensors, ranks, bucket_size)
+    buffer = ParameterBuffer.from_parameters(tensors, ranks, bucket_size)
     assert [span.parameter for span in buffer.spans] == tensors[::-1], "the last parameter comes first"
     assert all(span.end - span.start == span.parameter.elements for span in buffer.spans)
     assert all(span.start % 64 == 0 for span in buffer.spans)
@@ -42,7 +42,7 @@ def test_every_element_has_one_place_and_one_owner(tensors, ranks, bucket_size):
 
 @given(parameters, st.integers(1, 9), st.none() | st.integers(1, 900))
 def test_buckets_are_adjacent_and_divide_between_ranks(tensors, ranks, bucket_size):
-    buffer = Buffer.of(tensors, ranks, bucket_size)
+    buffer = ParameterBuffer.from_parameters(tensors, ranks, bucket_size)
     edges = [0, *(end for _, end in buffer.buckets)]
     assert [start for start, _ in buffer.buckets] == edges[:-1]
     assert all(end % math.lcm(ranks, 128) == 0 for end in edges)
@@ -55,7 +55,7 @@ def test_buckets_are_adjacent_and_divide_between_ranks(tensors, ranks, bucket_si
 
 @given(parameters, st.integers(1, 9))
 def test_each_share_is_what_lies_in_its_range(tensors, ranks):
-    buffer = Buffer.of(tensors, ranks)
+    buffer = ParameterBuffer.from_parameters(tensors, ranks)
     for rank, (elements, pieces) in enumerate(owned(buffer)):
         mine = [
             len(range(max(span.start, first + rank * share), min(span.end, first + (rank + 1) * share)))
@@ -71,12 +71,12 @@ def test_each_share_is_what_lies_in_its_range(tensors, ranks):
 @given(parameters, st.integers(1, 9))
 def test_one_bucket_unless_a_size_or_a_shared_embedding_asks_for_more(tensors, ranks):
     plain = [Parameter(p.name, p.shape) for p in tensors]
-    assert len(Buffer.of(plain, ranks).buckets) == 1
-    assert len(Buffer.of(plain, ranks, 1).buckets) == len(plain)
+    assert len(ParameterBuffer.from_parameters(plain, ranks).buckets) == 1
+    assert len(ParameterBuffer.from_parameters(plain, ranks, 1).buckets) == len(plain)
 
 
 def test_no_parameters_no_buffer():
-    assert Buffer.of([], 4).elements == 0
+    assert ParameterBuffer.from_parameters([], 4).elements == 0
 
 
 def test_where_0_12_cuts_the_shared_embedding():

@@ -6,18 +6,18 @@ import pytest
 from packaging.version import Version
 
 from bundle import capabilities
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from bundle.environment.packages import MegatronCode, Package
 from bundle.errors import ExitCode
 from bundle.fp8 import SCALINGS
 from bundle.patches import mindspeed
 from bundle.planning import to_text
-from bundle.planning.plan import plan_for
-from bundle.planning.problems import backend_problems, mindspeed_problems
+from bundle.planning.plan import build_plan
+from bundle.planning.problems import find_backend_problems, find_mindspeed_problems
 from tests.planning.jobs import DEEPSEEK, QWEN3, job
 
 THROUGH = {"backend_options": {"mindspeed": True}}
-HEADS = {of.branch: of.commit for of in mindspeed.ADAPTED}
+HEADS = {of.branch: of.commit for of in mindspeed.TRAINING_BRANCHES}
 
 
 class There:
@@ -26,7 +26,7 @@ class There:
     def __init__(self, commit: str | None, *, installed: bool = True) -> None:
         self.commit, self.installed = commit, installed
 
-    def package(self, name: str) -> Package | None:
+    def find_package(self, name: str) -> Package | None:
         if name != "mindspeed" or not self.installed:
             return None
         return Package(name, "0.12.1", self.commit, None)
@@ -34,8 +34,8 @@ class There:
 
 def problems(recipe, there=None, version="0.15.3", *, backend="ascend", root: Path | None = None):
     code = MegatronCode(Version(version), root)
-    can = capabilities.of(backend, recipe.features)
-    return list(mindspeed_problems(recipe, can, code, there))
+    can = capabilities.find_capabilities(backend, recipe.features)
+    return list(find_mindspeed_problems(recipe, can, code, there))
 
 
 def texts(*arguments, **options):
@@ -109,20 +109,20 @@ def test_fp8_is_there_through_it_on_a5_and_nowhere_else(scaling):
     through, plain = (
         job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": scaling}}, **of) for of in (THROUGH, {})
     )
-    can = capabilities.of("ascend", through.features)
-    assert can.fp8_refusal(scaling, "hybrid", "a5") is None
+    can = capabilities.find_capabilities("ascend", through.features)
+    assert can.explain_fp8_refusal(scaling, "hybrid", "a5") is None
     for generation in ("a1", "a2", "a3", "310"):
-        assert "needs Atlas A5 (Ascend950)" in str(can.fp8_refusal(scaling, "hybrid", generation))
+        assert "needs Atlas A5 (Ascend950)" in str(can.explain_fp8_refusal(scaling, "hybrid", generation))
     code = MegatronCode(Version("0.15.3"))
     for recipe, says in ((through, "this device is a3"), (plain, "backend_options.mindspeed; A2 and A3")):
-        of = capabilities.of("ascend", recipe.features)
-        (problem,) = backend_problems(recipe, of, preset("a3"), code)
+        of = capabilities.find_capabilities("ascend", recipe.features)
+        (problem,) = find_backend_problems(recipe, of, build_preset("a3"), code)
         assert problem.code is ExitCode.ENVIRONMENT_UNFIT and says in problem.text
 
 
 def test_a_plan_says_which_mindspeed_computes_what_and_where_that_was_seen():
     def said(version):
-        made = plan_for(job(QWEN3, **THROUGH), named="a2", mcore=version, per_node=4)
+        made = build_plan(job(QWEN3, **THROUGH), hardware_name="a2", mcore=version, per_node=4)
         assert not made.problems
         text = to_text(made, "run", "starts")
         return text, next(note for note in made.notes if note.startswith("MindSpeed "))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bundle.environment.hardware import detect, preset
+from bundle.environment.hardware import build_preset, detect
 from bundle.errors import ExitCode
 from bundle.planning import to_json, to_text
 from tests.environment.machines import recorded
@@ -17,7 +17,7 @@ OFFLOADED = AWARE | {"optimizer_cpu_offload": True}
 
 def states(**optimizer: Any) -> dict[str, int]:
     """Bytes of the only rank."""
-    made = plan(job(QWEN3, optimizer=optimizer), preset("h200"), per_node=1)
+    made = plan(job(QWEN3, optimizer=optimizer), build_preset("h200"), per_node=1)
     assert made.problems == ()
     (stage,) = made.memory
     return stage.states._asdict() | {"total": stage.states.total}
@@ -47,16 +47,16 @@ def test_what_is_offloaded_is_on_the_host_with_its_gradient(fraction):
 
 
 def test_a_plan_says_what_is_on_the_host():
-    made = plan(job(QWEN3, optimizer=OFFLOADED), preset("h200"), per_node=1)
+    made = plan(job(QWEN3, optimizer=OFFLOADED), build_preset("h200"), per_node=1)
     (stage,) = to_json(made)["stages"]
     assert stage["bytes"]["host"] == made.memory[0].states.host > 0
     assert "and on the host " in to_text(made, "", "")
-    assert "on the host" not in to_text(plan(job(QWEN3), preset("h200"), per_node=1), "", "")
+    assert "on the host" not in to_text(plan(job(QWEN3), build_preset("h200"), per_node=1), "", "")
 
 
 def test_a_cpu_refuses_both_by_name():
     made = plan(job(QWEN3, optimizer=OFFLOADED, backend="cpu"), detect("cpu", recorded("cgroup-v1")))
-    assert made.code is ExitCode.ENVIRONMENT_UNFIT
+    assert made.exit_code is ExitCode.ENVIRONMENT_UNFIT
     assert [problem.text for problem in made.problems] == [
         "optimizer.use_precision_aware_optimizer: needs Transformer Engine's FusedAdam, which backend cpu"
         " does not have: false",

@@ -5,11 +5,11 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bundle.architectures import padded_vocabulary
-from bundle.capabilities.cpu import LOCAL
+from bundle.architectures import pad_vocab_size
+from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.capabilities.cuda import TRANSFORMER_ENGINE
-from bundle.planning.layout import rank_layout
-from bundle.planning.size import parameters
+from bundle.planning.layout import build_rank_layout
+from bundle.planning.size import list_parameters
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 
 configs = st.sampled_from([QWEN3, QWEN2_TIED, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}])
@@ -18,12 +18,12 @@ configs = st.sampled_from([QWEN3, QWEN2_TIED, DEEPSEEK, DEEPSEEK | {"q_lora_rank
 def whole(config, layers, **parallel):
     """Elements of all ranks together, each tensor once, without the copies of the embedding; None: no fit."""
     recipe = job(config, parallel=parallel, train={"steps": 1, "global_batch_size": 64})
-    if recipe.layout_violations(recipe.parallel.minimal_world):
+    if recipe.find_layout_violations(recipe.parallel.minimal_world):
         return None
-    layout = rank_layout(recipe, recipe.parallel.minimal_world)
+    layout = build_rank_layout(recipe, recipe.parallel.minimal_world)
     total = 0
     for chunk in (chunk for stage in layout.stages for chunk in stage):
-        for tensor in parameters(recipe.architecture, recipe.parallel, chunk, layers):
+        for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, layers):
             if tensor.name.startswith("embedding") and not chunk.embedding:
                 continue
             if tensor.name == "output_layer.weight" and recipe.architecture.tied_embeddings:
@@ -36,7 +36,7 @@ def whole(config, layers, **parallel):
 
 @given(
     configs,
-    st.sampled_from([LOCAL, TRANSFORMER_ENGINE]),
+    st.sampled_from([LOCAL_LAYERS, TRANSFORMER_ENGINE]),
     st.sampled_from([1, 2]),
     st.sampled_from([(1, None), (2, None), (2, 2), (4, None)]),
     st.sampled_from([1, 2, 4]),
@@ -51,54 +51,57 @@ def test_parts_make_the_same_model_in_every_layout(config, layers, tp, stages, e
 
 @given(configs)
 def test_fusing_norms_and_grouping_experts_changes_no_count(config):
-    assert whole(config, LOCAL) == whole(config, TRANSFORMER_ENGINE)
+    assert whole(config, LOCAL_LAYERS) == whole(config, TRANSFORMER_ENGINE)
 
 
 def test_a_dense_model_by_hand():
     # qkv 128x64, projection 64x64, two norms of 64, q and k norms of 16, gate, up and down 96x64 each
     layer = 128 * 64 + 64 * 64 + 128 + 32 + 3 * 96 * 64
-    assert whole(QWEN3, LOCAL) == 2 * 384 * 64 + 4 * layer + 64
+    assert whole(QWEN3, LOCAL_LAYERS) == 2 * 384 * 64 + 4 * layer + 64
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
 def test_vocabulary_rows_do_not_follow_tp_where_it_divides_128(size, tp):
-    rows = padded_vocabulary(size, tp)
+    rows = pad_vocab_size(size, tp)
     assert rows >= size
     assert rows % 128 == 0
     assert rows % tp == 0
     if 128 % tp == 0:
-        assert rows == padded_vocabulary(size, 1)
+        assert rows == pad_vocab_size(size, 1)
         assert rows - size < 128
     assert rows - size < math.lcm(128, tp)
 
 
 def test_names_say_what_is_shared_and_what_is_an_expert():
     recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    first, last = (stage[0] for stage in rank_layout(recipe, 2).stages)
+    first, last = (stage[0] for stage in build_rank_layout(recipe, 2).stages)
     shared = [
         tensor.name
         for chunk in (first, last)
-        for tensor in parameters(recipe.architecture, recipe.parallel, chunk, LOCAL)
+        for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, LOCAL_LAYERS)
         if tensor.shared_embedding
     ]
     assert shared == ["embedding.word_embeddings.weight"] * 2
-    tensors = parameters(recipe.architecture, recipe.parallel, last, LOCAL)
+    tensors = list_parameters(recipe.architecture, recipe.parallel, last, LOCAL_LAYERS)
     assert all(tensor.expert == (".experts.local_experts." in tensor.name) for tensor in tensors)
 
 
 def test_a_tied_head_on_a_later_stage_is_a_shared_copy():
     recipe = job(QWEN2_TIED, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    last = rank_layout(recipe, 2).stages[1][0]
+    last = build_rank_layout(recipe, 2).stages[1][0]
     (head,) = [
         tensor
-        for tensor in parameters(recipe.architecture, recipe.parallel, last, LOCAL)
+        for tensor in list_parameters(recipe.architecture, recipe.parallel, last, LOCAL_LAYERS)
         if tensor.name == "output_layer.weight"
     ]
     assert head.shared_embedding
     assert not [
         tensor
-        for tensor in parameters(
-            job(QWEN2_TIED).architecture, recipe.parallel, rank_layout(job(QWEN2_TIED), 1).stages[0][0], LOCAL
+        for tensor in list_parameters(
+            job(QWEN2_TIED).architecture,
+            recipe.parallel,
+            build_rank_layout(job(QWEN2_TIED), 1).stages[0][0],
+            LOCAL_LAYERS,
         )
         if tensor.name == "output_layer.weight"
     ]
@@ -106,7 +109,9 @@ def test_a_tied_head_on_a_later_stage_is_a_shared_copy():
 
 def test_a_tied_head_beside_mtp_is_the_copy_of_the_embedding_that_mtp_has():
     recipe = job(QWEN2_TIED, parallel={"pp": 2}, model={"mtp": {"layers": 1}})
-    last = rank_layout(recipe, 2).stages[1][0]
-    names = [tensor.name for tensor in parameters(recipe.architecture, recipe.parallel, last, LOCAL)]
+    last = build_rank_layout(recipe, 2).stages[1][0]
+    names = [
+        tensor.name for tensor in list_parameters(recipe.architecture, recipe.parallel, last, LOCAL_LAYERS)
+    ]
     assert names.count("embedding.word_embeddings.weight") == 1
     assert "output_layer.weight" not in names

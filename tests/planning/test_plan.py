@@ -7,13 +7,13 @@ import pytest
 
 from bundle.capabilities.cuda import CUDA
 from bundle.environment import compatibility
-from bundle.environment.hardware import detect, preset
+from bundle.environment.hardware import build_preset, detect
 from bundle.errors import EnvironmentUnfit, ExitCode, UsageError
-from bundle.patches import Action, Decision, Presence
+from bundle.patches import Decision, PatchAction, Presence
 from bundle.patches.catalogue import PATCHES
 from bundle.planning import to_json, to_text
-from bundle.planning.plan import machine
-from bundle.planning.problems import SHARED_EMBEDDING
+from bundle.planning.plan import choose_hardware
+from bundle.planning.problems import SHARED_EMBEDDING_PATCH
 from bundle.recipe import load
 from tests.environment.machines import recorded
 from tests.environment.trees import install, stack_of
@@ -42,7 +42,7 @@ def problems(made):
 
 def decision(action, stops):
     return Decision(
-        id=f"a-{action.lower()}", action=action, reason="because", range="", evidence=Presence.PRESENT,
+        id=f"a-{action.lower()}", action=action, reason="because", range="", presence=Presence.PRESENT,
         proven=True, stops=stops,
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def decision(action, stops):
 def test_the_built_in_recipes_run_on_a_cpu(name):
     made = plan(load(name))
     assert made.problems == ()
-    assert made.code is ExitCode.OK
+    assert made.exit_code is ExitCode.OK
     assert made.world == 2
 
 
@@ -62,7 +62,11 @@ def test_all_problems_come_at_once_gravest_first():
         backend="cpu",
         devices={"nodes": 1},
     )
-    decisions = [decision(Action.DRIFT, True), decision(Action.TRAP, True), decision(Action.SKIP, False)]
+    decisions = [
+        decision(PatchAction.DRIFT, True),
+        decision(PatchAction.TRAP, True),
+        decision(PatchAction.SKIP, False),
+    ]
     tiny = detect("cpu", recorded("cgroup-v1"))
     host = tiny.host._replace(memory=dataclasses.replace(tiny.host.memory, value=2.0**20))
     made = plan(recipe, tiny._replace(host=host), decisions=decisions)
@@ -72,7 +76,7 @@ def test_all_problems_come_at_once_gravest_first():
         (ExitCode.ENVIRONMENT_UNFIT, "memory"),
         (ExitCode.PATCHES, "a-drift"),
     ]
-    assert made.code is ExitCode.USAGE
+    assert made.exit_code is ExitCode.USAGE
 
 
 def test_a_layout_that_does_not_fit_leaves_the_rest_of_the_plan():
@@ -85,7 +89,7 @@ def test_a_layout_that_does_not_fit_leaves_the_rest_of_the_plan():
 def test_a_batch_that_does_not_divide_hides_neither_stages_nor_memory():
     layout = {"parallel": {"tp": 2, "pp": 2}}
     whole, odd = (job(QWEN3, train={"global_batch_size": size}, **layout) for size in (12, 11))
-    fits, made = (plan(recipe, preset("h200"), per_node=8) for recipe in (whole, odd))
+    fits, made = (plan(recipe, build_preset("h200"), per_node=8) for recipe in (whole, odd))
     assert problems(fits) == [] and problems(made) == [(ExitCode.USAGE, "train.global_batch_size")]
     assert made.memory == fits.memory and made.layout == fits.layout
     counted = "micro-batches a step"
@@ -98,7 +102,7 @@ def of_ascend(made):
 
 
 def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only_and_with_which_torch_npu():
-    made = plan(job(QWEN3), preset("a3"), per_node=4)
+    made = plan(job(QWEN3), build_preset("a3"), per_node=4)
     assert not made.problems and of_ascend(made) in to_text(made, "run", "starts")
     pinned = {image.packages.get("torch-npu") for image in compatibility.load().images} - {None}
     said = (
@@ -106,7 +110,7 @@ def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only_and_wi
     )
     assert of_ascend(made).startswith(f"{said} no NPU; images have torch-npu ")
     assert all(version in of_ascend(made) for version in pinned) and pinned
-    assert not any("emulated" in note for note in plan(job(QWEN3), preset("h200")).notes)
+    assert not any("emulated" in note for note in plan(job(QWEN3), build_preset("h200")).notes)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_a_plan_for_ascend_says_that_it_was_trained_on_emulated_npus_only_and_wi
 )
 def test_what_was_emulated_covers_no_other_torch_npu(tmp_path, version, end):
     install(tmp_path, "torch-npu", version)
-    made = plan(job(QWEN3), preset("a3"), per_node=4, installed=stack_of(tmp_path))
+    made = plan(job(QWEN3), build_preset("a3"), per_node=4, installed=stack_of(tmp_path))
     assert of_ascend(made).endswith(end)
 
 
@@ -127,7 +131,7 @@ def test_what_an_acceptance_has_seen_takes_the_place_of_what_was_emulated(monkey
     )
     with_it = table.model_copy(update={"combinations": (*table.combinations, seen)})
     monkeypatch.setattr(compatibility, "load", lambda: with_it)
-    note = of_ascend(plan(job(QWEN3), preset("a3"), per_node=4))
+    note = of_ascend(plan(job(QWEN3), build_preset("a3"), per_node=4))
     assert note.startswith("ascend: accepted on 910B3 with torch-npu 2.10.0 and megatron-core 0.16.1, 2026-")
     assert "emulated" not in note and note.endswith("which has met nothing")
 
@@ -136,13 +140,15 @@ def test_what_an_acceptance_has_seen_takes_the_place_of_what_was_emulated(monkey
     ("machine", "version", "said"), [("a3", "0.18.2", 1), ("a3", "0.17.1", 0), ("h200", "0.18.2", 0)]
 )
 def test_a_plan_for_ascend_says_whose_triton_megatron_imports(machine, version, said):
-    notes = plan(job(QWEN3), preset(machine), version, per_node=4).notes
+    notes = plan(job(QWEN3), build_preset(machine), version, per_node=4).notes
     assert sum("imports triton" in note and "triton-ascend brings" in note for note in notes) == said
 
 
 def test_operators_are_those_that_the_backend_has_and_the_recipe_leaves_in():
     def on(machine, *names):
-        return plan(job(QWEN3, model={"config": QWEN3, "operators": names}), preset(machine), per_node=4)
+        return plan(
+            job(QWEN3, model={"config": QWEN3, "operators": names}), build_preset(machine), per_node=4
+        )
 
     text = to_text(on("a3", "swiglu"), "run", "starts")
     assert "swiglu: npu_swiglu: one kernel" in text and "rms_norm: torch's own" in text
@@ -156,21 +162,21 @@ def test_operators_are_those_that_the_backend_has_and_the_recipe_leaves_in():
 @pytest.mark.parametrize(("cp", "most"), [(1, "2,048"), (2, "1,024")])
 def test_a_plan_for_ascend_says_how_many_sequences_a_pack_may_hold(cp, most):
     packed = {"data": {"packed": True}, "parallel": {"cp": cp}}
-    text = to_text(plan(job(QWEN3, **packed), preset("a3"), per_node=4), "run", "starts")
+    text = to_text(plan(job(QWEN3, **packed), build_preset("a3"), per_node=4), "run", "starts")
     assert f"a pack holds at most {most} sequences (npu_fusion_attention)" in text
-    rows = to_text(plan(job(QWEN3), preset("a3"), per_node=4), "run", "starts")
+    rows = to_text(plan(job(QWEN3), build_preset("a3"), per_node=4), "run", "starts")
     assert "a pack holds" not in rows
 
 
 def test_too_few_devices_are_the_machines_problem():
-    made = plan(job(QWEN3), preset("h200"), per_node=12)
+    made = plan(job(QWEN3), build_preset("h200"), per_node=12)
     assert problems(made) == [(ExitCode.ENVIRONMENT_UNFIT, "devices.per_node")]
     assert "12 wanted, 8 visible" in made.problems[0].text
 
 
 def test_what_does_not_fit_a_device_says_what_is_large():
     wide = DEEPSEEK | {"hidden_size": 65536, "intermediate_size": 262144}
-    made = plan(job(wide, train={"steps": 1, "global_batch_size": 8}), preset("h200"))
+    made = plan(job(wide, train={"steps": 1, "global_batch_size": 8}), build_preset("h200"))
     (problem,) = made.problems
     assert problem.code is ExitCode.ENVIRONMENT_UNFIT
     assert "(mostly weights and optimizer: more tp, pp or ep, or more data-parallel ranks)" in problem.text
@@ -180,7 +186,7 @@ def test_what_does_not_fit_a_device_says_what_is_large():
         train={"steps": 1, "global_batch_size": 64, "micro_batch_size": 8},
     )
     assert (
-        plan(long, preset("h200"))
+        plan(long, build_preset("h200"))
         .problems[0]
         .text.endswith(
             "(mostly activations: a smaller train.micro_batch_size, a shorter data.sequence_length,"
@@ -191,13 +197,13 @@ def test_what_does_not_fit_a_device_says_what_is_large():
 
 def test_what_is_done_already_is_no_advice():
     long = load("sft-qwen3-vl-8b-a3", ["data.sequence_length=16384"])
-    (problem,) = plan(long, preset("a3")).problems
+    (problem,) = plan(long, build_preset("a3")).problems
     assert problem.text.endswith(
         "(mostly activations: a shorter data.sequence_length, model.vision.freeze_tower and freeze_projector,"
         " more tp or cp)"
     )
     frozen = load("sft-qwen3-vl-8b-a3", ["data.sequence_length=16384", "model.vision.freeze_tower=true"])
-    assert plan(frozen, preset("a3")).problems == ()
+    assert plan(frozen, build_preset("a3")).problems == ()
 
 
 LONG = "data.sequence_length=1048576"
@@ -219,7 +225,7 @@ FREEZING = "model.vision.freeze_tower and freeze_projector, "
     ],
 )
 def test_advice_is_what_would_help_and_is_not_done_yet(changes, of_stages):
-    problems = plan(load("sft-qwen3-vl-8b-a3", [LONG, *changes]), preset("a3")).problems
+    problems = plan(load("sft-qwen3-vl-8b-a3", [LONG, *changes]), build_preset("a3")).problems
     said = [problem.text.partition("(")[2] for problem in problems]
     shorter = "mostly activations: a shorter data.sequence_length, "
     assert said == [f"{shorter}{advice}more tp or cp)" for advice in of_stages]
@@ -227,18 +233,20 @@ def test_advice_is_what_would_help_and_is_not_done_yet(changes, of_stages):
 
 def test_more_replicas_are_no_advice_where_each_has_the_whole_state():
     changes = ("optimizer.use_distributed_optimizer=false", "parallel.tp=1")
-    (problem,) = plan(load("sft-qwen3-vl-8b-a3", changes), preset("a3")).problems
+    (problem,) = plan(load("sft-qwen3-vl-8b-a3", changes), build_preset("a3")).problems
     assert problem.text.endswith("(mostly weights and optimizer: more tp or pp)")
 
 
 def test_a_layout_that_does_not_fit_says_what_it_divides_and_what_would():
-    made = plan(job(DEEPSEEK, parallel={"pp": 2, "ep": 8, "tp": 2, "etp": 1}), preset("h200"), per_node=8)
+    made = plan(
+        job(DEEPSEEK, parallel={"pp": 2, "ep": 8, "tp": 2, "etp": 1}), build_preset("h200"), per_node=8
+    )
     (said,) = (problem.text for problem in made.problems if "multiple of" in problem.text)
     assert said == (
         "parallel: this layout needs a multiple of 16 ranks (tp 2 x cp 1 x pp 2, etp 1 x ep 8 x pp 2 of"
         " experts), 8 is none: parallel.ep=4 fits"
     )
-    dense = plan(job(QWEN3, parallel={"tp": 2, "pp": 2}), preset("h200"), per_node=6)
+    dense = plan(job(QWEN3, parallel={"tp": 2, "pp": 2}), build_preset("h200"), per_node=6)
     assert "needs a multiple of 4 ranks (tp 2 x cp 1 x pp 2), 6 is none" in str(dense.problems)
 
 
@@ -248,13 +256,13 @@ def test_a_tight_fit_is_a_note():
         data={"sequence_length": 2**20},
         train={"steps": 1, "global_batch_size": 8},
     )
-    roomy = plan(recipe, preset("h200"))
+    roomy = plan(recipe, build_preset("h200"))
     (stage,) = roomy.memory
     devices = tuple(
         dataclasses.replace(d, memory=dataclasses.replace(d.memory, value=stage.total + 1))
-        for d in preset("h200").devices
+        for d in build_preset("h200").devices
     )
-    tight = plan(recipe, preset("h200")._replace(devices=devices))
+    tight = plan(recipe, build_preset("h200")._replace(devices=devices))
     assert roomy.problems == tight.problems == ()
     assert roomy.notes == ()
     assert "memory is tight" in tight.notes[0]
@@ -272,7 +280,7 @@ def test_a_tight_fit_is_a_note():
 )
 def test_fp8_asks_for_the_device(machine_name, fp8, fails):
     recipe = job(QWEN3, model={"config": QWEN3, "fp8": fp8}, train={"steps": 1, "global_batch_size": 16})
-    made = plan(recipe, preset(machine_name))
+    made = plan(recipe, build_preset(machine_name))
     assert problems(made) == ([(ExitCode.ENVIRONMENT_UNFIT, "model.fp8")] if fails else [])
 
 
@@ -280,14 +288,14 @@ def test_a_kernel_that_the_backend_does_not_have():
     recipe = job(
         QWEN3, model={"config": QWEN3, "attention": "fused"}, train={"steps": 1, "global_batch_size": 16}
     )
-    (problem,) = plan(recipe, preset("a3")).problems
+    (problem,) = plan(recipe, build_preset("a3")).problems
     assert problem.text.startswith("model.attention: ascend has no fused kernel; it has flash, unfused")
 
 
 def test_what_a_kernel_computes_in_is_its_backend_s_to_say():
     recipe = load("qwen3-tp2-sp", ["model.attention=flash", "model.dtype=fp32"])
     assert plan(recipe).problems == ()
-    refused = [why.text for why in plan(recipe, preset("h200")).problems if "attention" in why.text]
+    refused = [why.text for why in plan(recipe, build_preset("h200")).problems if "attention" in why.text]
     assert refused == ["model.attention: flash takes bf16, and model.dtype is fp32"]
 
 
@@ -298,7 +306,7 @@ def test_fp32_leaves_auto_a_kernel_that_takes_it(attention, fails):
         model={"config": QWEN3, "dtype": "fp32", "attention": attention},
         train={"steps": 1, "global_batch_size": 16},
     )
-    made = plan(recipe, preset("h200"))
+    made = plan(recipe, build_preset("h200"))
     assert problems(made) == ([(ExitCode.USAGE, "model.attention")] if fails else [])
 
 
@@ -315,7 +323,8 @@ def test_ranks_can_share_a_sequence_only_where_the_kernel_can(model, fails):
     train = {"steps": 1, "global_batch_size": 16}
     recipe = job(QWEN3, model={"config": QWEN3, **model}, parallel={"cp": 2}, train=train)
     reasons = [
-        problem.text.removeprefix("model.attention: ") for problem in plan(recipe, preset("h200")).problems
+        problem.text.removeprefix("model.attention: ")
+        for problem in plan(recipe, build_preset("h200")).problems
     ]
     assert [reason[: len(start)] for reason, start in zip(reasons, fails, strict=True)] == fails
     assert plan(recipe).problems == ()  # the cpu's kernels all can
@@ -325,24 +334,24 @@ def test_heads_that_no_kernel_takes():
     wide = QWEN3 | {"head_dim": 1024}
     made = plan(
         job(wide, data={"packed": True, "sequence_length": 64}, train={"steps": 1, "global_batch_size": 16}),
-        preset("a3"),
+        build_preset("a3"),
     )
     assert [code for code, _ in problems(made)] == [ExitCode.USAGE, ExitCode.USAGE]
     assert "takes heads up to 768" in made.problems[0].text
 
 
 @pytest.mark.parametrize(
-    ("action", "fails"), [(Action.APPLY, False), (Action.SKIP, False), (Action.OWNED, True)]
+    ("action", "fails"), [(PatchAction.APPLY, False), (PatchAction.SKIP, False), (PatchAction.OWNED, True)]
 )
 def test_a_shared_embedding_across_buckets_is_refused_where_nobody_mends_it(action, fails):
     recipe = job(DEEPSEEK, parallel={"pp": 2}, train={"steps": 1, "global_batch_size": 16})
-    patch = decision(action, False)._replace(id=SHARED_EMBEDDING)
+    patch = decision(action, False)._replace(id=SHARED_EMBEDDING_PATCH)
     made = plan(recipe, decisions=[patch])
     assert problems(made) == ([(ExitCode.USAGE, "parallel.pp")] if fails else [])
 
 
 def test_the_patch_of_the_shared_embedding_is_in_the_list():
-    assert SHARED_EMBEDDING in {patch.id for patch in PATCHES}
+    assert SHARED_EMBEDDING_PATCH in {patch.id for patch in PATCHES}
 
 
 def test_an_inference_card_is_unfit():
@@ -351,7 +360,9 @@ def test_an_inference_card_is_unfit():
 
 
 def test_a_plan_is_json_and_text():
-    made = plan(load("demo"), decisions=[decision(Action.APPLY, False), decision(Action.SKIP, False)])
+    made = plan(
+        load("demo"), decisions=[decision(PatchAction.APPLY, False), decision(PatchAction.SKIP, False)]
+    )
     said = json.loads(json.dumps(to_json(made), allow_nan=False))
     assert said["exit_code"] == 0
     assert said["layout"]["axes"]["ep"] == {"size": 2, "stride": 1, "first_group": [0, 1]}
@@ -367,7 +378,7 @@ def test_a_plan_is_json_and_text():
 def test_the_size_of_the_model_and_the_work_of_a_step_are_shown():
     wide = QWEN3_MOE | {"hidden_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000}
     recipe = job(wide, data={"sequence_length": 64}, train={"steps": 1, "global_batch_size": 80})
-    made = plan(recipe, preset("h200"))
+    made = plan(recipe, build_preset("h200"))
     layer = 128 * 1024 + 1024 * 64 + 2 * 1024 + 2 * 16 + 8 * 1024  # attention, norms, router
     expert = 3 * 32 * 1024
     parameters = 2 * 1000 * 1024 + 1024 + 4 * (layer + 8 * expert)
@@ -393,13 +404,13 @@ def test_the_size_of_the_model_and_the_work_of_a_step_are_shown():
 
 def test_the_work_of_a_step_is_said_to_lack_a_tower_that_images_decide():
     for name, has in (("sft-qwen3-vl-8b-h200", True), ("sft-qwen3-8b-h200", False)):
-        said = to_text(plan(load(name), preset("h200")), "run", "starts")
+        said = to_text(plan(load(name), build_preset("h200")), "run", "starts")
         assert ("FLOPs beside the vision tower's: " in said, "FLOPs: " in said) == (has, not has)
 
 
 def test_what_has_no_known_rate_takes_no_time():
     recipe = job(QWEN3, model={"config": QWEN3, "dtype": "fp32"}, train={"global_batch_size": 16})
-    for made in (plan(recipe, preset("h200")), plan(job(QWEN3))):
+    for made in (plan(recipe, build_preset("h200")), plan(job(QWEN3))):
         assert "FLOPs" in (said := to_text(made, "run", "starts")) and "peak of" not in said
 
 
@@ -423,17 +434,20 @@ def test_a_coefficient_that_the_config_does_not_ask_for_is_shown_and_can_be_take
 
 
 def test_a_named_machine_wins_over_the_recipe_and_says_so():
-    hardware, notes = machine("cpu", None, "h200")
+    hardware, notes = choose_hardware("cpu", None, "h200")
     assert hardware.backend == "cuda"
     assert notes[1:] == ("the recipe says backend: cpu; on h200 the command says otherwise",)
-    assert len(machine("auto", None, "a3")[1]) == 1 and "for a3: neither" in machine("auto", None, "a3")[1][0]
+    assert (
+        len(choose_hardware("auto", None, "a3")[1]) == 1
+        and "for a3: neither" in choose_hardware("auto", None, "a3")[1][0]
+    )
 
 
 def test_flags_that_contradict_each_other():
     with pytest.raises(UsageError, match="--hardware h200 is a machine for cuda, --backend says ascend"):
-        machine("auto", "ascend", "h200")
+        choose_hardware("auto", "ascend", "h200")
 
 
 def test_a_backend_that_this_machine_lacks_names_the_way_out():
     with pytest.raises(EnvironmentUnfit, match="to plan for another machine: --hardware"):
-        machine("ascend", None, None)
+        choose_hardware("ascend", None, None)

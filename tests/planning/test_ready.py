@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from bundle.architectures.tensors import TOWER, Tensors
-from bundle.environment.hardware import preset
-from bundle.planning import Plan, plan_for
-from bundle.recipe import Recipe, built_in, load
+from bundle.architectures.tensors import TOWER_PREFIX, Tensors
+from bundle.environment.hardware import build_preset
+from bundle.planning import Plan, build_plan
+from bundle.recipe import Recipe, list_built_in, load
 
-READY = [name for name in built_in() if name.startswith("sft-")]
+READY = [name for name in list_built_in() if name.startswith("sft-")]
 # Billions of parameters where the name does not say them.
 SIZES = {
     "deepseek-v2-lite": 15.7,
@@ -27,17 +27,19 @@ NOT_ON_NPUS = {"gpt-oss-20b": "sinks", "gpt-oss-120b": "sinks", "qwen3-next-80b-
 
 
 def planned(name: str) -> Plan:
-    return plan_for(load(name), named=name.rpartition("-")[2], mcore="0.16.1")
+    return build_plan(load(name), hardware_name=name.rpartition("-")[2], mcore="0.16.1")
 
 
 def lengths(recipe: Recipe) -> tuple[int, ...]:
-    stages = recipe.parallel.stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers) or ()
+    stages = (
+        recipe.parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers) or ()
+    )
     return tuple(sum(chunk.layers for chunk in stage) for stage in stages)
 
 
 @pytest.mark.parametrize("name", READY)
 def test_a_ready_job_is_planned_without_a_problem(name: str) -> None:
-    plan, machine = planned(name), preset(name.rpartition("-")[2])
+    plan, machine = planned(name), build_preset(name.rpartition("-")[2])
     assert plan.recipe.name == name
     assert not plan.problems
     assert plan.world == plan.recipe.devices.nodes * len(machine.devices)
@@ -53,11 +55,11 @@ def test_its_model_has_the_published_size(name: str) -> None:
     total, active = (re.search(pattern, model) for pattern in (r"-(\d+)b\b", r"-a(\d+)b$"))
     said = SIZES.get(model) or float(total[1] if total else 0)
     table = Tensors(load(name).architecture)
-    tower = sum(math.prod(of.shape) for of in table if of.name.startswith(TOWER))  # no name counts one
+    tower = sum(math.prod(of.shape) for of in table if of.name.startswith(TOWER_PREFIX))  # no name counts one
     assert (size.parameters - tower) / 1e9 == pytest.approx(said, rel=0.1)
     if active:
         published = ACTIVE.get(model, float(active[1]))
-        assert (size.active - tower) / 1e9 == pytest.approx(published, rel=0.15)
+        assert (size.active_parameters - tower) / 1e9 == pytest.approx(published, rel=0.15)
     assert bool(tower) == ("-vl-" in name)
 
 
@@ -87,7 +89,7 @@ def test_every_model_is_ready_for_both_machines_but_where_npus_refuse_it() -> No
     assert absent == set(NOT_ON_NPUS)
     for model, lacking in NOT_ON_NPUS.items():
         on_npus = load(f"sft-{model}-h200", ["backend=ascend", "devices.per_node=16"])
-        problems = plan_for(on_npus, named="a3", mcore="0.16.1").problems
+        problems = build_plan(on_npus, hardware_name="a3", mcore="0.16.1").problems
         assert any(lacking in problem.text for problem in problems), model
 
 
@@ -102,6 +104,6 @@ def test_dense_layers_are_computed_twice_only_where_memory_asks_for_it() -> None
     dense = [name for name in READY if load(name).architecture.moe is None]
     for name in (name for name in dense if load(name).model.recompute is not None):
         machine = name.rpartition("-")[2]
-        without = plan_for(load(name, ["model.recompute=null"]), named=machine, mcore="0.16.1")
+        without = build_plan(load(name, ["model.recompute=null"]), hardware_name=machine, mcore="0.16.1")
         fullest = max(stage.total for stage in without.memory)
-        assert fullest > 0.7 * (preset(machine).device_memory.value or 0), name
+        assert fullest > 0.7 * (build_preset(machine).device_memory.value or 0), name

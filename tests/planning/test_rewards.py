@@ -3,8 +3,8 @@
 import pytest
 
 from bundle.errors import ExitCode
-from bundle.planning import plan_for
-from bundle.planning.inputs import found, input_problems
+from bundle.planning import build_plan
+from bundle.planning.inputs import find_input_problems, find_local_inputs
 from bundle.planning.rewards import find_reward_problems
 from tests.data.test_questions import ROWS, build, write
 
@@ -40,7 +40,7 @@ def test_a_missing_file_or_function_is_named(tmp_path, text, name, value):
     recipe = build(
         f"data.path={data}", reward=f"{{kind: exact}}, {{kind: python, function: '{path}:{name}'}}"
     )
-    (problem,) = input_problems(recipe, tmp_path / "run")
+    (problem,) = find_input_problems(recipe, tmp_path / "run")
     assert problem.code is ExitCode.USAGE
     assert problem.text.startswith(f"rl.rewards.1.function: {path}:{name}: ") and value in problem.text
 
@@ -55,13 +55,13 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     data = write(tmp_path / "rows.jsonl", ROWS)
     gone = tmp_path / "gone.jsonl"
     recipe = build(f"data.path={data}", f"rl.evaluation={{path: [{gone}]}}")
-    (problem,) = input_problems(recipe, tmp_path / "run")
+    (problem,) = find_input_problems(recipe, tmp_path / "run")
     assert problem.text.startswith(f"rl.evaluation.path {gone}")
     write(gone, ROWS)
-    assert [*input_problems(recipe, tmp_path / "run")] == []
-    assert {one.key for one in found(recipe)} == {"data.path", "rl.evaluation.path"}
+    assert [*find_input_problems(recipe, tmp_path / "run")] == []
+    assert {one.key for one in find_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}
 
 
 def test_no_command_starts_to_train_a_policy():
-    plan = plan_for(build("data.path=x.jsonl", reward="{kind: exact}"), backend="cpu", per_node=1)
+    plan = build_plan(build("data.path=x.jsonl", reward="{kind: exact}"), backend="cpu", per_node=1)
     assert [p.code for p in plan.problems if p.text.startswith("task: rl ")] == [ExitCode.USAGE]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bundle.architectures import from_config
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from tests.planning.jobs import job
 from tests.reference import model
 from tests.reference.configs import CONFIGS
@@ -36,7 +36,7 @@ def counted(config, weights, tokens):
 
 def test_flops_are_those_that_torch_counts(config):
     """The reference computes all n² pairs of positions, of which causality shows a token n (n + 1) / 2."""
-    size, weights = model_size(from_config(config)), drawn(config, seed=5)
+    size, weights = compute_model_size(from_config(config)), drawn(config, seed=5)
     (short, _), (long, backward) = (counted(config, weights, n) for n in (SHORT, LONG))
     pair, odd = divmod(long * SHORT - short * LONG, LONG * SHORT * (LONG - SHORT))
     assert not odd
@@ -49,7 +49,7 @@ def test_flops_are_those_that_torch_counts(config):
     width = config.get("sliding_window", LONG)
     fewer = pairs - sum(min(place, width) for n in (SHORT, LONG, LONG) for place in range(1, n + 1))
     wanted = token * tokens + pair * pairs - windowed * of_layer * fewer
-    assert size.training_flops([SHORT, LONG, LONG]) == 3 * wanted
+    assert size.count_training_flops([SHORT, LONG, LONG]) == 3 * wanted
 
 
 @pytest.mark.parametrize("kind", [kind for kind, of in CONFIGS.items() if not of.get("tie_word_embeddings")])
@@ -58,37 +58,37 @@ def test_frozen_weights_beside_adapters_have_no_flops_of_their_own_gradients(kin
     config = CONFIGS[kind]
     lora = {"rank": 2, "alpha": 4, "targets": ["all-linear"]}
     recipe = job(config, model={"lora": lora}, data={"tokenizer": "hf:none"})
-    size, weights = model_size(recipe.architecture, recipe.model), drawn(config, seed=5)
+    size, weights = compute_model_size(recipe.architecture, recipe.model), drawn(config, seed=5)
     for name, weight in weights.items():
         weight.requires_grad_(name == "model.embed_tokens.weight")
     forward, backward = counted(config, weights, LONG)
     tokens = LONG * size.flops_per_token
-    assert size.adapters and backward == 2 * forward - tokens
-    assert size.step_flops(LONG, 0, 0) == 2 * tokens
+    assert size.adapter_parameters and backward == 2 * forward - tokens
+    assert size.count_step_flops(LONG, 0, 0) == 2 * tokens
 
 
 def test_parameters_are_those_of_a_published_checkpoint(config):
-    size, layers = model_size(from_config(config)), config["num_hidden_layers"]
+    size, layers = compute_model_size(from_config(config)), config["num_hidden_layers"]
     found = {name: math.prod(shape) for name, shape in shapes(config).items() if not name.endswith(STEERING)}
     numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in found}
     mtp = {name for name, at in numbers.items() if at and at[0] >= layers}
     chosen = config.get("num_experts_per_tok", 0)
     idle = {name for name, at in numbers.items() if len(at) > 1 and at[1] >= chosen}
-    assert size.mtp == sum(found[name] for name in mtp)
-    assert size.parameters == sum(found.values()) - size.mtp
-    assert size.active == size.parameters - sum(found[name] for name in idle - mtp)
+    assert size.mtp_parameters == sum(found[name] for name in mtp)
+    assert size.parameters == sum(found.values()) - size.mtp_parameters
+    assert size.active_parameters == size.parameters - sum(found[name] for name in idle - mtp)
 
 
 def test_a_checkpoint_has_the_rows_of_padding_in_every_arithmetic():
     config = CONFIGS["llama"]
-    size = model_size(from_config(config))
+    size = compute_model_size(from_config(config))
     rows = 2 * (128 - config["vocab_size"]) * config["hidden_size"]
     stored = size.parameters + rows
 
     def bytes_of(dtype: str, **optimizer: Any) -> int:
         words = {"tokenizer": "hf:none"}
         made = job(config, model={"dtype": dtype}, data=words, optimizer=optimizer)
-        return size.checkpoint_bytes(made.model.dtype, made.optimizer)
+        return size.count_checkpoint_bytes(made.model.dtype, made.optimizer)
 
     assert bytes_of("bf16") == stored * (2 + 4 + 4 + 4)
     assert bytes_of("fp32") == stored * (4 + 4 + 4 + 4)

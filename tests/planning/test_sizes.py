@@ -7,11 +7,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from bundle.capabilities.cpu import LOCAL
-from bundle.environment.hardware import preset
+from bundle.capabilities.cpu import LOCAL_LAYERS
+from bundle.environment.hardware import build_preset
 from bundle.environment.packages import MegatronCode
 from bundle.errors import ExitCode, UsageError
-from bundle.planning.layout import rank_layout
+from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.recipe import Recipe, load
 from tests.planning.jobs import DEEPSEEK, job, plan
@@ -21,7 +21,7 @@ SECONDS = 5  # a hundred times what it takes; without bounds there was no end
 
 
 def planned(recipe, named="h200", **options):
-    on = preset(named)
+    on = build_preset(named)
     return plan(recipe, on, RELEASE, **options)
 
 
@@ -51,7 +51,7 @@ ABSURD = [
 def test_absurd_sizes_are_refused_at_once(overrides, named):
     begun = time.process_time()
     try:
-        assert planned(load("demo", overrides), named).code is ExitCode.USAGE
+        assert planned(load("demo", overrides), named).exit_code is ExitCode.USAGE
     except UsageError as error:
         assert error.violations
     assert time.process_time() - begun < SECONDS
@@ -141,10 +141,12 @@ def test_the_fullest_rank_is_the_fullest_of_all(parallel, world, overlap):
         train={"steps": 3, "global_batch_size": 240},
         distributed={"overlap_grad_reduce": overlap, "bucket_size": 3001},
     )
-    buffers = StateBuffers.of(recipe, rank_layout(recipe, world), LOCAL, MegatronCode(Version(RELEASE)))
+    buffers = StateBuffers.from_recipe(
+        recipe, build_rank_layout(recipe, world), LOCAL_LAYERS, MegatronCode(Version(RELEASE))
+    )
     by_hand = [bytes_by_hand(recipe, buffers, rank) for rank in range(world)]
-    assert [buffers.rank(rank).total for rank in range(world)] == by_hand
+    assert [buffers.compute_rank_bytes(rank).total for rank in range(world)] == by_hand
     for stage in range(recipe.parallel.pp):
         inside = by_hand[stage * world // recipe.parallel.pp : (stage + 1) * world // recipe.parallel.pp]
-        assert buffers.largest(stage).total == max(inside)
+        assert buffers.compute_largest_bytes(stage).total == max(inside)
     assert len(set(by_hand)) > 2

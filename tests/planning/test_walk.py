@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 import bundle
-from bundle.planning import plan_for, to_json, to_text
+from bundle.planning import build_plan, to_json, to_text
 from bundle.recipe import load
 
 ROOT = Path(bundle.__file__).parent
@@ -31,7 +31,7 @@ def test_a_recipe_is_planned_in_the_files_that_the_architecture_names(monkeypatc
     sys.setprofile(look)
     try:
         for named in ("cpu", "h200", "a3"):
-            plan = plan_for(recipe, named=named, mcore="0.16.1")
+            plan = build_plan(recipe, hardware_name=named, mcore="0.16.1")
             to_json(plan), to_text(plan, "", "")
     finally:
         sys.setprofile(None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bundle.preflight import links
-from bundle.preflight.nodes import Place
+from bundle.preflight.nodes import LinkWorker
 
 
 def _late(of: Any, name: str) -> None:
@@ -28,17 +28,17 @@ if __name__ == "__main__":
     if sys.argv[2] == "held":
         dist.batch_isend_irecv = lambda _: time.sleep(600)  # type: ignore
     if sys.argv[2] == "slow":
-        result = links.Meeting.result
+        result = links.LinkStore.collect_defects
 
         def slow(*of: Any) -> Any:
             found = result(*of)
             time.sleep(3)  # the others end meanwhile
             return found
 
-        links.Meeting.result = slow  # type: ignore
+        links.LinkStore.collect_defects = slow  # type: ignore
     if sys.argv[2] == "late":
         _late(dist, "batch_isend_irecv")
-        _late(links.Measuring, "_wait")
-    links.probe(Place.parse(sys.argv[1])).tell()
+        _late(links.LinkMeasurement, "_wait_for_device")
+    links.probe(LinkWorker.from_argument(sys.argv[1])).print_result()
     sys.stdout.flush()
     os._exit(0)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from bundle.preflight import Found
+from bundle.preflight import ProbeResult
 
 
 def main(does: str) -> None:
@@ -19,7 +19,7 @@ def main(does: str) -> None:
         time.sleep(600)
     if does == "fail":
         raise RuntimeError("no such device")
-    Found({"TFLOP/s": 1.0}, "it is wrong" if does == "wrong" else "").tell()
+    ProbeResult({"TFLOP/s": 1.0}, "it is wrong" if does == "wrong" else "").print_result()
     if does == "chatter":
         print("{}\nbye")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bundle import preflight
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from bundle.errors import LaunchUnavailable
 from bundle.launch.rendezvous import discover
 from tests.launch.launched import ROOT, gone, reserved
@@ -21,11 +21,11 @@ run([Probe("device 0", "tests.preflight.probe", ("sleep",), "")], 600.0)
 """
 TOGETHER = """
 import sys
-from bundle.environment.hardware import preset
+from bundle.environment.hardware import build_preset
 from bundle.launch.rendezvous import discover
-from bundle.preflight import together
+from bundle.preflight import measure_links
 where = discover({}, nodes=2, node_rank=0, endpoint=sys.argv[1])
-together(preset("cpu", 1), where, {}, quick=True, devices=2, wait=300)
+measure_links(build_preset("cpu", 1), where, {}, quick=True, devices=2, wait=300)
 """
 
 
@@ -83,7 +83,7 @@ def test_a_port_that_somebody_has_is_nothing_against_the_node(host):
         port = taken.getsockname()[1]
         where = discover({}, nodes=2, node_rank=0, endpoint=f"127.0.0.1:{port}")
         with pytest.raises(LaunchUnavailable) as raised:
-            preflight.together(preset("cpu", 1), where, {}, quick=True, devices=1, wait=1)
+            preflight.measure_links(build_preset("cpu", 1), where, {}, quick=True, devices=1, wait=1)
     assert str(raised.value) == (
         f"port {port}: the port where the nodes meet is taken on this node: end what listens there, or name"
         " another with --rendezvous"

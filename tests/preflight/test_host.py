@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from bundle.environment.machine import Fact, Machine, local
+from bundle.environment.machine import DetectedValue, Machine, get_local_machine
 from bundle.environment.packages import detect
 from bundle.preflight import host, kernel, rdma, versions
 from tests.environment.machines import FIXTURES, machine_at
@@ -15,7 +15,7 @@ XID = "[123.4] NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, what it sa
 
 def logging(tmp_path, *lines):
     """A machine whose kernel has logged these lines."""
-    return Machine(tmp_path, {}, lambda command: Fact("\n".join(lines), " ".join(command)))
+    return Machine(tmp_path, {}, lambda command: DetectedValue("\n".join(lines), " ".join(command)))
 
 
 @pytest.mark.parametrize("xid", [48, 79, 95])
@@ -42,13 +42,13 @@ def test_what_is_a_programs_own_fault_is_not_against_the_node(tmp_path, line):
 
 
 def test_a_log_that_nobody_may_read_says_nothing(tmp_path):
-    denied = Machine(tmp_path, {}, lambda _: Fact(None, "dmesg: Operation not permitted"))
+    denied = Machine(tmp_path, {}, lambda _: DetectedValue(None, "dmesg: Operation not permitted"))
     found = kernel.probe(denied)
     assert (found.status, found.skipped) == ("skipped", "dmesg: Operation not permitted")
 
 
 def test_memory_that_is_free_here():
-    free = host.probe(local()).measured["GiB free"] * 2**30
+    free = host.probe(get_local_machine()).measured["GiB free"] * 2**30
     assert 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < free
     assert free < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -90,7 +90,7 @@ def test_ports_that_are_up_are_named_and_one_that_is_down_is_counted(node):
     down("mlx5_1")
     found = rdma.probe(machine_at(directory))
     assert (found.status, found.measured) == ("passed", {"ports": 2, "ports up": 1})
-    assert found.said == "mlx5_0/1: InfiniBand 400 Gb/sec"
+    assert found.note == "mlx5_0/1: InfiniBand 400 Gb/sec"
 
 
 def test_ports_of_which_none_can_be_used_are_against_the_node(node):
@@ -112,4 +112,4 @@ def test_what_doctor_would_have_fixed_is_against_the_node_and_the_driver_is_name
     )
     assert "names a device twice" in there.wrong
     there = versions.probe(machine_at(FIXTURES / "h200-x2"), detect(), "cuda")
-    assert "driver 580" in there.said
+    assert "driver 580" in there.note

@@ -11,7 +11,7 @@ import pytest
 
 from bundle.launch.rendezvous import discover
 from bundle.preflight import nodes
-from bundle.preflight.nodes import Link, Place, Report, judged, parsed
+from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, parse_report
 from tests.launch.launched import reserved
 
 
@@ -25,40 +25,40 @@ def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, Repor
 
 def ring(count: int, slow: set[int], speed: float = 1.0) -> dict[tuple[int, int], float]:
     """Links of all nodes to the next one and the one after, where all of `slow` nodes have another speed."""
-    pairs = [(n, (n + d) % count) for n in range(count) for d in nodes.distances(count)]
+    pairs = [(n, (n + d) % count) for n in range(count) for d in nodes.list_distances(count)]
     return {pair: speed if set(pair) & slow else 10.0 for pair in pairs}
 
 
 def test_partners_are_ever_further_away():
-    assert list(nodes.distances(1)) == []
-    assert list(nodes.distances(2)) == [1]
-    assert list(nodes.distances(1024)) == [1 << n for n in range(10)]
+    assert list(nodes.list_distances(1)) == []
+    assert list(nodes.list_distances(2)) == [1]
+    assert list(nodes.list_distances(1024)) == [1 << n for n in range(10)]
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])
 @pytest.mark.parametrize("slow", [{0}, {2}])
 def test_a_node_all_of_whose_links_are_slow_is_at_fault_and_its_partners_are_not(count, slow):
-    wrong = judged(between(ring(count, slow), count), range(10, 10 + count), 1)
+    wrong = judge_links(between(ring(count, slow), count), range(10, 10 + count), 1)
     (number,) = slow
     assert wrong == {10 + number: "its links carry 1 GB/s at most, those of others 10"}
 
 
 def test_nodes_that_are_alike_and_one_slow_link_between_good_nodes_are_no_fault_of_a_node():
-    assert judged(between(ring(4, set()), 4), range(4), 1) == {}
-    assert judged(between(ring(4, {3}, 6.0), 4), range(4), 1) == {}  # above half of what is usual
+    assert judge_links(between(ring(4, set()), 4), range(4), 1) == {}
+    assert judge_links(between(ring(4, {3}, 6.0), 4), range(4), 1) == {}  # above half of what is usual
     speeds = ring(4, set()) | {(0, 1): 0.1}
-    assert judged(between(speeds, 4), range(4), 1) == {}
+    assert judge_links(between(speeds, 4), range(4), 1) == {}
 
 
 def test_a_node_that_receives_fast_and_sends_slowly_is_at_fault():
     speeds = {pair: 1.0 if pair[0] == 1 else 10.0 for pair in ring(4, set())}
-    assert list(judged(between(speeds, 4), range(4), 1)) == [1]
+    assert list(judge_links(between(speeds, 4), range(4), 1)) == [1]
 
 
 def test_links_within_a_node_are_not_held_against_those_between_nodes():
     within = {rank: Report((Link(rank ^ 1, rank, 300.0, 1.0),)) for rank in range(4)}
     across = {rank: Report((*within[rank].links, Link((rank + 2) % 4, rank, 40.0, 9.0))) for rank in range(4)}
-    assert judged(across, range(2), 2) == {}
+    assert judge_links(across, range(2), 2) == {}
 
 
 def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
@@ -68,31 +68,35 @@ def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
 
 
 def test_the_node_that_is_at_one_end_of_every_silent_link_is_at_fault():
-    assert judged(silent((1, 0), (2, 1), count=3), range(3), 1) == {
+    assert judge_links(silent((1, 0), (2, 1), count=3), range(3), 1) == {
         1: "nothing came over its links to or from node 0, 2"
     }
     # Of a pair, nobody can tell: the one with the higher number, so that the other can go on.
-    assert list(judged(silent((0, 1), (1, 0), count=2), range(2), 1)) == [1]
-    assert judged(silent((1, 0), count=2), [7], 2) == {7: "nothing came over its links between its devices"}
+    assert list(judge_links(silent((0, 1), (1, 0), count=2), range(2), 1)) == [1]
+    assert judge_links(silent((1, 0), count=2), [7], 2) == {
+        7: "nothing came over its links between its devices"
+    }
 
 
 def test_a_node_that_says_nothing_is_at_fault_and_not_who_waited_for_it():
     said = silent((0, 2), count=3)
     del said[2]
-    assert judged(said, range(3), 1) == {2: "its links were not measured: it said nothing within the time"}
+    assert judge_links(said, range(3), 1) == {
+        2: "its links were not measured: it said nothing within the time"
+    }
 
 
 def test_where_all_are_held_together_all_are_told():
     said = {rank: Report((), "an all-reduce") for rank in range(2)}
-    assert judged(said, range(2), 1) == dict.fromkeys((0, 1), "its time was over in an all-reduce")
+    assert judge_links(said, range(2), 1) == dict.fromkeys((0, 1), "its time was over in an all-reduce")
 
 
 def test_what_is_sent_is_what_is_read():
     report = Report((Link(0, 1, 2.5, 3.5),), "an exchange", 4)
-    assert parsed(json.loads(json.dumps(report))) == report
+    assert parse_report(json.loads(json.dumps(report))) == report
     where = discover({}, nodes=3, node_rank=1, endpoint="h:1")
-    (place,) = nodes.places("cpu", 1, where, Path("f"), unfit="x", wait=1, seconds=2, quick=True)
-    assert Place.parse(place.word) == place and (place.address, place.port) == ("h", 1)
+    (place,) = nodes.build_workers("cpu", 1, where, Path("f"), unfit="x", wait=1, seconds=2, quick=True)
+    assert LinkWorker.from_argument(place.argument) == place and (place.address, place.port) == ("h", 1)
 
 
 def test_lists_have_a_name_on_each_line(tmp_path):
@@ -105,11 +109,11 @@ def told(does: list[str], unfit: dict[str, str], port: int) -> list[dict[str, An
     """What the probe of each of some nodes of one device finds."""
     started = []
     for number, how in enumerate(does):
-        place = Place(
+        place = LinkWorker(
             kind="cpu", local_rank=0, per_node=1, nodes=len(does), node_rank=number, address="127.0.0.1",
             port=port, unfit=unfit.get(how, ""), wait=300, seconds=30, quick=True, name=f"gpu{number}",
         )  # fmt: skip
-        command = [sys.executable, "-m", "tests.preflight.link", place.word, how]
+        command = [sys.executable, "-m", "tests.preflight.link", place.argument, how]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [process.communicate(timeout=500)[0] for process in started]
     assert all("preflight found " in text for text in said), "\n=====".join(said)
@@ -136,19 +140,19 @@ def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that
 def measuring(size: int) -> Any:
     """The measurements of the first of `size` devices, which waits for nobody."""
     links = pytest.importorskip("bundle.preflight.links")
-    place = Place(
+    place = LinkWorker(
         kind="cpu", local_rank=0, per_node=size, nodes=1, node_rank=0, address="", port=0, unfit="",
         wait=1, seconds=1, quick=True, name="gpu0",
     )  # fmt: skip
-    found = links.Measuring(place, 0, size, 1)
-    found._meet = lambda: setattr(found, "stage", "waiting for the others")
+    found = links.LinkMeasurement(place, 0, size, 1)
+    found._wait_at_barrier = lambda: setattr(found, "stage", "waiting for the others")
     return found
 
 
 def test_a_call_takes_what_one_takes_after_the_first(monkeypatch):
     found, now, first = measuring(2), [0.0], [0.5]
-    found.stage, found.came = "an exchange", object()
-    meet = found._meet
+    found.stage, found.received = "an exchange", object()
+    meet = found._wait_at_barrier
 
     def passes(seconds: float) -> None:
         now[0] += seconds
@@ -157,17 +161,17 @@ def test_a_call_takes_what_one_takes_after_the_first(monkeypatch):
         meet()
         passes(3)
 
-    monkeypatch.setattr(found, "_meet", meets)
+    monkeypatch.setattr(found, "_wait_at_barrier", meets)
     monkeypatch.setattr("bundle.preflight.links.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert found._timed(lambda: passes(first.pop() if first else 0.02), 5) == pytest.approx(0.02)
-    assert (found.stage, found.came) == ("an exchange", None)
+    assert found._time_calls(lambda: passes(first.pop() if first else 0.02), 5) == pytest.approx(0.02)
+    assert (found.stage, found.received) == ("an exchange", None)
     assert now == [pytest.approx(0.5 + 3 + 5 * 0.02)]
 
 
 def test_bandwidths_are_those_of_the_bus():
     found = measuring(4)
-    found._timed = lambda body, repeats: 0.5
-    found._together()
+    found._time_calls = lambda body, repeats: 0.5
+    found._measure_collectives()
     # As NCCL's own tests count: what each device sends and receives, of which its own part stays with it.
     reduced, exchanged = 2 * 3 / 4 * 2**22 / 0.5 / 1e9, 3 / 4 * 2**22 / 0.5 / 1e9
     assert found.measured == pytest.approx({"GB/s all-reduce": reduced, "GB/s all-to-all": exchanged})

@@ -10,10 +10,20 @@ from pathlib import Path
 import pytest
 
 from bundle import preflight
-from bundle.environment.hardware import detect, preset
+from bundle.environment.hardware import build_preset, detect
 from bundle.environment.machine import Level
 from bundle.launch.rendezvous import Rendezvous
-from bundle.preflight import DEVICE, DISK, Found, Probe, findings, judged, probes, report, run
+from bundle.preflight import (
+    DEVICE,
+    DISK,
+    Probe,
+    ProbeResult,
+    build_findings,
+    build_probes,
+    build_report,
+    mark_slow_devices,
+    run,
+)
 
 HERE = "tests.preflight.probe"
 
@@ -22,35 +32,35 @@ def probe(*words: str, subject: str = "device 0", module: str = HERE) -> Probe:
     return Probe(subject, module, words, "leave it out")
 
 
-def of(*found: Found) -> list[tuple[Level, str]]:
+def of(*found: ProbeResult) -> list[tuple[Level, str]]:
     asked = {probe(subject=f"device {n}"): each for n, each in enumerate(found)}
-    return [(finding.level, finding.cause) for finding in findings(judged(asked))]
+    return [(finding.level, finding.cause) for finding in build_findings(mark_slow_devices(asked))]
 
 
 def test_a_device_that_is_slower_than_its_neighbours_is_told():
-    usual = [Found({"TFLOP/s": 600.0 + n}) for n in range(7)]
-    told = of(*usual, Found({"TFLOP/s": 500.0}))
+    usual = [ProbeResult({"TFLOP/s": 600.0 + n}) for n in range(7)]
+    told = of(*usual, ProbeResult({"TFLOP/s": 500.0}))
     assert told[:7] == [(Level.OK, f"{600 + n} TFLOP/s") for n in range(7)]
     assert told[7] == (Level.FAIL, "computes 500 TFLOP/s, its neighbours 603")
-    assert of(Found({"TFLOP/s": 1.0}), Found({"TFLOP/s": 0.95})) == [
+    assert of(ProbeResult({"TFLOP/s": 1.0}), ProbeResult({"TFLOP/s": 0.95})) == [
         (Level.OK, "1 TFLOP/s"),
         (Level.OK, "0.95 TFLOP/s"),
     ]
-    assert of(Found({"TFLOP/s": 0.85}), Found({"TFLOP/s": 1.0}))[0][0] is Level.FAIL
+    assert of(ProbeResult({"TFLOP/s": 0.85}), ProbeResult({"TFLOP/s": 1.0}))[0][0] is Level.FAIL
 
 
 @pytest.mark.parametrize(("of_which", "wrong"), [("h200", "device 0: computes 1 TFLOP/s"), ("cpu", "")])
 def test_processes_that_share_their_processors_are_not_compared(of_which, wrong, tmp_path, monkeypatch):
-    unequal = {probe(subject=f"device {n}"): Found({"TFLOP/s": 1.0 + n}) for n in range(2)}
+    unequal = {probe(subject=f"device {n}"): ProbeResult({"TFLOP/s": 1.0 + n}) for n in range(2)}
     monkeypatch.setattr(preflight, "run", lambda *_: unequal)
-    monkeypatch.setattr(preflight, "together", lambda *_, **__: {})
+    monkeypatch.setattr(preflight, "measure_links", lambda *_, **__: {})
     where = Rendezvous(1, 0, "127.0.0.1", None, "", "")
-    asked = preflight.Asked(preset(of_which, 2), tmp_path, where, quick=True, devices=2, wait=1.0)
-    assert asked.own.startswith(wrong) and bool(asked.own) == bool(wrong)
+    asked = preflight.NodeCheck(build_preset(of_which, 2), tmp_path, where, quick=True, devices=2, wait=1.0)
+    assert asked.own_defects.startswith(wrong) and bool(asked.own_defects) == bool(wrong)
 
 
 def test_what_a_probe_finds_wrong_is_told_with_what_to_do():
-    (finding,) = findings({probe(): Found({"TFLOP/s": 600.0}, "a product is wrong")})
+    (finding,) = build_findings({probe(): ProbeResult({"TFLOP/s": 600.0}, "a product is wrong")})
     assert finding == ("device 0", Level.FAIL, "a product is wrong", "leave it out")
 
 
@@ -86,8 +96,12 @@ def test_lines_of_libraries_are_not_what_a_probe_found():
 
 def test_what_a_node_came_to_has_status_and_what_to_do():
     bad, good, none = (probe(subject=name) for name in ("a", "b", "c"))
-    wrong, right, skipped = Found(wrong="broken", seconds=2.5), Found({"GiB free": 3.0}), Found(skipped="why")
-    told = report("cpu", {bad: wrong, good: right, none: skipped})
+    wrong, right, skipped = (
+        ProbeResult(wrong="broken", seconds=2.5),
+        ProbeResult({"GiB free": 3.0}),
+        ProbeResult(skipped="why"),
+    )
+    told = build_report("cpu", {bad: wrong, good: right, none: skipped})
     assert told["passed"] is False and told["backend"] == "cpu" and told["node"]
     assert told["probes"] == [
         {
@@ -108,28 +122,33 @@ def test_what_a_node_came_to_has_status_and_what_to_do():
         },
         {"name": "c", "status": "skipped", "seconds": 0.0, "measured": {}, "cause": "why", "fix": ""},
     ]
-    assert report("cpu", {good: right, none: skipped})["passed"] is True
+    assert build_report("cpu", {good: right, none: skipped})["passed"] is True
 
 
 BACKENDS = {"cuda": "h200", "ascend": "a3", "cpu": "cpu"}
 
 
 def test_devices_that_have_to_be_there_are_asked_be_they_seen_or_not():
-    asked = probes(preset("h200", 7), Path("/runs"), quick=True, devices=8)
-    assert [each.words[1] for each in asked if each.module == DEVICE] == [str(n) for n in range(8)]
+    asked = build_probes(build_preset("h200", 7), Path("/runs"), quick=True, devices=8)
+    assert [each.arguments[1] for each in asked if each.module == DEVICE] == [str(n) for n in range(8)]
 
 
 def test_every_device_is_asked_and_the_disk_of_the_runs():
-    asked = list(probes(preset("h200", 8), Path("/runs"), quick=True))
-    assert [each.words for each in asked if each.module == DEVICE] == [
+    asked = list(build_probes(build_preset("h200", 8), Path("/runs"), quick=True))
+    assert [each.arguments for each in asked if each.module == DEVICE] == [
         ("cuda", str(n), "quick") for n in range(8)
     ]
-    assert [each.words[0] for each in asked if each.module == DISK] == ["/runs", "/dev/shm"]
-    assert [each.subject for each in probes(detect("cpu"), Path(), quick=False)][:2] == ["device 0", "disk"]
+    assert [each.arguments[0] for each in asked if each.module == DISK] == ["/runs", "/dev/shm"]
+    assert [each.subject for each in build_probes(detect("cpu"), Path(), quick=False)][:2] == [
+        "device 0",
+        "disk",
+    ]
 
 
 def test_the_driver_of_gpus_alone_is_asked_whether_they_must_be_recovered():
-    asked = {backend: probes(preset(name, 8), Path(), quick=True) for backend, name in BACKENDS.items()}
+    asked = {
+        backend: build_probes(build_preset(name, 8), Path(), quick=True) for backend, name in BACKENDS.items()
+    }
     assert [b for b, every in asked.items() if "recovery" in [each.subject for each in every]] == ["cuda"]
 
 
@@ -189,7 +208,7 @@ def test_a_node_that_is_not_fit_ends_with_3(directory, monkeypatch):
     from bundle.cli import preflight as verb
 
     monkeypatch.setattr(
-        preflight, "probes", lambda *_, **__: [Probe("disk", DISK, (directory, "1048576"), "x")]
+        preflight, "build_probes", lambda *_, **__: [Probe("disk", DISK, (directory, "1048576"), "x")]
     )
     with pytest.raises(typer.Exit) as ended:
         verb.preflight(

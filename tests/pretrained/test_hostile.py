@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bundle.architectures import from_config, read_config
 from bundle.errors import UsageError
-from bundle.pretrained import of_directory, of_recipe, weights_in
+from bundle.pretrained import find_model_weights, find_recipe_weights, find_weights
 from tests.pretrained.directories import recipe, write, write_file
 
 ODD = st.one_of(
@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
     return directory, of, (directory / "model.safetensors").read_bytes()
 
 
-def fine_or_refused(directory, taken=lambda directory: of_recipe(recipe(directory))):
+def fine_or_refused(directory, taken=lambda directory: find_recipe_weights(recipe(directory))):
     """Whether the directory is taken; an error must be ours, and short enough to be read."""
     try:
         return taken(directory) is not None
@@ -45,7 +45,7 @@ def fine_or_refused(directory, taken=lambda directory: of_recipe(recipe(director
 def by_its_config(directory):
     """What `weights check` takes a directory for."""
     config = read_config(directory)
-    return of_directory(directory, config, from_config(config))
+    return find_model_weights(directory, config, from_config(config))
 
 
 @settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -116,7 +116,7 @@ def test_one_odd_value_in_a_config(tmp_path, data):
         config[key] = odd
     place.write_text(json.dumps(config))
     if fine_or_refused(directory, by_its_config):
-        assert weights_in(directory) is not None, "a change that no tensor shows"
+        assert find_weights(directory) is not None, "a change that no tensor shows"
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts"])
@@ -162,7 +162,7 @@ def test_pipes_and_directories_are_no_files(tmp_path):
     os.mkfifo(one)
     two.mkdir()
     with pytest.raises(UsageError) as error:
-        weights_in(tmp_path)
+        find_weights(tmp_path)
     assert f"{one.name}: no regular file" in error.value.violations
     assert len(error.value.violations) == 2
 

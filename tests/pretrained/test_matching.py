@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 
 from bundle.errors import UsageError
-from bundle.planning.inputs import input_problems, weights
-from bundle.pretrained import of_recipe
+from bundle.planning.inputs import find_input_problems, inspect_weights
+from bundle.pretrained import find_recipe_weights
 from tests.pretrained.directories import header, recipe, write, write_file, write_index
 from tests.reference.configs import CONFIGS
 
 
 def refused(directory, **model):
     with pytest.raises(UsageError) as error:
-        of_recipe(recipe(directory, **model))
+        find_recipe_weights(recipe(directory, **model))
     return error.value
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_whole_directory_is_taken(tmp_path, shards):
     files = write(tmp_path, shards=shards)
-    found = of_recipe(recipe(tmp_path))
+    found = find_recipe_weights(recipe(tmp_path))
     assert found is not None
     assert found.entries.keys() == {name for of in files.values() for name in of}
     assert found.bytes == sum(
@@ -41,7 +41,7 @@ def test_missing_extra_and_misshaped_tensors_are_listed_together(tmp_path):
         "model.layers.1.self_attn.k_norm.weight is no tensor of this model",
         "model.layers.1.mlp.down_proj.weight is [80, 48], the model's is [48, 80]",
     }
-    problems = [problem.text for problem in input_problems(recipe(tmp_path), tmp_path / "run")]
+    problems = [problem.text for problem in find_input_problems(recipe(tmp_path), tmp_path / "run")]
     assert all(any(reason in text for text in problems) for reason in refused(tmp_path).violations)
 
 
@@ -61,15 +61,15 @@ def test_truncated_files_are_named_with_their_tensors(tmp_path):
 
 def test_a_directory_without_weights_begins_with_random_ones_unless_they_are_asked_for(tmp_path):
     write(tmp_path)
-    assert of_recipe(recipe(tmp_path, weights="random")) is None
+    assert find_recipe_weights(recipe(tmp_path, weights="random")) is None
     (tmp_path / "model.safetensors").unlink()
-    assert of_recipe(recipe(tmp_path)) is None
+    assert find_recipe_weights(recipe(tmp_path)) is None
     assert "there are no weights" in str(refused(tmp_path, weights="load"))
     job = recipe(tmp_path)
     (tmp_path / "config.json").unlink()
     tmp_path.rmdir()
     with pytest.raises(UsageError, match="is no directory"):
-        of_recipe(job)
+        find_recipe_weights(job)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_weights_of_another_kind_are_not_taken_for_none(tmp_path, name):
     write(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     assert f"holds {name}, but neither model.safetensors" in str(refused(tmp_path))
-    assert of_recipe(recipe(tmp_path, weights="random")) is None
+    assert find_recipe_weights(recipe(tmp_path, weights="random")) is None
 
 
 def test_layers_of_prediction_that_are_not_there_are_named_with_the_remedy(tmp_path):
     write(tmp_path, "glm4_moe")
     job = {"mtp": {"layers": 0}}
-    assert of_recipe(recipe(tmp_path)) is not None
-    assert of_recipe(recipe(tmp_path, **job)) is not None, "what is not trained may be there"
+    assert find_recipe_weights(recipe(tmp_path)) is not None
+    assert find_recipe_weights(recipe(tmp_path, **job)) is not None, "what is not trained may be there"
     config = CONFIGS["glm4_moe"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
     assert refused(tmp_path).violations[-1].endswith("model.mtp.layers: 0 trains without it")
-    assert of_recipe(recipe(tmp_path, **job)) is not None
+    assert find_recipe_weights(recipe(tmp_path, **job)) is not None
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     assert "model.layers.4.eh_proj.weight is no tensor of this model" in refused(tmp_path).violations
-    assert of_recipe(recipe(tmp_path, mtp={"layers": 1}, config=config)) is not None
+    assert find_recipe_weights(recipe(tmp_path, mtp={"layers": 1}, config=config)) is not None
 
 
 def test_copies_and_old_constants_may_be_there(tmp_path):
@@ -102,7 +102,7 @@ def test_copies_and_old_constants_may_be_there(tmp_path):
         "model.layers.4.shared_head.head.weight": (100, 48),
     }
     write(tmp_path, "glm4_moe", more=copies | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)})
-    assert of_recipe(recipe(tmp_path)) is not None
+    assert find_recipe_weights(recipe(tmp_path)) is not None
     write(tmp_path, "glm4_moe", more={"model.layers.4.embed_tokens.weight": (100, 47)})
     assert "is [100, 47], the model's is [100, 48]" in str(refused(tmp_path))
 
@@ -170,7 +170,7 @@ def test_scales_fit_their_tensors(tmp_path):
                 rest[name], at = one, one["data_offsets"][1]
         write_file(tmp_path / "model.safetensors", rest)
         try:
-            return of_recipe(recipe(tmp_path, config=config)) and ""
+            return find_recipe_weights(recipe(tmp_path, config=config)) and ""
         except UsageError as error:
             return str(error)
 
@@ -182,13 +182,19 @@ def test_scales_fit_their_tensors(tmp_path):
 
 def test_a_plan_says_what_a_model_begins_with(tmp_path):
     write(tmp_path)
-    loaded = weights(recipe(tmp_path)).described
+    loaded = inspect_weights(recipe(tmp_path)).description
     assert loaded.startswith(f"{tmp_path}: ") and loaded.endswith(" GiB") and " tensors, " in loaded
-    assert weights(recipe(tmp_path, weights="random")).described == "random weights: model.weights says so"
+    assert (
+        inspect_weights(recipe(tmp_path, weights="random")).description
+        == "random weights: model.weights says so"
+    )
     (tmp_path / "model.safetensors").unlink()
-    assert weights(recipe(tmp_path)).described == f"random weights: {tmp_path} holds none"
-    assert weights(recipe(tmp_path, path=None)).described == "random weights: the recipe names no model.path"
-    assert not weights(recipe(tmp_path, weights="load")).described
+    assert inspect_weights(recipe(tmp_path)).description == f"random weights: {tmp_path} holds none"
+    assert (
+        inspect_weights(recipe(tmp_path, path=None)).description
+        == "random weights: the recipe names no model.path"
+    )
+    assert not inspect_weights(recipe(tmp_path, weights="load")).description
 
 
 @pytest.mark.parametrize(
@@ -201,9 +207,9 @@ def test_a_checkpoint_of_another_head_is_refused_by_its_class(tmp_path, name, ha
         (tmp_path / file).unlink()
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": [name]}))
-    (said,) = [problem.text for problem in weights(recipe(tmp_path)).problems]
+    (said,) = [problem.text for problem in inspect_weights(recipe(tmp_path)).problems]
     assert said.startswith("model.path: ") and name in said and "Qwen2ForCausalLM" in said
-    assert not weights(recipe(tmp_path, weights="random")).problems
+    assert not inspect_weights(recipe(tmp_path, weights="random")).problems
 
 
 @pytest.mark.parametrize(
@@ -213,4 +219,4 @@ def test_other_names_of_a_class_say_nothing(tmp_path, named):
     write(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"architectures": named}))
-    assert of_recipe(recipe(tmp_path)) is not None
+    assert find_recipe_weights(recipe(tmp_path)) is not None

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import UsageError
-from bundle.pretrained.replacing import LIST, refuse, replacing
+from bundle.pretrained.replacing import MANIFEST, refuse_overwrite, replace_directory
 
 ROOT = Path(__file__).parents[2]
 
 
 def put(place: Path, text: str) -> None:
-    with replacing(place) as partial:
+    with replace_directory(place) as partial:
         (partial / "whole").write_text(text)
 
 
@@ -24,14 +24,14 @@ def names(directory: Path) -> list[str]:
 
 def held(place: Path) -> dict[str, str]:
     """What a person finds there."""
-    return {path.name: path.read_text() for path in place.iterdir() if path.name != LIST}
+    return {path.name: path.read_text() for path in place.iterdir() if path.name != MANIFEST}
 
 
 _KILLED = """
 import os, sys
 from pathlib import Path
-from bundle.pretrained.replacing import replacing
-with replacing(Path(sys.argv[1])) as partial:
+from bundle.pretrained.replacing import replace_directory
+with replace_directory(Path(sys.argv[1])) as partial:
     (partial / "half").write_text("a")
     os.kill(os.getpid(), 9)
 """
@@ -43,14 +43,14 @@ def test_whoever_is_killed_leaves_what_was_there(tmp_path):
     killed = subprocess.run([sys.executable, "-c", _KILLED, str(place)], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL
     assert held(place) == {"whole": "old"}
-    with pytest.raises(ZeroDivisionError), replacing(place) as partial:
+    with pytest.raises(ZeroDivisionError), replace_directory(place) as partial:
         assert not list(partial.iterdir()), "what the killed one left is gone"
         (partial / "half").write_text("b")
         raise ZeroDivisionError
     assert held(place) == {"whole": "old"}
     assert names(tmp_path) == ["hf"], "nothing half written stays"
     place.rename(tmp_path / ".hf.before")  # killed between the two renames
-    with pytest.raises(ZeroDivisionError), replacing(place):
+    with pytest.raises(ZeroDivisionError), replace_directory(place):
         raise ZeroDivisionError
     assert held(place) == {"whole": "old"}
     put(place, "new")
@@ -103,7 +103,7 @@ def test_what_is_no_directory_is_refused_before_anything_is_written(tmp_path, mo
         with pytest.raises(UsageError, match=why):
             put(tmp_path / name, "new")
         with pytest.raises(UsageError, match=why):
-            refuse(tmp_path / name, [], force=True)
+            refuse_overwrite(tmp_path / name, [], force=True)
     assert names(tmp_path) == before and (tmp_path / "file").read_text() == "mine"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -118,27 +118,27 @@ def test_what_is_read_is_never_replaced(tmp_path):
     for out in (run, run.parent, tmp_path, run / "hf", tmp_path / "link", run / ".." / "mine"):
         for force in (False, True):
             with pytest.raises(UsageError, match="which is read: name another one"):
-                refuse(out, [tmp_path / "elsewhere", tmp_path / "link"], force=force)
+                refuse_overwrite(out, [tmp_path / "elsewhere", tmp_path / "link"], force=force)
     for out in (tmp_path / "runs" / "mine too", tmp_path / "runs" / "min"):
-        refuse(out, [run], force=False)
+        refuse_overwrite(out, [run], force=False)
 
 
 def test_what_others_have_put_there_is_replaced_by_force_alone(tmp_path):
     mine, ours = tmp_path / "mine", tmp_path / "ours"
-    refuse(mine, [], force=False)
+    refuse_overwrite(mine, [], force=False)
     mine.mkdir()
-    refuse(mine, [], force=False)
+    refuse_overwrite(mine, [], force=False)
     for _ in range(2):  # what was written here may be replaced, again and again
-        with replacing(ours) as partial:
+        with replace_directory(ours) as partial:
             (partial / "release").mkdir()
             (partial / "release" / "weights").write_text("1")
-        refuse(ours, [], force=False)
+        refuse_overwrite(ours, [], force=False)
     for directory, name in ((mine, "thesis.txt"), (ours, "release/thesis.txt"), (ours, ".hidden")):
         (directory / name).write_text("years")
         with pytest.raises(UsageError, match=rf"holds {name}, which was not .* --force"):
-            refuse(directory, [], force=False)
-        refuse(directory, [], force=True)
+            refuse_overwrite(directory, [], force=False)
+        refuse_overwrite(directory, [], force=True)
         (directory / name).unlink()
-    (ours / LIST).unlink()
+    (ours / MANIFEST).unlink()
     with pytest.raises(UsageError, match="holds release/weights"):
-        refuse(ours, [], force=False)
+        refuse_overwrite(ours, [], force=False)

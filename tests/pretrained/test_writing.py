@@ -7,22 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from bundle.pretrained import weights_in, writing
-from bundle.pretrained.writing import File, Stored, names_of_files, shares
+from bundle.pretrained import find_weights, writing
+from bundle.pretrained.writing import OutputTensor, SafetensorsWriter, build_file_names, split_into_files
 from tests.pretrained.directories import recipe, write
 
 TENSORS = [
-    Stored("a", "BF16", (3, 5)),
-    Stored("b", "F32", (7,)),
-    Stored("c", "BF16", (2, 2)),
-    Stored("d", "F32", ()),
+    OutputTensor("a", "BF16", (3, 5)),
+    OutputTensor("b", "F32", (7,)),
+    OutputTensor("c", "BF16", (2, 2)),
+    OutputTensor("d", "F32", ()),
 ]
 
 
-def written(directory: Path, largest: int) -> dict[str, list[Stored]]:
-    of = dict(zip(names_of_files(len(list(shares(TENSORS, largest)))), shares(TENSORS, largest), strict=True))
+def written(directory: Path, largest: int) -> dict[str, list[OutputTensor]]:
+    of = dict(
+        zip(
+            build_file_names(len(list(split_into_files(TENSORS, largest)))),
+            split_into_files(TENSORS, largest),
+            strict=True,
+        )
+    )
     for name, share in of.items():
-        file = File(directory / name, share)
+        file = SafetensorsWriter(directory / name, share)
         for tensor in share:
             file.append(tensor.name.encode() * tensor.bytes)
         file.close()
@@ -33,7 +39,7 @@ def written(directory: Path, largest: int) -> dict[str, list[Stored]]:
 @pytest.mark.parametrize(("largest", "files"), [(10**9, 1), (58, 2), (1, 4)])
 def test_what_is_written_reads_back(tmp_path, largest, files):
     assert len(written(tmp_path, largest)) == files
-    found = weights_in(tmp_path)
+    found = find_weights(tmp_path)
     assert found is not None
     assert {name: (e.dtype, e.shape) for name, e in found.entries.items()} == {
         t.name: (t.dtype, t.shape) for t in TENSORS
@@ -53,7 +59,7 @@ def test_safetensors_reads_it(tmp_path):
 
 
 def written_config(directory, job, numbers):
-    model = writing.Published(job.model.config, job.architecture)
+    model = writing.PublishedModel(job.model.config, job.architecture)
     writing.write_config(directory / "out", model, numbers)
 
 
@@ -134,7 +140,7 @@ def test_the_tokenizer_that_trained_comes_along_whole_and_the_rest_of_its_model(
         paths = {"model": job.model.model_copy(update={"path": str(model)})}
         made = job.model_copy(update=paths | {"data": job.data.model_copy(update=tokenizer)})
         out.mkdir()
-        writing.copy_belongings(writing.Published.of(made), out)
+        writing.copy_extra_files(writing.PublishedModel.from_recipe(made), out)
         found = {path.name: path.read_text() for path in out.iterdir()}
         shutil.rmtree(out)
         return found
@@ -152,6 +158,6 @@ def test_a_model_without_its_tokenizer_says_so(tmp_path, caplog):
     write(tmp_path / "model")
     job = recipe(tmp_path / "model")
     (tmp_path / "out").mkdir()
-    writing.complete(tmp_path / "out", writing.Published.of(job), "bf16", {})
+    writing.write_remaining_files(tmp_path / "out", writing.PublishedModel.from_recipe(job), "bf16", {})
     assert "without tokenizer and chat template: none is no directory" in caplog.text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]

@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import LayerType
 from packaging.version import Version
 
 from bundle.environment.packages import MegatronCode
-from bundle.planning.layout import rank_layout
-from bundle.planning.problems import LAYOUT_OF_MTP, MTP_APART
+from bundle.planning.layout import build_rank_layout
+from bundle.planning.problems import MTP_LAYOUT, STANDALONE_MTP
 from bundle.recipe import stages
 from tests.planning.jobs import DEEPSEEK, job
 
@@ -47,14 +47,14 @@ def read_by_megatron(layout: str) -> tuple[str, ...]:
 @given(WRITTEN)
 @settings(max_examples=300, deadline=None)
 def every_layout_is_read_as_megatron_reads_it(layout: str) -> None:
-    assert stages.parsed(layout) == read_by_megatron(layout)
+    assert stages.parse_layout(layout) == read_by_megatron(layout)
 
 
 @given(ANYTHING)
 @settings(max_examples=1000, deadline=None)
 def nothing_is_read_otherwise(layout: str) -> None:
     try:
-        ours = stages.parsed(layout)
+        ours = stages.parse_layout(layout)
     except ValueError:
         return
     assert ours == read_by_megatron(layout)
@@ -64,7 +64,7 @@ def takes(layout: str, pp: int, layers: int, depth: int) -> theirs.PipelineParal
     """Megatron's own layout; None where it refuses it."""
     try:
         made = theirs.PipelineParallelLayerLayout(layout, pp)
-        told = {"mtp_num_layers": depth or None} if CODE.has(LAYOUT_OF_MTP) else {}
+        told = {"mtp_num_layers": depth or None} if CODE.has(MTP_LAYOUT) else {}
         made.validate_layer_layout(num_layers=layers, **told)
     except (AssertionError, NotImplementedError):
         return None
@@ -93,10 +93,10 @@ SEEN: set[str] = set()
 @settings(max_examples=1000, deadline=None)
 def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> None:
     layout, pp, layers, depth = drawn
-    held = stages.parsed(layout)
-    refused = list(stages.misplaced(held, pp, layers=layers, mtp_layers=depth))
+    held = stages.parse_layout(layout)
+    refused = list(stages.find_misplaced(held, pp, layers=layers, mtp_layers=depth))
     last = {"t", "m"} <= set(held[-1])
-    if depth and not (CODE.has(LAYOUT_OF_MTP) and (last or CODE.has(MTP_APART))):
+    if depth and not (CODE.has(MTP_LAYOUT) and (last or CODE.has(STANDALONE_MTP))):
         return  # this release does not build it
     made = takes(layout, pp, layers, depth)
     if refused:
@@ -112,7 +112,7 @@ def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> N
     model = {"config": config, "mtp": {"layers": depth}}
     recipe = job(config, parallel=sizes, model=model, train={"steps": 1, "global_batch_size": 24})
     assert recipe.parallel.vpp == (rounds if rounds > 1 else None)
-    dealt = rank_layout(recipe, pp)
+    dealt = build_rank_layout(recipe, pp)
     for rank, chunk in product(range(pp), range(rounds)):
         parallel_state.set_pipeline_model_parallel_rank(rank)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(rounds if rounds > 1 else None)
@@ -122,7 +122,7 @@ def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> N
         assert ours.embedding == bool(made.get_num_layers_to_build(LayerType.embedding, **at)), layout
         assert ours.head == bool(made.get_num_layers_to_build(LayerType.loss, **at)), layout
         if depth and ours.mtp_layers:
-            assert recipe.parallel.prediction_rank == rank, layout
+            assert recipe.parallel.mtp_rank == rank, layout
     SEEN.add(f"taken with {depth} MTP layers")
 
 

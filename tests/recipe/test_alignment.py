@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bundle.errors import JobFailed
 from bundle.fp8 import SCALINGS
 from bundle.recipe.alignment import Alignment, Padding
-from tests.sequences.strategies import ALIGNMENTS, LENGTHS
+from tests.packing.strategies import ALIGNMENTS, LENGTHS
 
 
 def divides(alignment, rows):
@@ -52,10 +52,10 @@ def least_padding(alignment, lengths):
 @given(LENGTHS, ALIGNMENTS)
 def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
     padding = alignment.pad(lengths)
-    assert (padding.padded, padding.tail) == least_padding(alignment, lengths)
+    assert (padding.padded_lengths, padding.tail_rows) == least_padding(alignment, lengths)
     assert padding.lengths == tuple(lengths)
-    assert padding.total == sum(padding.rows) == sum(padding.padded) + padding.tail
-    assert padding.longest == max(*padding.padded, padding.tail)
+    assert padding.total == sum(padding.rows) == sum(padding.padded_lengths) + padding.tail_rows
+    assert padding.longest_row == max(*padding.padded_lengths, padding.tail_rows)
     assert padding.tokens == sum(lengths)
 
 
@@ -77,19 +77,19 @@ def test_padding_is_the_least_that_every_rank_accepts(lengths, alignment):
     ],
 )
 def test_multiples(alignment, sequence, total):
-    assert (alignment.sequence, alignment.total) == (sequence, total)
+    assert (alignment.sequence_multiple, alignment.total_multiple) == (sequence, total)
 
 
 def test_a_bshd_batch_shares_the_fp8_rows_between_its_sequences():
     delayed = Alignment("bshd", scaling="delayed")
-    assert delayed.pad([5]).padded == (16,)
-    assert delayed.pad([5, 3]).padded == (8, 8)
-    assert delayed.pad([5] * 16).padded == (5,) * 16
+    assert delayed.pad([5]).padded_lengths == (16,)
+    assert delayed.pad([5, 3]).padded_lengths == (8, 8)
+    assert delayed.pad([5] * 16).padded_lengths == (5,) * 16
 
 
 def test_a_forced_length_is_rounded_up_and_holds_what_fits():
     assert Alignment(cp=2).pad([5, 6], length=41) == Padding((5, 6), (8, 8), 28)
-    assert Alignment("bshd", cp=2).pad([5, 6], length=41).padded == (44, 44)
+    assert Alignment("bshd", cp=2).pad([5, 6], length=41).padded_lengths == (44, 44)
     assert Alignment(cp=2).pad([5, 6], length=13).total == 16
     with pytest.raises(JobFailed, match=r"its padded sequences have 16 rows, the forced length 12\."):
         Alignment(cp=2).pad([5, 6], length=12)
@@ -100,16 +100,16 @@ def test_a_forced_length_is_rounded_up_and_holds_what_fits():
 def test_dynamic_context_parallelism_is_another_size_for_the_same_job():
     job = Alignment(tp=2, cp=8, sequence_parallel=True, scaling="delayed")
     short = job._replace(cp=2)
-    assert (short.sequence, short.total) == (4, 64)
+    assert (short.sequence_multiple, short.total_multiple) == (4, 64)
 
 
 @settings(deadline=None)
 @given(LENGTHS, ALIGNMENTS, st.integers(0, 4096))
 def test_a_longer_forced_length_never_gives_a_shorter_extent(lengths, alignment, extra):
     least = alignment.pad(lengths)
-    extent = least.total if alignment.layout == "thd" else least.longest
+    extent = least.total if alignment.layout == "thd" else least.longest_row
     forced = alignment.pad(lengths, length=extent + extra)
-    assert extent + extra <= (forced.total if alignment.layout == "thd" else forced.longest)
+    assert extent + extra <= (forced.total if alignment.layout == "thd" else forced.longest_row)
     assert fits_every_rank(alignment, forced.total)
 
 
@@ -126,7 +126,7 @@ def test_an_empty_micro_batch_is_refused():
 
 
 def test_every_scaling_says_where_its_rows_come_from():
-    assert {name: entry.rows for name, entry in SCALINGS.items()} == {
+    assert {name: entry.row_multiple for name, entry in SCALINGS.items()} == {
         "delayed": 16,
         "tensorwise": 16,
         "blockwise": 16,

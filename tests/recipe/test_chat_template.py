@@ -5,9 +5,9 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe import differences, from_mapping, load
-from bundle.recipe.chat_template import LARGEST, list_built_in
-from bundle.recipe.completion import describe
+from bundle.recipe import from_mapping, list_differences, load
+from bundle.recipe.chat_template import MOST_BYTES, list_built_in
+from bundle.recipe.completion import list_settings
 from tests.data import chat
 
 ROWS = ["task=sft", "data.source=jsonl", "data.path=[rows.jsonl]", "data.separator=null"]
@@ -33,7 +33,7 @@ def test_the_text_of_a_file_is_in_the_recipe_and_needs_the_file_no_more(tmp_path
     assert found.data.has_template and str(path) in found.origins["data.template"]
     path.unlink()
     again = from_mapping(json.loads(json.dumps(found.dump())))
-    assert again == found and not differences(found, again)
+    assert again == found and not list_differences(found, again)
 
 
 def test_another_text_under_the_same_name_is_another_job(tmp_path):
@@ -41,15 +41,15 @@ def test_another_text_under_the_same_name_is_another_job(tmp_path):
     path.write_text(f"{chat.SIMPLE}\n{'x' * 10**4}")
     first = recipe(f"data.template={path}")
     path.write_text(f"{chat.SIMPLE}\n")
-    (change,) = differences(first, recipe(f"data.template={path}"))
-    assert change.key == "data.template" and not change.free_on_resume
+    (change,) = list_differences(first, recipe(f"data.template={path}"))
+    assert change.key == "data.template" and not change.is_free_on_resume
     assert len(str(change)) < 200
 
 
 def test_a_recipe_may_have_the_text_itself_and_plans_do_not_print_it():
     found = recipe(f"data.template={json.dumps(chat.SIMPLE)}")
     assert found.data.template_text == chat.SIMPLE
-    (said,) = (each for each in describe(found.dump(), found.origins) if each.key == "data.template")
+    (said,) = (each for each in list_settings(found.dump(), found.origins) if each.key == "data.template")
     assert "{%" not in said.value and str(len(chat.SIMPLE)) in said.value
 
 
@@ -71,7 +71,7 @@ def test_built_in_templates_are_found_by_name():
         (b"\xff{{ messages }}", "UTF-8"),
         (b"{{ message }}", "messages"),
         (b"", "messages"),
-        (b"{{ messages }}" + b" " * LARGEST, "bytes"),
+        (b"{{ messages }}" + b" " * MOST_BYTES, "bytes"),
     ],
 )
 def test_a_file_without_a_template_is_refused_by_key_file_and_place(tmp_path, content, seen):

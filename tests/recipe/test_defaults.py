@@ -5,8 +5,8 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe import differences, flat, from_mapping, load, with_steps
-from bundle.recipe.completion import describe
+from bundle.recipe import flatten, from_mapping, list_differences, load, with_steps
+from bundle.recipe.completion import list_settings
 from bundle.recipe.defaults import BIAS_UPDATE_RATE, DEFAULTS
 from bundle.recipe.defaults import KINDS as KINDS_BY
 from tests.data import chat
@@ -54,7 +54,7 @@ def test_tokenizer_and_template_are_those_of_the_models_directory(model, task, t
     assert (found.data.tokenizer, found.data.template) == (f"hf:{model}", template)
     assert found.origins["data.tokenizer"] == "model.path"
     again = from_mapping(found.dump())
-    assert again == found and not differences(found, again)
+    assert again == found and not list_differences(found, again)
     assert again.origins["data.tokenizer"] == "the recipe"
 
 
@@ -174,7 +174,7 @@ def test_written_keys_win_over_the_defaults_of_the_kind(model):
         "checkpoint.export": None,
     }
     found = recipe(model, *(f"{key}={json.dumps(value)}" for key, value in keys.items()))
-    values = dict(flat(found.dump()))
+    values = dict(flatten(found.dump()))
     assert {key: values[key] for key in keys} == keys | {"optimizer.betas": [0.8, 0.9]}
     assert found.optimizer.warmup_ratio is None and found.optimizer.count_warmup(100) == 7
     assert found.optimizer.min_lr == 2e-5, "a tenth of the rate that is written"
@@ -192,7 +192,7 @@ def test_a_warm_up_is_a_share_of_the_steps_once_they_are_known(model):
     known = with_steps(asked, 100)
     assert known.optimizer.warmup_ratio == 0.05 and known.optimizer.count_warmup(known.train.steps) == 8
     longer = recipe(model, "train.steps=2000")
-    assert {change.key for change in differences(recipe(model), longer)} == {"train.steps"}
+    assert {change.key for change in list_differences(recipe(model), longer)} == {"train.steps"}
     assert recipe(model, "train.steps=1").optimizer.count_warmup(1) == 0
     with pytest.raises(UsageError, match=r"optimizer\.warmup_ratio"):
         recipe(model, "optimizer.warmup_steps=3", "optimizer.warmup_ratio=0.1")
@@ -215,10 +215,10 @@ def test_a_large_model_that_begins_with_random_weights_has_the_rate_of_its_size(
 
 def test_the_settings_of_a_recipe_are_told_with_their_origins(model):
     found = recipe(model, "optimizer.lr=1e-4")
-    told = {setting.key: setting for setting in describe(found.dump(), found.origins)}
+    told = {setting.key: setting for setting in list_settings(found.dump(), found.origins)}
     assert told["data.tokenizer"].origin == "model.path"
     assert told["optimizer.lr"][1:] == (1e-4, "--set optimizer.lr=1e-4")
     assert "full SFT" in told["data.packed"].origin and "model.lora.rank" not in told
     adapted = recipe(model, "model.lora.rank=8")
-    told = {setting.key: setting for setting in describe(adapted.dump(), adapted.origins)}
+    told = {setting.key: setting for setting in list_settings(adapted.dump(), adapted.origins)}
     assert told["model.lora.rank"].value == 8 and "TRL" in told["model.lora.alpha"].origin

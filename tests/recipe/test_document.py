@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.recipe.document import parse, parse_value, written
+from bundle.recipe.document import parse, parse_value, to_yaml
 
 SCALAR = [
     ("1e-3", 1e-3),
@@ -40,9 +40,9 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
 def test_places_are_files_and_lines():
     document = parse("a: 1\nb:\n  c:\n    - x\n", "r.yaml")
     assert document.values == {"a": 1, "b": {"c": ["x"]}}
-    assert document.place(("b", "c")) == "r.yaml:3"
-    assert document.place(("b", "c", 0)) == "r.yaml:3"
-    assert document.place(("z",)) == ""
+    assert document.find_location(("b", "c")) == "r.yaml:3"
+    assert document.find_location(("b", "c", 0)) == "r.yaml:3"
+    assert document.find_location(("z",)) == ""
 
 
 def test_every_duplicate_key_is_named_with_both_lines():
@@ -122,5 +122,5 @@ def test_what_json_writes_is_read_back(values):
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_what_is_written_is_read_back_in_the_same_order(values):
-    read = parse(written(values), "r.yaml").values
+    read = parse(to_yaml(values), "r.yaml").values
     assert read == values and list(read) == list(values)

@@ -13,7 +13,7 @@ from bundle.recipe import Recipe, from_mapping, load
 from tests.architectures.test_hostile import JSON
 from tests.command import run_bundle
 
-KEYS = sorted(Recipe.key_paths())
+KEYS = sorted(Recipe.list_key_paths())
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 2**31, 10**30, -0.0, 1e308, float("nan"), float("inf")])
 
 

@@ -7,7 +7,16 @@ import pytest
 from pydantic import ValidationError
 
 from bundle.errors import UsageError
-from bundle.recipe import Recipe, built_in, differences, find, flat, from_mapping, load, with_steps
+from bundle.recipe import (
+    Recipe,
+    find_recipe,
+    flatten,
+    from_mapping,
+    list_built_in,
+    list_differences,
+    load,
+    with_steps,
+)
 
 
 def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
@@ -18,21 +27,21 @@ def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
 
 
 # Those for published models take clusters: tests/planning/test_ready.py.
-@pytest.mark.parametrize("name", [name for name in built_in() if not name.startswith("sft-")])
+@pytest.mark.parametrize("name", [name for name in list_built_in() if not name.startswith("sft-")])
 def test_every_built_in_recipe_loads_under_its_name_and_fits_two_ranks(name):
     recipe = load(name)
     assert recipe.name == name
     assert recipe.parallel.minimal_world == 2
-    assert recipe.layout_violations(2) == []
+    assert recipe.find_layout_violations(2) == []
 
 
-@pytest.mark.parametrize("name", built_in())
+@pytest.mark.parametrize("name", list_built_in())
 def test_a_dump_is_complete_and_loads_to_an_equal_recipe(name):
     recipe = load(name)
     dump = recipe.dump()
     again = from_mapping(json.loads(json.dumps(dump)))
-    assert again == recipe and not differences(recipe, again)
-    top = {key for key in Recipe.key_paths() if "." not in key}
+    assert again == recipe and not list_differences(recipe, again)
+    top = {key for key in Recipe.list_key_paths() if "." not in key}
     assert set(dump) == top and dump["checkpoint"]["async"] is False
 
 
@@ -59,8 +68,8 @@ def test_overrides_reach_any_depth_and_make_sections():
 def test_a_key_is_called_by_the_name_that_a_file_has_for_it():
     (said,) = violations("checkpoint.asinc=true")
     assert "unknown key; did you mean checkpoint.async or " in said
-    written = {key for key, _ in flat(load("demo").dump()) if not key.startswith("model.config.")}
-    assert written <= set(Recipe.key_paths()) and "checkpoint.async" in written
+    written = {key for key, _ in flatten(load("demo").dump()) if not key.startswith("model.config.")}
+    assert written <= set(Recipe.list_key_paths()) and "checkpoint.async" in written
 
 
 def test_all_violations_at_once_each_with_its_place():
@@ -136,7 +145,7 @@ def test_a_variable_s_value_is_shown_nowhere(said):
 
 
 def test_a_file_is_read_from_its_path(tmp_path):
-    text = find("demo").read_text()
+    text = find_recipe("demo").read_text()
     (tmp_path / "mine.yaml").write_text(text.replace("name: demo", "name: mine"))
     assert load(tmp_path / "mine.yaml").name == "mine"
     (tmp_path / "mine.yaml").write_text(text.replace("steps: 300", "steps: 300\n  steps: 3"))
@@ -188,9 +197,9 @@ def test_fine_scales_take_e4m3_for_gradients_too():
 def test_differences_name_keys_and_know_what_a_resume_may_change():
     old = load("demo")
     new = load("demo", ["optimizer.lr=2e-3", "checkpoint.keep=3", "model.recompute.granularity=full"])
-    found = {d.key: d for d in differences(old, new)}
-    assert found["optimizer.lr"].new == 2e-3 and not found["optimizer.lr"].free_on_resume
-    assert found["checkpoint.keep"].free_on_resume
+    found = {d.key: d for d in list_differences(old, new)}
+    assert found["optimizer.lr"].new == 2e-3 and not found["optimizer.lr"].is_free_on_resume
+    assert found["checkpoint.keep"].is_free_on_resume
     assert (found["model.recompute.granularity"].old, found["model.recompute.granularity"].new) == (
         None,
         "full",

@@ -187,7 +187,7 @@ def test_an_early_stop_looks_at_validation_sets_where_nothing_is_held_out():
 
 def test_an_interleaved_pipeline_needs_micro_batches_in_multiples_of_its_stages():
     recipe = load("qwen3-pp2-vpp2", ["train.global_batch_size=6"])
-    (violation,) = recipe.layout_violations(2)
+    (violation,) = recipe.find_layout_violations(2)
     assert "multiple of pp 2" in violation
 
 
@@ -201,8 +201,17 @@ def test_a_world_fits_exactly_when_both_views_of_a_stage_divide(tp, pp, cp, ep, 
         divides = world % (pp * tp * cp) == 0 and world % (pp * etp * ep) == 0
         assert parallel.fits(world) == divides
     world = parallel.minimal_world * times
-    assert parallel.dp(world) * tp * cp * pp == world == parallel.expert_dp(world) * etp * ep * pp
-    assert math.gcd(parallel.dp(parallel.minimal_world), parallel.expert_dp(parallel.minimal_world)) == 1
+    assert (
+        parallel.compute_dp(world) * tp * cp * pp
+        == world
+        == parallel.compute_expert_dp(world) * etp * ep * pp
+    )
+    assert (
+        math.gcd(
+            parallel.compute_dp(parallel.minimal_world), parallel.compute_expert_dp(parallel.minimal_world)
+        )
+        == 1
+    )
 
 
 def test_features_name_what_patches_ask_for():

@@ -5,7 +5,7 @@ import json
 import jsonschema
 import pytest
 
-from bundle.recipe import Recipe, built_in, find, load
+from bundle.recipe import Recipe, find_recipe, list_built_in, load
 from bundle.recipe.document import parse
 from tests.command import run_bundle
 
@@ -19,9 +19,9 @@ def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
-@pytest.mark.parametrize("name", built_in())
+@pytest.mark.parametrize("name", list_built_in())
 def test_every_recipe_that_comes_with_the_package_is_valid(validator, name):
-    written = parse(find(name).read_text(), name).values
+    written = parse(find_recipe(name).read_text(), name).values
     assert not list(validator.iter_errors(written))
     assert not list(validator.iter_errors(load(name).dump())), "a dump names what is null as well"
 
@@ -67,4 +67,4 @@ def test_every_key_has_a_description_that_an_editor_can_show(validator):
     sections = [validator.schema, *validator.schema["$defs"].values()]
     named = [key for section in sections for key in section["properties"].values()]
     assert all(key.get("description") or "$ref" in key for key in named)
-    assert len(named) == len(list(Recipe.key_paths()))
+    assert len(named) == len(list(Recipe.list_key_paths()))

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from packaging.version import Version
 
-from bundle.recipe.stages import MOST, misplaced, parsed
+from bundle.recipe.stages import MAX_LETTERS, find_misplaced, parse_layout
 
 
 @pytest.mark.world
@@ -20,9 +20,9 @@ def test_layouts_mean_what_megatron_says(core):
 
 
 def test_a_published_layout_is_written_out():
-    held = parsed("Et*3|(tt|)*29,m|L")
+    held = parse_layout("Et*3|(tt|)*29,m|L")
     assert held == ("Ettt", *["tt"] * 29, "m", "L")
-    assert not list(misplaced(held, 16, layers=61, mtp_layers=1))
+    assert not list(find_misplaced(held, 16, layers=61, mtp_layers=1))
 
 
 @pytest.mark.parametrize(
@@ -42,22 +42,22 @@ def test_a_published_layout_is_written_out():
 )
 def test_what_cannot_be_read_is_named_with_its_place(layout, at):
     with pytest.raises(ValueError) as refused:
-        parsed(layout)
+        parse_layout(layout)
     assert at in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "layout", [f"t*{MOST + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
+    "layout", [f"t*{MAX_LETTERS + 1}", "t*999999999999999999999", "(t*9999)*9999", "t*9999" * 9]
 )
 def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=f"more than {MOST} letters"):
-            parsed(layout)
+        with pytest.raises(ValueError, match=f"more than {MAX_LETTERS} letters"):
+            parse_layout(layout)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
-    assert len(parsed(f"t*{MOST}")[0]) == MOST
+    assert len(parse_layout(f"t*{MAX_LETTERS}")[0]) == MAX_LETTERS
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     ],
 )
 def test_everything_that_is_misplaced_is_said(layout, pp, layers, depth, reasons):
-    said = list(misplaced(parsed(layout), pp, layers=layers, mtp_layers=depth))
+    said = list(find_misplaced(parse_layout(layout), pp, layers=layers, mtp_layers=depth))
     assert len(said) == len(reasons)
     assert all(reason in why for reason, why in zip(reasons, said, strict=True))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bundle.recipe import built_in, find, loading
+from bundle.recipe import find_recipe, list_built_in, loading
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_package_finds_the_files_of_launch_recipes():
     assert loading.DIRECTORY.resolve() == ROOT / "launch" / "recipes"
-    assert built_in() == sorted(p.stem for p in (ROOT / "launch" / "recipes").glob("*.yaml"))
+    assert list_built_in() == sorted(p.stem for p in (ROOT / "launch" / "recipes").glob("*.yaml"))
 
 
 def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
@@ -34,5 +34,5 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         folders = {name.partition("/")[0] for name in archive.namelist()}
         assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"bundle"}
-        for name in built_in():
-            assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == find(name).read_bytes()
+        for name in list_built_in():
+            assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == find_recipe(name).read_bytes()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bundle.architectures import from_config
-from bundle.architectures.config import ROPE_KINDS, Keys
+from bundle.architectures.config import ROPE_KINDS, ConfigKeys
 from bundle.architectures.families import FAMILIES
 from bundle.errors import UsageError
 from tests.families.cases import CASES
@@ -122,9 +122,9 @@ def own(family: str) -> dict[str, Config]:
 
 def taken(config: Config) -> set[str]:
     """The fields that the family's reader asks for."""
-    keys = Keys(config)
+    keys = ConfigKeys(config)
     FAMILIES[config["model_type"]](keys)
-    return keys._taken
+    return keys._read_names
 
 
 def is_refused(changed: Config, *fields: str) -> bool:
@@ -206,17 +206,17 @@ def test_every_field_of_stretched_positions_is_held(monkeypatch, kind):
         for name, config in CONFIGS.items()
         if rotary.settings(config)["kind"] == kind
     }
-    readers: list[Keys] = []
+    readers: list[ConfigKeys] = []
 
-    def reader(section: Config) -> Keys:
-        readers.append(Keys(section))
+    def reader(section: Config) -> ConfigKeys:
+        readers.append(ConfigKeys(section))
         return readers[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("bundle.architectures.config.Keys", reader)
+        patched.setattr("bundle.architectures.config.ConfigKeys", reader)
         for name in sections:
             from_config(CONFIGS[name])
-    fields = set[str]().union(*(keys._taken for keys in readers)) - {"rope_type", "type"}
+    fields = set[str]().union(*(keys._read_names for keys in readers)) - {"rope_type", "type"}
 
     def is_held(field: str, name: str, section: str) -> bool:
         given = CONFIGS[name][section]

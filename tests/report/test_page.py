@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from bundle.errors import EnvironmentUnfit
-from bundle.report import CHARTS, grouped, read, render
+from bundle.report import CHARTS, group_names, read_run, render_page
 from tests.report.runs import write
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -53,7 +53,7 @@ class Text(HTMLParser):
 
 def shown(*runs):
     text = Text()
-    text.feed(render([read(run) for run in runs]))
+    text.feed(render_page([read_run(run) for run in runs]))
     return text
 
 
@@ -106,7 +106,7 @@ def test_a_run_with_nothing_but_numbers_has_a_page(tmp_path):
 
 def test_every_number_is_on_one_chart():
     names = {"train/loss", "validation/loss", "train/mtp_2_loss", "train/grad_norm", "memory/peak", "mine/x"}
-    groups = grouped(names)
+    groups = group_names(names)
     assert sorted(name for found in groups.values() for name in found) == sorted(names)
     assert groups["mine/x"] == ["mine/x"] and groups["Loss, nats per token"] == [
         "train/loss",
@@ -124,7 +124,7 @@ def evil(tmp_path):
 
 
 def test_nothing_is_fetched(tmp_path):
-    page = render([read(write(tmp_path / "run", reports(**{"train/loss": 1.0}), plan=PLAN))])
+    page = render_page([read_run(write(tmp_path / "run", reports(**{"train/loss": 1.0}), plan=PLAN))])
     assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", page)
 
 
@@ -140,7 +140,7 @@ def test_a_browser_draws_every_curve_and_runs_nothing_else(tmp_path):
     numbers = {"train/loss": 3.0, "validation/loss": 3.5, "train/grad_norm": 9.0, EVIL: 1.0}
     run = write(tmp_path / "run", reports(**numbers), plan={**PLAN, "notes": [EVIL]})
     page = tmp_path / "page.html"
-    page.write_text(render([read(run)]), encoding="utf-8")
+    page.write_text(render_page([read_run(run)]), encoding="utf-8")
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
     drawn = subprocess.run(
         [str(BROWSER), *flags, page.as_uri()], capture_output=True, text=True, timeout=120
@@ -153,7 +153,7 @@ def test_a_browser_draws_every_curve_and_runs_nothing_else(tmp_path):
 def test_without_the_libraries_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(EnvironmentUnfit, match=r"pip install 'mcore-bundle\[report\]'"):
-        render([read(write(tmp_path / "run", reports(**{"train/loss": 1.0})))])
+        render_page([read_run(write(tmp_path / "run", reports(**{"train/loss": 1.0})))])
 
 
 def test_the_verb_writes_the_page_into_the_run(tmp_path):

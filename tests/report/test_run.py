@@ -6,7 +6,7 @@ import random
 import pytest
 
 from bundle.errors import UsageError
-from bundle.report import POINTS, Curve, read, render
+from bundle.report import MAX_POINTS, Curve, read_run, render_page
 from tests.report.runs import write
 
 HUGE = f'{{"step": 2, "a": {10**400}}}'
@@ -19,7 +19,7 @@ def test_the_last_report_of_a_step_counts_and_steps_are_in_order(tmp_path):
         {"step": 4, "train/loss": 2.75},
         {"step": 2, "train/loss": 5},
     ]
-    curves = read(write(tmp_path / "run", reports)).curves
+    curves = read_run(write(tmp_path / "run", reports)).curves
     assert curves["train/loss"] == Curve((2, 4, 8), (5.0, 2.75, 2.0))
     assert curves["validation/loss"] == Curve((8,), (2.5,)) and set(curves) == {
         "train/loss",
@@ -32,7 +32,9 @@ def test_what_is_no_number_is_no_point_of_a_curve(tmp_path):
         {"step": 1, "a": None, "b": True, "c": "7", "d": [1], "train/loss": 1},
         {"step": 2, "a": 3},
     ]
-    assert {name: curve.steps for name, curve in read(write(tmp_path / "run", reports)).curves.items()} == {
+    assert {
+        name: curve.steps for name, curve in read_run(write(tmp_path / "run", reports)).curves.items()
+    } == {
         "a": (2,),
         "train/loss": (1,),
     }
@@ -54,16 +56,16 @@ def test_a_line_that_is_no_report_is_told(tmp_path, line):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n\n")
-    assert read(run).unread == ("metrics.jsonl: 1 lines are no report",)
+    assert read_run(run).unread == ("metrics.jsonl: 1 lines are no report",)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "\0"])
 def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
     (run / "job.json").write_text(text)
-    found = read(run)
+    found = read_run(run)
     assert found.unread == ("job.json: no JSON object",) and found.plan == {}
-    assert found.planned("layout", "axes") is None
+    assert found.find_plan_value("layout", "axes") is None
 
 
 @pytest.mark.parametrize(
@@ -79,14 +81,18 @@ def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
 )
 def test_a_plan_of_another_form_is_told_and_left_out(tmp_path, plan):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}], plan=plan, result={"ended": "last step"})
-    found = read(run)
+    found = read_run(run)
     assert found.unread == ("job.json: no job as a launcher writes it",) and found.plan == {}
-    assert "last step" in render([found])
+    assert "last step" in render_page([found])
 
 
 def test_a_value_of_the_plan_is_found_by_its_keys(tmp_path):
-    run = read(write(tmp_path / "run", [{"step": 1, "a": 1}], plan={"layout": {"world": 8}, "notes": []}))
-    assert (run.planned("layout", "world"), run.planned("notes", "world"), run.planned("other")) == (
+    run = read_run(write(tmp_path / "run", [{"step": 1, "a": 1}], plan={"layout": {"world": 8}, "notes": []}))
+    assert (
+        run.find_plan_value("layout", "world"),
+        run.find_plan_value("notes", "world"),
+        run.find_plan_value("other"),
+    ) == (
         8,
         None,
         None,
@@ -95,25 +101,25 @@ def test_a_value_of_the_plan_is_found_by_its_keys(tmp_path):
 
 def test_where_no_run_is_the_message_says_what_to_give(tmp_path):
     with pytest.raises(UsageError, match=r"metrics\.jsonl: No such file.*give the directory of a run"):
-        read(tmp_path)
+        read_run(tmp_path)
     with pytest.raises(UsageError, match="no numbers yet"):
-        read(write(tmp_path / "run", []))
+        read_run(write(tmp_path / "run", []))
 
 
-@pytest.mark.parametrize("count", [POINTS, POINTS + 1, 3 * POINTS + 7, 1_000_003])
+@pytest.mark.parametrize("count", [MAX_POINTS, MAX_POINTS + 1, 3 * MAX_POINTS + 7, 1_000_003])
 def test_a_long_curve_keeps_its_extremes(count):
     drawn = random.Random(count)
     values = [drawn.random() for _ in range(count)]
     spike, dip = drawn.sample(range(count), 2)
     values[spike], values[dip] = 99.0, -99.0
-    curve = Curve(tuple(range(0, 5 * count, 5)), tuple(values)).drawn()
+    curve = Curve(tuple(range(0, 5 * count, 5)), tuple(values)).downsample()
     points = dict(zip(curve.steps, curve.values, strict=True))
     assert points[5 * spike] == 99.0 and points[5 * dip] == -99.0
-    assert list(curve.steps) == sorted(points) and min(count, POINTS // 2) <= len(points) <= POINTS
+    assert list(curve.steps) == sorted(points) and min(count, MAX_POINTS // 2) <= len(points) <= MAX_POINTS
     assert all(values[step // 5] == value for step, value in points.items())
 
 
 def test_names_of_numbers_come_from_the_file_alone(tmp_path):
     run = write(tmp_path / "run", [{"step": 1, "</script>": 1}])
     assert json.loads((run / "metrics.jsonl").read_text()) == {"step": 1, "</script>": 1}
-    assert set(read(run).curves) == {"</script>"}
+    assert set(read_run(run).curves) == {"</script>"}

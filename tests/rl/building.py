@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from bundle.engine.microbatch import MicroBatch, from_packing, from_rows
+from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
 from bundle.rl.corrections import Correction
 from bundle.rl.objectives import PolicyLoss
-from bundle.sequences.packing import Packing
 from tests.rl.references import Answer, Case
 
 VALUES = {
@@ -60,7 +60,7 @@ def micro_batch(
     if rows:
         shape = (len(answers), lengths[0])
         ids, labels, mask = (one.view(shape) for one in (ids, labels, mask))
-        options["values"] = {name: value.view(shape) for name, value in values.items()}
+        options["extra_tensors"] = {name: value.view(shape) for name, value in values.items()}
         return from_rows(ids, labels, mask, cp=alignment.cp, rank=rank, **options)
-    packing = Packing.of(lengths, alignment, rank=rank, length=length)
-    return from_packing(ids, labels, mask, packing, values=values, **options)
+    packing = Packing.from_lengths(lengths, alignment, rank=rank, length=length)
+    return from_packing(ids, labels, mask, packing, extra_tensors=values, **options)

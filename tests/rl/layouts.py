@@ -10,7 +10,7 @@ import transformers
 from bundle.engine import Engine, MicroBatch
 from bundle.recipe import Recipe, from_mapping
 from bundle.rl.objectives import PolicyObjective
-from bundle.verification.numbers import DENSE, Bench, Numbers, gap, worst
+from bundle.verification.numbers import DENSE, Bench, Numbers, find_worst, measure_gap
 from tests.engine.cells import AGREES_WITH_DOUBLES
 from tests.engine.experiments import engine, gradients
 from tests.engine.oracle import fill, parameters, part
@@ -164,9 +164,9 @@ def compare(bench: Bench, layout: str) -> float:
                 expected[key] = part(parts[key], expected[key])
             seen |= of_weights
             # k3 of a few tenths: a part of what float32 log-probabilities are off by.
-            gaps[name] = gap(seen, {key: expected[key] for key in seen})
+            gaps[name] = measure_gap(seen, {key: expected[key] for key in seen})
             assert losses.measures.keys() <= expected.keys(), losses.measures.keys() - expected.keys()
-    return worst(gaps.values())
+    return find_worst(gaps.values())
 
 
 def prediction(bench: Bench) -> float:
@@ -188,14 +188,14 @@ def prediction(bench: Bench) -> float:
             )
     alone, beside = found
     assert beside.keys() > alone.keys()
-    return gap({key: beside[key] for key in alone}, alone)
+    return measure_gap({key: beside[key] for key in alone}, alone)
 
 
 def compare_all(bench: Bench, names: tuple[str, ...]) -> float:
     """The largest distance of these layouts; an error that names those that are too far."""
     gaps = {name: compare(bench, name) for name in names}
     assert all(value <= AGREES_WITH_DOUBLES for value in gaps.values()), gaps
-    return worst(gaps.values())
+    return find_worst(gaps.values())
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 
 from bundle.engine import Scores
 from bundle.engine.losses import MeasureSums
-from bundle.mcore.groups import Axis
+from bundle.mcore.groups import ParallelGroup
 from bundle.recipe.alignment import Alignment
 from bundle.rl.corrections import Correction
 from bundle.rl.objectives import PolicyLoss, PolicyObjective
@@ -21,7 +21,7 @@ from tests.rl import building
 from tests.rl.cases import CASES
 from tests.rl.references import Answer, Case, compute, draw, track
 
-GROUPS: Any = SimpleNamespace(cp=Axis(1, 0, None))  # type: ignore[arg-type]
+GROUPS: Any = SimpleNamespace(cp=ParallelGroup(1, 0, None))  # type: ignore[arg-type]
 LENGTHS = (9, 13, 5, 1, 8, 10, 16, 2, 7, 6, 4, 9)  # of predictions; the last but one is learned nowhere
 CUTS = {"one": (12,), "three": (4, 4, 4), "uneven": (1, 9, 2), "with an empty one": (6, 4, 1, 1)}
 FORMS = ("packs", "padded rows", "rows")
@@ -48,7 +48,7 @@ def evaluate(
         result = objective(batch, scores)
         assert result.shape == (1 + len(objective.measures), *batch.loss_mask.shape)
         total = total + (result[0].where(batch.loss_mask > 0, 0) * batch.loss_mask).sum()
-        weight += batch.tokens if batch.sequences is None else batch.sequences
+        weight += batch.learned_tokens if batch.learned_sequences is None else batch.learned_sequences
         sums.add(result[1:], batch.loss_mask)
     return total / (weight if case.divisor is None else case.divisor), sums.finish(
         sums.reduce(sums.values[None])
@@ -141,7 +141,8 @@ def test_without_rollout_log_probs_the_mismatch_is_the_policy_against_the_old():
     answers = draw(LENGTHS, seed=3)
     batch = building.micro_batch(answers, Alignment("thd"), "token", dtype=torch.float64)
     batch = replace(
-        batch, values={k: v for k, v in batch.values.items() if k in ("advantages", "old_log_probs")}
+        batch,
+        extra_tensors={k: v for k, v in batch.extra_tensors.items() if k in ("advantages", "old_log_probs")},
     )
     objective = PolicyObjective(PolicyLoss(), GROUPS)
     scores = Scores(
@@ -151,7 +152,7 @@ def test_without_rollout_log_probs_the_mismatch_is_the_policy_against_the_old():
         )
     )
     result = dict(zip(objective.measures, objective(batch, scores)[1:], strict=True))
-    change = (scores.log_probs - batch.values["old_log_probs"]).where(batch.loss_mask > 0, 0)
+    change = (scores.log_probs - batch.extra_tensors["old_log_probs"]).where(batch.loss_mask > 0, 0)
     measure = "mismatch/max_log_prob_difference"
     assert torch.equal(result[measure], change.abs())
     assert torch.equal(result["mismatch/k3"], result["approx_kl"])
@@ -166,12 +167,12 @@ def test_small_mismatches_are_not_lost_in_rounding():
     case = Case()
     _, measures = evaluate(case, answers, (1,), "packs", torch.float64)
     batch = building.micro_batch(answers, Alignment("thd"), "token")
-    gap = (batch.values["old_log_probs"] - batch.values["rollout_log_probs"]).double()
-    wanted = float((gap.expm1() - gap).sum() / batch.tokens)
+    gap = (batch.extra_tensors["old_log_probs"] - batch.extra_tensors["rollout_log_probs"]).double()
+    wanted = float((gap.expm1() - gap).sum() / batch.learned_tokens)
     objective = PolicyObjective(building.settings(case), GROUPS)
-    scores = Scores(batch.values["old_log_probs"], batch.values["old_log_probs"])
+    scores = Scores(batch.extra_tensors["old_log_probs"], batch.extra_tensors["old_log_probs"])
     result = dict(zip(objective.measures, objective(batch, scores)[1:], strict=True))
-    seen = float(result["mismatch/k3"].double().sum() / batch.tokens)
+    seen = float(result["mismatch/k3"].double().sum() / batch.learned_tokens)
     assert wanted > 1e-11 and abs(seen - wanted) < 2e-11
     assert measures["mismatch/k3"] == pytest.approx(5e-11, rel=0.3)
 
@@ -218,8 +219,8 @@ def test_what_a_micro_batch_lacks_is_named():
         (PolicyLoss(kl=0.1), "reference_log_probs"),
         (PolicyLoss(correction=Correction()), "rollout_log_probs"),
     ):
-        rest = {key: value for key, value in batch.values.items() if key != name}
+        rest = {key: value for key, value in batch.extra_tensors.items() if key != name}
         with pytest.raises(ValueError, match=name):
-            PolicyObjective(policy, GROUPS)(replace(batch, values=rest), scores)
+            PolicyObjective(policy, GROUPS)(replace(batch, extra_tensors=rest), scores)
     with pytest.raises(ValueError, match=r"^mean: token"):
         PolicyObjective(PolicyLoss("gspo"), GROUPS)(batch, scores)

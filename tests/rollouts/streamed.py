@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from bundle import backends, pretrained
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.rollouts.families import CONFIGS
 
@@ -36,11 +36,11 @@ TEMPERATURE = 0.7
 
 def main(directory: Path, layouts: list[str]) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     rank = world.join()
     cases = [(f"{layout}: {name}", (layout, name)) for layout in layouts for name in LAYOUTS[layout][1]]
-    with runtime.megatron():
+    with runtime.megatron_calls():
         found = world.each(cases, lambda case: compare(*case, directory, runtime))
     if rank == 0:
         print(json.dumps(found))
@@ -78,17 +78,17 @@ def compare(layout: str, name: str, directory: Path, runtime) -> float:
     from bundle.mcore import groups
     from bundle.models import adapters, exporting
     from bundle.models.streaming import TensorStream
-    from bundle.pretrained.writing import Published
+    from bundle.pretrained.writing import PublishedModel
     from bundle.rollouts.transformers import TransformersRollout
 
     job = recipe(directory, layout, name)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
-    for matrix in adapters.every_matrix(engine.models):
-        whole = torch.randn(matrix.whole_shape(), generator=matrix.generator(1)) * 0.2
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
+    for matrix in adapters.list_matrices(engine.models):
+        whole = torch.randn(matrix.compute_full_shape(), generator=matrix.make_generator(1)) * 0.2
         with torch.no_grad():
-            matrix.parameter.copy_(matrix.part(whole))
-    copies = exporting.find_copies(directory, Published.of(job))
+            matrix.parameter.copy_(matrix.extract_shard(whole))
+    copies = exporting.find_copies(directory, PublishedModel.from_recipe(job))
     stream = TensorStream.from_chunks(engine.models, made, Tensors(job.architecture, made.tp.size, copies))
     twin = TransformersRollout(
         job.model.config, job.architecture, dtype=torch.float32, device=torch.device("cpu"), batch_limit=3
@@ -181,7 +181,7 @@ def measure(engine, twin) -> float:
     rows = [[*request.ids, *answer.ids] for request, answer in zip(requests, answers, strict=True)]
     length = 17
     batch = build_batch(engine, [row + [0] * (length - len(row)) for row in rows])
-    scores = engine.log_probs([batch] * 2)[1].log_probs  # vpp needs as many as stages
+    scores = engine.compute_log_probs([batch] * 2)[1].log_probs  # vpp needs as many as stages
     return max(
         float((scores[number, start : start + 12] - torch.from_numpy(answer.log_probs)).abs().max())
         for number, answer in enumerate(answers)

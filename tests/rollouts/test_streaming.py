@@ -33,9 +33,9 @@ def draw_mtp_layers(name, tensors) -> dict[str, torch.Tensor]:
     table, generator = Tensors(from_config(CONFIGS[name])), torch.Generator().manual_seed(2)
     if not table.architecture.mtp_layers:
         return {}
-    shapes = [item for tensor in table.mtp_layer(0) for item in tensor.published_shapes()]
+    shapes = [item for tensor in table.build_mtp_layer(0) for item in tensor.list_published_shapes()]
     drawn = {key: torch.randn(shape, generator=generator) * 0.3 for key, shape in shapes}
-    return drawn | {copy: tensors[original].clone() for copy, original in table.copies().items()}
+    return drawn | {copy: tensors[original].clone() for copy, original in table.map_copies().items()}
 
 
 @pytest.mark.world

@@ -14,7 +14,7 @@ import pytest
 from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.recipe import Recipe, load
-from bundle.recipe.document import written
+from bundle.recipe.document import to_yaml
 from bundle.runs.directory import Origin, RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def finish(run: RunDirectory, step: int = 300) -> None:
 
 
 def begin(run: RunDirectory, *overrides: str, **flags: Any) -> bool:
-    return run.begin(recipe(*overrides), Start(**flags))
+    return run.check_start(recipe(*overrides), Start(**flags))
 
 
 def train(run: RunDirectory) -> None:
@@ -60,11 +60,11 @@ def test_a_new_directory_begins_and_an_unfinished_one_goes_on(run):
 
 
 def test_every_built_in_recipe_reads_back_as_itself(run):
-    from bundle.recipe import built_in
+    from bundle.recipe import list_built_in
 
-    for name in built_in():
+    for name in list_built_in():
         run.write_start(load(name), {}, {})
-        assert run.begin(load(name), Start(resume=True))
+        assert run.check_start(load(name), Start(resume=True))
 
 
 def test_a_finished_run_is_not_overwritten_by_accident(run):
@@ -154,7 +154,7 @@ def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
 
 def test_the_users_own_recipe_is_not_taken_for_a_runs(run):
     run.root.mkdir()
-    run.recipe.write_text("# mine\n" + written(recipe().dump()))
+    run.recipe.write_text("# mine\n" + to_yaml(recipe().dump()))
     with pytest.raises(UsageError, match=r"holds recipe.yaml, but no recipe.yaml that a run has written"):
         begin(run)
 
@@ -188,7 +188,7 @@ def test_samples_are_another_word_for_steps(run):
     with pytest.raises(UsageError, match=r"train\.steps: 300 -> 400"):
         begin(run, *longer)
     finish(run)
-    assert run.finished(recipe(*same)) and not run.finished(recipe(*longer))
+    assert run.is_finished(recipe(*same)) and not run.is_finished(recipe(*longer))
     assert begin(run, *longer, resume=True)
 
 
@@ -197,7 +197,7 @@ def test_a_run_of_epochs_is_made_longer_by_more_of_them(run):
     run.write_start(recipe(*of[1]), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     finish(run)
-    assert run.finished(recipe(*of[1])) and not run.finished(recipe(*of[1.5]))
+    assert run.is_finished(recipe(*of[1])) and not run.is_finished(recipe(*of[1.5]))
     with pytest.raises(UsageError, match=r"train\.epochs: 1\.0 -> 1\.5"):
         begin(run, *of[1.5])
     assert begin(run, *of[1.5], resume=True)
@@ -209,7 +209,7 @@ def test_a_finished_run_is_made_longer_by_resume_only(run):
     train(run)
     finish(run)
     longer, shorter = "train.steps=400", "train.steps=200"
-    assert run.finished(recipe()) and not run.finished(recipe(longer))
+    assert run.is_finished(recipe()) and not run.is_finished(recipe(longer))
     with pytest.raises(UsageError, match=r"--resume takes more train.steps.*\n.*train.steps: 300 -> 400"):
         begin(run, longer)
     for overrides in ((shorter,), (longer, "seed=7")):
@@ -217,7 +217,7 @@ def test_a_finished_run_is_made_longer_by_resume_only(run):
             begin(run, *overrides, resume=True)
     assert begin(run, longer, resume=True)
     assert run.result.exists(), "looking changes nothing"
-    run.write_again(recipe(longer), {}, {})
+    run.write_resume(recipe(longer), {}, {})
     assert not run.result.exists()
     assert begin(run, longer, resume=True)
     with pytest.raises(UsageError, match=r"train.steps: 400 -> 300"):
@@ -228,7 +228,7 @@ def test_a_finished_run_is_made_longer_by_resume_only(run):
 def test_a_result_that_says_nothing_else_finishes_a_run(run, text):
     run.write_start(recipe(), {}, {})
     run.result.write_text(text)
-    assert run.finished(recipe())
+    assert run.is_finished(recipe())
 
 
 def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
@@ -236,18 +236,18 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
     rule = {"patience": 2, "min_delta": 0.1}
     run.result.write_text(json.dumps({"step": 100, "early_stop": rule}))
     same = "train.early_stop={patience: 2, min_delta: 0.1}"
-    assert run.finished(recipe(same)) and run.finished(recipe(same, "train.steps=400"))
+    assert run.is_finished(recipe(same)) and run.is_finished(recipe(same, "train.steps=400"))
     for other in ("train.early_stop={patience: 3, min_delta: 0.1}", "train.early_stop=null"):
-        assert not run.finished(recipe(other)) and begin(run, other, resume=True)
+        assert not run.is_finished(recipe(other)) and begin(run, other, resume=True)
     with pytest.raises(UsageError, match=r"or with another train\.early_stop where that has ended it"):
         begin(run, same)
 
 
 def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run.write_start(recipe(), {}, {}, Origin.of(Start(origin=Path("first"))))
+    run.write_start(recipe(), {}, {}, Origin.from_start(Start(origin=Path("first"))))
     run.metrics.write_text('{"step": 1}\n')
-    assert run.began_with() == Origin(tmp_path / "first")
+    assert run.read_origin() == Origin(tmp_path / "first")
     assert begin(run), "a scheduler may leave it out"
     assert begin(run, origin=Path("first"))
     assert begin(run, origin=tmp_path / "first", resume=True)
@@ -260,17 +260,17 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     assert not begin(run, origin=Path("second"), fresh=True)
     run.write_start(recipe(), {}, {})
     run.metrics.write_text('{"step": 1}\n')
-    assert run.began_with() is None
+    assert run.read_origin() is None
     with pytest.raises(UsageError, match=rf"began anew, not with {tmp_path}/first"):
         begin(run, origin=Path("first"))
 
 
 def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path):
     start = Start(origin=tmp_path / "first", weights_only=True)
-    run.write_start(recipe(), {}, {}, Origin.of(start))
+    run.write_start(recipe(), {}, {}, Origin.from_start(start))
     run.metrics.write_text('{"step": 1}\n')
-    assert run.began_with() == Origin(tmp_path / "first", weights_only=True)
-    assert begin(run) and run.begin(recipe(), start)
+    assert run.read_origin() == Origin(tmp_path / "first", weights_only=True)
+    assert begin(run) and run.check_start(recipe(), start)
     with pytest.raises(UsageError, match=rf"began with the weights of {tmp_path}/first, not with {tmp_path}"):
         begin(run, origin=tmp_path / "first")
 
@@ -291,7 +291,7 @@ def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
     run.write_start(recipe(), {}, {})
     with pytest.raises(TypeError):
         run.write_start(recipe(), {"plan": object()}, {})
-    assert not run.begin(recipe("seed=7"), Start())
+    assert not run.check_start(recipe("seed=7"), Start())
 
 
 def test_metrics_after_the_resumed_step_are_taken_out(run):
@@ -316,7 +316,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from bundle.runs.directory import RunDirectory
-with RunDirectory(Path(sys.argv[1])).locked():
+with RunDirectory(Path(sys.argv[1])).hold_lock():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -327,7 +327,7 @@ def test_a_file_system_without_locks_is_one_clear_error(run, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UsageError, match=r"locks no files .Function not implemented"), run.locked():
+    with pytest.raises(UsageError, match=r"locks no files .Function not implemented"), run.hold_lock():
         pass
 
 
@@ -340,13 +340,13 @@ def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
         assert holder.stdout.readline() == "held\n"
         with (
             pytest.raises(UsageError, match=f"another run is using it .process {holder.pid} on "),
-            run.locked(),
+            run.hold_lock(),
         ):
             pass
     finally:
         holder.kill()
         holder.communicate()
-    with run.locked():
+    with run.hold_lock():
         pass
 
 
@@ -354,7 +354,7 @@ FORK = """
 import os, sys, time
 from pathlib import Path
 from bundle.runs.directory import RunDirectory
-with RunDirectory(Path(sys.argv[1])).locked():
+with RunDirectory(Path(sys.argv[1])).hold_lock():
     child = os.fork()
     os.write(1, f"{child or 'begun'}\\n".encode())  # in one piece
     time.sleep(600)
@@ -367,11 +367,11 @@ def test_what_the_holder_forked_does_not_hold_it_any_longer(run):
     assert holder.stdout
     child = int(min(holder.stdout.readline() for _ in range(2)))  # both have gone through the fork
     try:
-        with pytest.raises(UsageError, match=f"process {holder.pid} on "), run.locked():
+        with pytest.raises(UsageError, match=f"process {holder.pid} on "), run.hold_lock():
             pass  # although its child has let go
         holder.kill()
         holder.wait()
-        with run.locked():
+        with run.hold_lock():
             os.kill(child, 0)  # it lives
     finally:
         holder.kill()
@@ -383,11 +383,15 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     train(run)
     finish(run)
     assert begin(run, "checkpoint.export=hf")
-    exported = [run.exported("hf"), run.exported("hf", 20), run.exported("peft", 123456789)]
+    exported = [
+        run.build_export_path("hf"),
+        run.build_export_path("hf", 20),
+        run.build_export_path("peft", 123456789),
+    ]
     assert [path.name for path in exported] == ["hf", "hf-00000020", "peft-123456789"]
     big = run.root.parent / "big"
     (big / "hf").mkdir(parents=True)
-    run.exported("hf").symlink_to(big / "hf")
+    run.build_export_path("hf").symlink_to(big / "hf")
     for path in exported[1:]:
         path.mkdir()
     for path in exported:
@@ -402,8 +406,8 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
 
 
 def test_exports_alone_are_no_run_of_ours(run):
-    run.exported("hf", 20).mkdir(parents=True)
-    (run.exported("hf", 20) / "config.json").write_text("{}")
+    run.build_export_path("hf", 20).mkdir(parents=True)
+    (run.build_export_path("hf", 20) / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"holds hf-00000020, but no recipe\.yaml"):
         begin(run)
 
@@ -411,9 +415,9 @@ def test_exports_alone_are_no_run_of_ours(run):
 @pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
 def test_a_run_does_not_begin_with_what_it_would_replace(run, flags):
     train(run)
-    run.exported("hf").mkdir()
-    (run.exported("hf") / "config.json").write_text(json.dumps(recipe().model.config))
-    shutil.copytree(run.exported("hf"), run.exported("hf", 20))
-    for own in (run.exported("hf"), run.exported("hf", 20)):
+    run.build_export_path("hf").mkdir()
+    (run.build_export_path("hf") / "config.json").write_text(json.dumps(recipe().model.config))
+    shutil.copytree(run.build_export_path("hf"), run.build_export_path("hf", 20))
+    for own in (run.build_export_path("hf"), run.build_export_path("hf", 20)):
         with pytest.raises(UsageError, match="is where this run would export to"):
             begin(run, f"model.path={own}", **flags)

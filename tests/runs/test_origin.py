@@ -4,29 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from bundle.architectures.identity import noted
+from bundle.architectures.identity import dump_architecture
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
 from bundle.recipe import Recipe, load
-from bundle.runs.directory import Origin, RunDirectory, starting_checkpoint
+from bundle.runs.directory import Origin, RunDirectory, find_starting_checkpoint
 
 
 def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Path:
     """A run that has these checkpoints of a recipe's model, without their tensors."""
     kept = CheckpointDirectory(root / "checkpoints")
     for step in steps:
-        place = kept.start(step)
-        state.Saved(
+        place = kept.create_partial(step)
+        state.SavedState(
             state=state.TrainState(step, 0, "digest"),
             scheduler={},
             layout={},
             sharding="",
-            optimizer=state.optimizer_kept(recipe.optimizer),
+            optimizer=state.describe_optimizer(recipe.optimizer),
             mcore="",
-            model=noted(recipe.architecture),
-            adapters=state.adapters_kept(recipe, loaded=loaded),
+            model=dump_architecture(recipe.architecture),
+            adapters=state.describe_adapters(recipe, loaded=loaded),
         ).write(place)
         manifest.write(place, {})
         kept.publish(step, keep=9)
@@ -41,15 +41,18 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_or_its_checkpoints_mean_the_newest_and_a_checkpoint_itself(run, tmp_path):
     newest = run / "checkpoints" / "step-00000030"
     assert (
-        starting_checkpoint(run)
-        == starting_checkpoint(run / "checkpoints")
-        == starting_checkpoint(newest)
+        find_starting_checkpoint(run)
+        == find_starting_checkpoint(run / "checkpoints")
+        == find_starting_checkpoint(newest)
         == newest
     )
-    assert starting_checkpoint(run / "checkpoints" / "step-00000010") == run / "checkpoints" / "step-00000010"
+    assert (
+        find_starting_checkpoint(run / "checkpoints" / "step-00000010")
+        == run / "checkpoints" / "step-00000010"
+    )
     elsewhere = tmp_path / "mine"
     newest.rename(elsewhere)
-    assert starting_checkpoint(elsewhere) == elsewhere
+    assert find_starting_checkpoint(elsewhere) == elsewhere
 
 
 def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_start(run, tmp_path):
@@ -57,39 +60,43 @@ def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_st
     start = Start(origin=run)
     assert (
         RunDirectory(tmp_path / "new")
-        .beginning(recipe, start)
-        .described.startswith(f"{newest}: weights, opt")
+        .find_initial_weights(recipe, start)
+        .description.startswith(f"{newest}: weights, opt")
     )
     alone = start.model_copy(update={"weights_only": True})
     assert (
         RunDirectory(tmp_path / "new")
-        .beginning(recipe, alone)
-        .described.startswith(f"the weights of {newest};")
+        .find_initial_weights(recipe, alone)
+        .description.startswith(f"the weights of {newest};")
     )
-    assert RunDirectory(run).beginning(recipe, start).described == "the run's own newest checkpoint"
+    assert (
+        RunDirectory(run).find_initial_weights(recipe, start).description == "the run's own newest checkpoint"
+    )
     fresh = start.model_copy(update={"fresh": True})
-    assert RunDirectory(run).beginning(recipe, fresh).described.startswith(f"{newest}: ")
+    assert RunDirectory(run).find_initial_weights(recipe, fresh).description.startswith(f"{newest}: ")
 
 
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(run, tmp_path):
     """What --from names may have gone on since, or been begun anew."""
     recipe, start, new = load("demo"), Start(origin=run), RunDirectory(tmp_path / "new")
-    new.write_start(recipe, {}, {}, Origin.of(start))
-    first, told = run / "checkpoints" / "step-00000030", new.origin_digest()
-    assert new.beginning_checkpoint() == first and told
+    new.write_start(recipe, {}, {}, Origin.from_start(start))
+    first, told = run / "checkpoints" / "step-00000030", new.read_origin_digest()
+    assert new.find_initial_checkpoint() == first and told
     kept_by(run, recipe, 40)
-    assert new.beginning_checkpoint() == first and new.origin_digest() == told
-    assert new.beginning(recipe, start).described.startswith(f"{first}: ")
+    assert new.find_initial_checkpoint() == first and new.read_origin_digest() == told
+    assert new.find_initial_weights(recipe, start).description.startswith(f"{first}: ")
     fresh = start.model_copy(update={"fresh": True})
-    assert new.beginning(recipe, fresh).described.startswith(f"{run}/checkpoints/step-00000040: ")
+    assert new.find_initial_weights(recipe, fresh).description.startswith(
+        f"{run}/checkpoints/step-00000040: "
+    )
     manifest.write(first, {"another": "0" * 64})
     with pytest.raises(
         UsageError, match=r"step-00000030: is not the checkpoint any more that .*/new began with"
     ):
-        new.beginning_checkpoint()
-    (first / manifest.NAME).unlink()
+        new.find_initial_checkpoint()
+    (first / manifest.FILE_NAME).unlink()
     with pytest.raises(UsageError, match="step-00000030: neither a checkpoint that mcore-bundle wrote"):
-        new.beginning_checkpoint()
+        new.find_initial_checkpoint()
 
 
 LORA = ("model.lora={rank: 2, alpha: 4, targets: [o_proj]}", "model.mtp.layers=0")
@@ -114,8 +121,8 @@ def test_what_a_rank_would_refuse_a_plan_refuses(tmp_path, before, after, alone,
     new = RunDirectory(tmp_path / "new")
 
     def problems(recipe: Recipe, *, weights_only: bool) -> str:
-        found = new.beginning(recipe, Start(origin=run, weights_only=weights_only))
-        assert bool(found.problems) is not bool(found.described)
+        found = new.find_initial_weights(recipe, Start(origin=run, weights_only=weights_only))
+        assert bool(found.problems) is not bool(found.description)
         assert all(problem.code is ExitCode.USAGE for problem in found.problems)
         return "\n".join(problem.text for problem in found.problems)
 
@@ -127,7 +134,7 @@ def test_what_a_rank_would_refuse_a_plan_refuses(tmp_path, before, after, alone,
 
 def test_a_checkpoint_that_says_nothing_of_itself_is_refused(run, tmp_path):
     (run / "checkpoints" / "step-00000030" / "state.json").write_text("{")
-    (found,) = RunDirectory(tmp_path / "new").beginning(load("demo"), Start(origin=run)).problems
+    (found,) = RunDirectory(tmp_path / "new").find_initial_weights(load("demo"), Start(origin=run)).problems
     assert "step-00000030: this checkpoint cannot be used: its state.json" in found.text
 
 
@@ -143,4 +150,4 @@ def test_anything_else_is_refused(tmp_path, name, why):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").touch()
     with pytest.raises(UsageError, match=f"--from {tmp_path / name}: {why}"):
-        starting_checkpoint(tmp_path / name)
+        find_starting_checkpoint(tmp_path / name)

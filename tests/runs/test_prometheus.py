@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import EnvironmentUnfit
-from bundle.recipe.sections import Prometheus as Asked
+from bundle.recipe.sections import PrometheusSection as PrometheusSection
 from bundle.runs import prometheus
-from bundle.runs.prometheus import CONTENT_TYPE, Prometheus, exposition, named
+from bundle.runs.prometheus import CONTENT_TYPE, PrometheusSink, format_exposition, parse_metric_key
 from tests.training import command
 from tests.training.test_interruption import TINY
 
@@ -42,7 +42,7 @@ def families(text: str) -> dict[str, dict[str, float]]:
 
 
 def test_numbers_are_gauges_and_data_sets_are_labels():
-    text = exposition(
+    text = format_exposition(
         {"train/loss": 3.5, "validation/loss": 4.0, "validation/code/loss": 4.5, "data/skipped/code": 2},
         "demo",
     )
@@ -55,11 +55,16 @@ def test_numbers_are_gauges_and_data_sets_are_labels():
 
 
 def test_names_that_nobody_expected_are_written_as_they_may_be():
-    text = exposition({'validation/a "b"\\c\nd/loss': 1.0, "train/mtp-1 loss": math.inf}, 'r"\\\n')
+    text = format_exposition({'validation/a "b"\\c\nd/loss': 1.0, "train/mtp-1 loss": math.inf}, 'r"\\\n')
     assert set(families(text)) == {"mcore_bundle_validation_loss", "mcore_bundle_train_mtp_1_loss"}
     assert families(text)["mcore_bundle_train_mtp_1_loss"] == {"": math.inf}
-    assert math.isnan(families(exposition({"train/loss": math.nan}, "r"))["mcore_bundle_train_loss"][""])
-    assert families(exposition({"train/loss": -math.inf}, "r"))["mcore_bundle_train_loss"][""] == -math.inf
+    assert math.isnan(
+        families(format_exposition({"train/loss": math.nan}, "r"))["mcore_bundle_train_loss"][""]
+    )
+    assert (
+        families(format_exposition({"train/loss": -math.inf}, "r"))["mcore_bundle_train_loss"][""]
+        == -math.inf
+    )
 
 
 def asked(port: int, path: str = "/metrics") -> tuple[str, str]:
@@ -68,7 +73,7 @@ def asked(port: int, path: str = "/metrics") -> tuple[str, str]:
 
 
 def test_whoever_asks_is_given_what_was_reported_last():
-    sink = Prometheus(Asked(port=0), "demo", restarts=2)
+    sink = PrometheusSink(PrometheusSection(port=0), "demo", restarts=2)
     try:
         assert families(asked(sink.port)[1]) == {"mcore_bundle_restarts": {"": 2.0}}
         sink.write(10, {"train/loss": 3.5, "train/grad_norm": 1.0})
@@ -90,13 +95,13 @@ def test_whoever_asks_is_given_what_was_reported_last():
 
 
 def test_it_listens_where_only_this_machine_can_ask_unless_told_otherwise_and_a_port_that_is_taken_is_named():
-    assert Asked(port=1).address == "127.0.0.1"
+    assert PrometheusSection(port=1).address == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
             EnvironmentUnfit, match=rf"metrics.prometheus: cannot listen on 127.0.0.1:{port}: "
         ):
-            Prometheus(Asked(port=port), "demo", restarts=0)
+            PrometheusSink(PrometheusSection(port=port), "demo", restarts=0)
 
 
 def test_each_metric_of_the_dashboard_is_one_that_a_run_reports():
@@ -107,7 +112,7 @@ def test_each_metric_of_the_dashboard_is_one_that_a_run_reports():
     for line in run(Slow(recipe()), Progress()):
         reported |= set(line) - {"step"}
     own = {"train/straggler_ratio", "train/loss_spikes", "train/tflops_per_device", "memory/peak_bytes"}
-    there = {named(key)[0] for key in reported | own | {prometheus.STEP, prometheus.RESTARTS}}
+    there = {parse_metric_key(key)[0] for key in reported | own | {prometheus.STEP, prometheus.RESTARTS}}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     assert len(expressions) >= 10
@@ -141,6 +146,8 @@ def test_a_real_run_serves_all_that_it_reports_and_that_the_dashboard_asks_for(t
         process.kill()
         process.communicate()
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:4]
-    assert {named(key)[0] for line in lines for key in json.loads(line)} - {"mcore_bundle_time"} <= set(there)
+    assert {parse_metric_key(key)[0] for line in lines for key in json.loads(line)} - {
+        "mcore_bundle_time"
+    } <= set(there)
     used = set(re.findall(r"mcore_bundle_\w+", DASHBOARD.read_text()))
     assert used <= set(there)

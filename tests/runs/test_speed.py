@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import numpy as np
 import torch
 
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from bundle.recipe import load
 from bundle.runs.metrics import PlainLines, Speed
 from tests.planning.jobs import job
@@ -31,10 +31,14 @@ def test_all_ranks_share_the_sequences_of_a_step(seed):
     recipe = load("demo", ["parallel={tp: 2, pp: 2, cp: 2, ep: 2, sequence_parallel: true}"])
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 99_999) for _ in range(drawn.randint(1, 50))]
-    whole = model_size(recipe.architecture).training_flops(lengths)
-    assert Speed(recipe, "cpu", CPU, dp=1).flops(lengths, NONE) == pytest.approx(whole / 8, rel=1e-15)
-    assert Speed(recipe, "cpu", CPU, dp=3).flops(lengths, NONE) == pytest.approx(whole / 24, rel=1e-15)
-    assert Speed(load("demo"), "cpu", CPU, dp=1).flops(lengths, NONE) == pytest.approx(whole, rel=1e-15)
+    whole = compute_model_size(recipe.architecture).count_training_flops(lengths)
+    assert Speed(recipe, "cpu", CPU, dp=1).compute_flops(lengths, NONE) == pytest.approx(whole / 8, rel=1e-15)
+    assert Speed(recipe, "cpu", CPU, dp=3).compute_flops(lengths, NONE) == pytest.approx(
+        whole / 24, rel=1e-15
+    )
+    assert Speed(load("demo"), "cpu", CPU, dp=1).compute_flops(lengths, NONE) == pytest.approx(
+        whole, rel=1e-15
+    )
 
 
 def test_a_window_counts_in_each_sequence_alone():
@@ -42,25 +46,29 @@ def test_a_window_counts_in_each_sequence_alone():
     recipe = job(CONFIGS["gpt_oss"], data={"tokenizer": "hf:none"})
     lengths, window = [1, 8, 9, 10, 31, 3], recipe.architecture.window or 0
     pairs = {(query, key) for query in range(31) for key in range(query + 1)}
-    size = model_size(recipe.architecture)
-    wanted = size.step_flops(
+    size = compute_model_size(recipe.architecture)
+    wanted = size.count_step_flops(
         sum(lengths),
         sum(query < length for length in lengths for query, _ in pairs),
         sum(query < length and query - key < window for length in lengths for query, key in pairs),
     )
     assert size.flops_per_windowed_pair and 0 < window < 31
-    assert Speed(recipe, "cpu", CPU, dp=1).flops(lengths, NONE) == size.training_flops(lengths) == wanted
+    assert (
+        Speed(recipe, "cpu", CPU, dp=1).compute_flops(lengths, NONE)
+        == size.count_training_flops(lengths)
+        == wanted
+    )
 
 
 def test_mfu_is_of_the_peak_of_the_arithmetic_that_is_used(h200):
     arithmetic = ["backend=cuda", "model.dtype=bf16"]
-    found = Speed(load("demo", arithmetic), "cuda", GPU, dp=1).gauges(989e12, 2.0)
+    found = Speed(load("demo", arithmetic), "cuda", GPU, dp=1).compute_gauges(989e12, 2.0)
     assert found["train/tflops_per_device"] == pytest.approx(494.5) and found["train/mfu"] == pytest.approx(
         0.5
     )
     assert found["memory/peak_bytes"] == 7 << 30
     for other in ("model.fp8.scaling=delayed", "model.dtype=fp32"):
-        assert "train/mfu" not in Speed(load("demo", [*arithmetic, other]), "cuda", GPU, dp=1).gauges(
+        assert "train/mfu" not in Speed(load("demo", [*arithmetic, other]), "cuda", GPU, dp=1).compute_gauges(
             1e12, 1.0
         )
 
@@ -68,7 +76,7 @@ def test_mfu_is_of_the_peak_of_the_arithmetic_that_is_used(h200):
 def test_a_device_whose_peak_nobody_read_has_no_mfu(h200, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H0")
     recipe = load("demo", ["backend=cuda", "model.dtype=bf16"])
-    assert set(Speed(recipe, "cuda", GPU, dp=1).gauges(1e12, 1.0)) == {
+    assert set(Speed(recipe, "cuda", GPU, dp=1).compute_gauges(1e12, 1.0)) == {
         "train/tflops_per_device",
         "memory/peak_bytes",
     }
@@ -76,7 +84,7 @@ def test_a_device_whose_peak_nobody_read_has_no_mfu(h200, monkeypatch):
 
 def test_on_the_cpu_memory_is_the_process_s():
     held = torch.ones(64 << 20)
-    found = Speed(load("demo"), "cpu", CPU, dp=1).gauges(1e12, 4.0)
+    found = Speed(load("demo"), "cpu", CPU, dp=1).compute_gauges(1e12, 4.0)
     assert found["train/tflops_per_device"] == 0.25 and "train/mfu" not in found
     assert found["memory/peak_bytes"] > held.nbytes
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bundle.launch import events
-from bundle.runs.metrics import EventLines, LiveProgress, PlainLines, terminal
+from bundle.runs.metrics import EventLines, LiveProgress, PlainLines, build_terminal_sink
 
 TRAINED = {
     "train/loss": 2.7449,
@@ -56,7 +56,7 @@ def test_warnings_do_not_land_on_the_terminal(capsys):
 def test_a_pipe_gets_one_line_per_report():
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
-        sink = terminal(300, 0, stream)
+        sink = build_terminal_sink(300, 0, stream)
         assert isinstance(sink, PlainLines)
         sink.write(7, {"train/loss": 2.5})
         sink.close()
@@ -64,8 +64,8 @@ def test_a_pipe_gets_one_line_per_report():
 
 
 def test_a_launcher_that_waits_for_events_gets_them(capsys, monkeypatch):
-    monkeypatch.setenv(events.VARIABLE, "1")
-    sink = terminal(3, 0)
+    monkeypatch.setenv(events.LISTENER_VARIABLE, "1")
+    sink = build_terminal_sink(3, 0)
     assert isinstance(sink, EventLines)
     sink.write(0, {"data/skipped": 2})
     sink.write(1, {"train/loss": float("nan"), "train/samples": 4})

@@ -15,7 +15,7 @@ import pytest
 from bundle.errors import EnvironmentUnfit
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
-from bundle.runs.metrics import trackers
+from bundle.runs.metrics import start_trackers
 
 WANDB = "metrics.wandb={project: tests, mode: offline}"
 MLFLOW = "metrics.mlflow={experiment: tests}"
@@ -72,7 +72,7 @@ def wandb_runs(directory: RunDirectory) -> dict[str, dict[int, dict[str, float]]
 
 
 def report(directory: RunDirectory, override: str, *numbers: tuple[int, dict[str, float]]) -> None:
-    (sink,) = trackers(load("demo", [override]), directory)
+    (sink,) = start_trackers(load("demo", [override]), directory)
     for step, values in numbers:
         sink.write(step, values)
     sink.close()
@@ -106,14 +106,14 @@ def test_mlflow_gets_every_number_the_recipe_and_a_resumed_run_goes_on_in_its_ow
 
 
 def test_a_recipe_without_trackers_has_none_and_writes_nothing(directory):
-    assert trackers(load("demo"), directory) == [] and not directory.trackers.exists()
+    assert start_trackers(load("demo"), directory) == [] and not directory.trackers.exists()
 
 
 @pytest.mark.parametrize(("name", "override"), [("wandb", WANDB), ("mlflow", MLFLOW)])
 def test_one_that_is_not_installed_is_named_with_its_remedy(directory, monkeypatch, name, override):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EnvironmentUnfit, match=rf"metrics\.{name}: .*pip install 'mcore-bundle\[{name}\]'"):
-        trackers(load("demo", [override]), directory)
+        start_trackers(load("demo", [override]), directory)
     assert not directory.trackers.exists()
 
 
@@ -121,7 +121,7 @@ def test_one_that_cannot_be_begun_is_named_with_its_reason(directory):
     pytest.importorskip("mlflow")
     override = "metrics.mlflow={experiment: tests, tracking_uri: 'nowhere://x'}"
     with pytest.raises(EnvironmentUnfit, match=r"metrics\.mlflow: cannot be begun: .*nowhere"):
-        trackers(load("demo", [override]), directory)
+        start_trackers(load("demo", [override]), directory)
 
 
 def test_one_that_fails_later_is_told_once_and_ends_nothing(directory, monkeypatch, capsys):
@@ -142,7 +142,7 @@ def test_one_that_fails_later_is_told_once_and_ends_nothing(directory, monkeypat
         def close(self) -> None:
             asked.append(0)
 
-    monkeypatch.setattr(module, "MLflow", Fails)
+    monkeypatch.setattr(module, "MLflowSink", Fails)
     report(directory, MLFLOW, (1, {}), (2, {}), (3, {}))
     assert asked == [1, 2]
     told = capsys.readouterr().err

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.engine import MicroBatch, Scores
-from bundle.mcore.mtp import clear_logged_losses, logged_losses
+from bundle.mcore.mtp import clear_logged_losses, read_logged_losses
 from bundle.verification.numbers import DENSE, Bench
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import texts
@@ -53,13 +53,13 @@ def logged(bench: Bench, alone: bool = False) -> float:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     clear_logged_losses()
-    with bench.layout(cp=2) as groups:
+    with bench.open_layout(cp=2) as groups:
         both = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
         rank = groups.cp.rank
         MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.0 + rank), 0, 1, avg_group=both)
         if rank == 0 or not alone:
             MTPLossLoggingHelper.reduce_loss_in_tracker()
-            return abs(float(logged_losses()) - 1.5)
+            return abs(float(read_logged_losses()) - 1.5)
         dist.barrier()  # the others go on, as verl's do: to the next collective
     return 0.0
 

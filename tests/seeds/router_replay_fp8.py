@@ -26,28 +26,28 @@ class Seen(Exception):
 
 
 def main() -> None:
-    from bundle.patches import applying
+    from bundle.patches import patcher
 
     torch.set_num_threads(1)
-    applying.apply(patches([CASE]))
+    patcher.apply(patches([CASE]))
     runtime = backends.prepare("cpu")
     rank = world.join()
     from bundle.engine import Engine
-    from bundle.engine.routes import forced
+    from bundle.engine.routes import build_forced_routes
     from bundle.errors import JobFailed
     from bundle.mcore import context, groups, routers
-    from bundle.sequences.packing import Packing
+    from bundle.packing.packing import Packing
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(CASE.recipe().parallel, seed=1, timeout_seconds=60)
     engine = Engine(CASE.recipe(), runtime, state, torch.device("cpu"))
     batches = [micro_batch(CASE, state, number) for number in range(MICRO_BATCHES)]
     routing = engine.replay.routing
 
     # With the padding: what is replayed is what was recorded.
-    with engine.replay.recording() as recorded:
+    with engine.replay.record_routes() as recorded:
         first = step(engine, batches)
-    with engine.replay.recording() as replayed:
+    with engine.replay.record_routes() as replayed:
         second = step(engine, with_routes(batches, recorded))
     said: dict[str, Any] = {"equal": second == first and all(map(same, recorded, replayed))}
 
@@ -59,19 +59,19 @@ def main() -> None:
 
     # Routes that are not padded: the tokens lie as FP8 wants them, their routes as they would lie without it.
     part = {"part": rank, "parts": 2}
-    plain = Packing.of(LENGTHS, CASE.alignment._replace(scaling=None))
-    unpadded = forced(recorded[0], plain, routing, routing.layers, **part)
-    padded = forced(recorded[0], batches[0].packing, routing, routing.layers, **part)
+    plain = Packing.from_lengths(LENGTHS, CASE.alignment._replace(scaling=None))
+    unpadded = build_forced_routes(recorded[0], plain, routing, routing.layers, **part)
+    padded = build_forced_routes(recorded[0], batches[0].packing, routing, routing.layers, **part)
     assert unpadded is not None and padded is not None
     model, layer = engine.models[0], routing.layers[0]
     said["rows"] = [len(one.experts[layer]) for one in (unpadded, padded)]
-    choices = context.Choices(routers.of_layers(model), routing.dtype, backward=False)
-    with context.choices.set(choices), choices.of_forward(unpadded):
+    choices = context.RouterChoices(routers.map_routers_to_layers(model), routing.dtype, has_backward=False)
+    with context.router_choices.set(choices), choices.record_forward(unpadded):
         try:
             forward(engine, batches[0])
         except JobFailed as error:
             said["refused"] = str(error)
-    router = routers.of_model(model)[0]
+    router = routers.find_routers(model)[0]
     if getattr(router, "router_replay", None):
         # Megatron's own replay takes the rows as they come.
         routers.give_native_routes(router, unpadded.experts[layer].long())
@@ -92,9 +92,13 @@ def see(_router: Any, _args: Any, output: Any) -> None:
 
 
 def forward(engine: Any, batch: Any) -> None:
-    with engine.runtime.megatron(), torch.no_grad():
+    with engine.runtime.megatron_calls(), torch.no_grad():
         engine.models[0](
-            batch.ids, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed
+            batch.ids,
+            batch.position_ids,
+            None,
+            labels=batch.labels,
+            packed_seq_params=batch.packed_seq_params,
         )
 
 

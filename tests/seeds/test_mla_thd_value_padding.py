@@ -7,29 +7,29 @@ own patch off from 0.16.2, a number that says nothing about it.
 import pytest
 
 from bundle.environment import packages
-from bundle.verification import Order, decide, everything
+from bundle.verification import WorkOrder, decide_patches, plan_all_patches
 
 PATCH = "mla-thd-value-padding"
 PACKED_AGAINST_UNPACKED = (
-    "bundle.verification.measurements.attention:narrow_values"  # loss and every gradient
+    "bundle.verification.measurements.attention:measure_narrow_values"  # loss and every gradient
 )
 AGREES = 1e-5
 
 
 def seen(core):
     """(whether it is applied, what a run without it saw, what a run with all that is applied saw)."""
-    found = decide("cpu", core.tree)
-    applied = tuple(decision.id for decision in found.applied)
+    found = decide_patches("cpu", core.tree)
+    applied = tuple(decision.id for decision in found.patches_to_apply)
     without = tuple(one for one in applied if one != PATCH)
-    orders = [Order(n, PACKED_AGAINST_UNPACKED, 1, 60, ids) for n, ids in enumerate((without, applied))]
-    (first,), (second,) = core.world.observe(orders, everything(found))
+    orders = [WorkOrder(n, PACKED_AGAINST_UNPACKED, 1, 60, ids) for n, ids in enumerate((without, applied))]
+    (first,), (second,) = core.world.observe(orders, plan_all_patches(found))
     return PATCH in applied, first, second
 
 
 @pytest.mark.world
 def test_unpatched_fails_and_patched_equals_the_unpacked_run(core):
     applied, without, with_it = seen(core)
-    needed = packages.within(core.version, "<0.18")
+    needed = packages.is_within(core.version, "<0.18")
     assert applied is needed
     if needed:
         assert without.raised and "flash attention wants thd heads of one size" in without.message, without

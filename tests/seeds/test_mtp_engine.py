@@ -6,22 +6,22 @@ error up to 0.16, no training of MTP in 0.17 and 0.18, from 0.19 on training in 
 
 import pytest
 
-from bundle.verification import Order, decide, everything
+from bundle.verification import WorkOrder, decide_patches, plan_all_patches
 
-LOGITS = "bundle.verification.measurements.mtp:without_labels"
+LOGITS = "bundle.verification.measurements.mtp:measure_missing_labels"
 HERE = "tests.seeds.prediction"
 
 
 @pytest.fixture(scope="module")
 def seen(core):
     """What one rank saw: logits without labels (as megatron is, and patched), then the engine's."""
-    found = decide("cpu", core.tree)
-    applied = tuple(decision.id for decision in found.applied)
+    found = decide_patches("cpu", core.tree)
+    applied = tuple(decision.id for decision in found.patches_to_apply)
     stock = tuple(one for one in applied if one not in ("mtp-without-labels", "mtp-labels-from-input"))
     measurements = (LOGITS, *(f"{HERE}:{name}" for name in ("falls", "reached", "reached_detached")))
-    orders = [Order(0, LOGITS, 1, 60, stock)]
-    orders += [Order(n, name, 1, 60, applied) for n, name in enumerate(measurements, start=1)]
-    results = core.world.observe(orders, everything(found))
+    orders = [WorkOrder(0, LOGITS, 1, 60, stock)]
+    orders += [WorkOrder(n, name, 1, 60, applied) for n, name in enumerate(measurements, start=1)]
+    results = core.world.observe(orders, plan_all_patches(found))
     return [one for (one,) in results]
 
 

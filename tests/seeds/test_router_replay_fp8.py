@@ -19,6 +19,6 @@ def test_routes_are_padded_as_the_tokens_are(core):
         assert "[14, 2] for a micro-batch of shape [16, 2]" in rank["refused"]
         assert "28 rows on this rank" in rank["tokens"]
         assert rank["equal"]
-    if packages.within(core.version, ">=0.16"):
+    if packages.is_within(core.version, ">=0.16"):
         assert 0 < first["misrouted"] < 0.2  # its last tokens have no experts at all
         assert second["misrouted"] > 0.5  # every token has those of the token two places later

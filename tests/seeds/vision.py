@@ -15,12 +15,12 @@ from torch import Tensor
 
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import BundleError
-from bundle.planning import plan_for
+from bundle.packing.images import ImageInputs
+from bundle.packing.packing import Packing, build_masks
+from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.images import Images
-from bundle.sequences.packing import Packing, masks
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.seeds.mindspeed import Attention as MindSpeedAttention
@@ -32,7 +32,7 @@ GRIDS = np.asarray([[1, 2, 4], [1, 2, 2], [1, 2, 2]])
 _SEED = torch.Generator().manual_seed(3)
 TOKENS = torch.randint(0, IMAGE, (sum(LENGTHS),), generator=_SEED)
 TOKENS[[2, 3, 10, 14]] = IMAGE
-PIXELS = torch.randn(int(GRIDS.prod(1).sum()), CASES[0].vision.patch_values, generator=_SEED)
+PIXELS = torch.randn(int(GRIDS.prod(1).sum()), CASES[0].vision.values_per_patch, generator=_SEED)
 
 
 def job() -> Recipe:
@@ -52,20 +52,20 @@ def job() -> Recipe:
     )
 
 
-def images(which: slice = slice(None)) -> Images:
+def images(which: slice = slice(None)) -> ImageInputs:
     """Those of some of the sequences, in whole rows."""
     patches = np.append(0, GRIDS.prod(1).cumsum())
     parts = np.append(0, np.cumsum(LENGTHS))
     first, last, _ = which.indices(len(LENGTHS))
     lengths = LENGTHS[first:last]
-    of = Images.of(
+    of = ImageInputs.from_sequences(
         PIXELS[patches[first] : patches[last]],
         GRIDS[which],
         TOKENS[parts[first] : parts[last]].numpy(),
         np.asarray(lengths),
         CASES[0].vision,
     )
-    return of.packed(Packing.of(lengths, Alignment("bshd")))
+    return of.pack(Packing.from_lengths(lengths, Alignment("bshd")))
 
 
 class Vision:
@@ -81,13 +81,13 @@ class Vision:
         *,
         hands_on: bool,
         packing: Packing | None = None,
-        seen: Images | None = None,
+        seen: ImageInputs | None = None,
     ) -> Tensor:
         """Logits [b, s, v], or of its own pack [1, t, v]; `hands_on`: attention gets the mask as well.
 
         `seen` are the images of these rows, None: of all sequences.
         """
-        from bundle.mcore.packed import packed_seq_params
+        from bundle.mcore.packed_sequences import build_packed_seq_params
 
         seen = images() if seen is None else seen
         embedded, positions = self.language.embedding.word_embeddings(ids), seen.positions
@@ -102,7 +102,7 @@ class Vision:
             positions,
             mask if hands_on else None,
             decoder_input=embedded.transpose(0, 1).contiguous(),
-            packed_seq_params=None if packing is None else packed_seq_params(packing),
+            packed_seq_params=None if packing is None else build_packed_seq_params(packing),
         )
         return logits
 
@@ -118,7 +118,7 @@ def outcome(act: Callable[[], Any]) -> str:
 
 def upstream(make: Callable[[], Vision]) -> dict[str, str]:
     """What comes of the masks that upstream gives, or gave, to such models on NPUs."""
-    rows, pack = (Packing.of(LENGTHS, Alignment(layout)) for layout in ("bshd", "thd"))
+    rows, pack = (Packing.from_lengths(LENGTHS, Alignment(layout)) for layout in ("bshd", "thd"))
     ids, valid = rows.pack(TOKENS), rows.valid
     future = torch.ones(LONGEST, LONGEST, dtype=torch.bool).triu(1)
     square = ~(valid[:, None, :, None] & valid[:, None, None, :]) | future
@@ -145,11 +145,11 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
     alone = torch.cat([model(ids[None], None, hands_on=True, seen=own)[0] for ids, own in rows])
     seen: dict[str, Any] = {}
     for layout in ("bshd", "thd"):
-        packing = Packing.of(LENGTHS, Alignment(layout))
-        of = masks(packing, ASCEND.mask("vlm", layout))
+        packing = Packing.from_lengths(LENGTHS, Alignment(layout))
+        of = build_masks(packing, ASCEND.find_mask("vlm", layout))
         reached.clear()
         packs = packing if layout == "thd" else None
-        logits = model(packing.uncut.pack(TOKENS), of.model, hands_on=packs is None, packing=packs)
+        logits = model(packing.unsharded.pack(TOKENS), of.model, hands_on=packs is None, packing=packs)
         seen[layout] = {
             "model": None if of.model is None else list(of.model.shape),
             "kernel": reached[0],
@@ -157,43 +157,43 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
             "by mask": far(logits[of.valid], alone),
             "unpacked": far(packing.unpack(logits), alone),
         }
-    valid = Packing.of(LENGTHS, Alignment("bshd")).valid
-    seen["handed on"] = outcome(lambda: model(packing.uncut.pack(TOKENS), valid, hands_on=True))
+    valid = Packing.from_lengths(LENGTHS, Alignment("bshd")).valid
+    seen["handed on"] = outcome(lambda: model(packing.unsharded.pack(TOKENS), valid, hands_on=True))
     return seen
 
 
 def main() -> None:
     recipe = job()
-    runtime = patched_runtime(plan_for(recipe, backend="cpu").patch_plan, "cpu")
+    runtime = prepare_runtime(build_plan(recipe, backend="cpu").patch_plan, "cpu")
     from bundle.backends.ascend import attention
     from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
-    from bundle.mcore.gpt import transformer_config
+    from bundle.mcore.gpt import build_transformer_config
     from bundle.models import gpt
 
     registered()
     world.join()
-    with runtime.megatron(), torch.no_grad():
+    with runtime.megatron_calls(), torch.no_grad():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
 
         def make(core: type) -> Vision:
-            config = transformer_config(recipe, runtime.options(recipe))
-            with patch.object(specs, "CoreAttention", core):
-                return Vision(gpt.build(recipe, config, runtime, state)[0].eval())
+            config = build_transformer_config(recipe, runtime.build_config_options(recipe))
+            with patch.object(specs, "CpuCoreAttention", core):
+                return Vision(gpt.build_chunks(recipe, config, runtime, state)[0].eval())
 
         reached: list[dict[str, Any]] = []
-        fused = attention.fused
+        fused = attention.call_fused_attention
 
         def noted(query: Tensor, key: Tensor, value: Tensor, inputs: Any, **options: Any) -> Tensor:
-            given = inputs.keywords()
+            given = inputs.to_keywords()
             given["atten_mask"] = None if inputs.atten_mask is None else list(inputs.atten_mask.shape)
             reached.append(given)
             return fused(query, key, value, inputs, **options)
 
-        with patch.object(attention, "fused", noted):
+        with patch.object(attention, "call_fused_attention", noted):
             seen = {
                 "upstream": upstream(lambda: make(MindSpeedAttention)),
-                "ours": ours(make(attention.CoreAttention), reached),
+                "ours": ours(make(attention.AscendCoreAttention), reached),
             }
         groups.destroy()
     print(json.dumps(seen))

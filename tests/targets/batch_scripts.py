@@ -3,17 +3,19 @@
 import subprocess
 from pathlib import Path
 
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
+from bundle.launch.job import Job, from_plan
+from bundle.planning import build_plan
 from bundle.recipe import load
 
 
 def decided(backend: str = "cuda", hardware: str = "h200", nodes: int = 2, per_node: int = 8) -> Job:
     """A job in /runs/demo."""
     recipe = load("demo", ["parallel.tp=2", "parallel.sequence_parallel=true", "train.global_batch_size=64"])
-    made = plan_for(recipe, backend=backend, named=hardware, mcore="0.16.1", nodes=nodes, per_node=per_node)
+    made = build_plan(
+        recipe, backend=backend, hardware_name=hardware, mcore="0.16.1", nodes=nodes, per_node=per_node
+    )
     made.refuse()
-    return of_plan(made, Path("/runs/demo"))
+    return from_plan(made, Path("/runs/demo"))
 
 
 def in_bash(script: str, srun: str = "exit 0", log: Path | None = None) -> list[str]:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import LaunchUnavailable, UsageError
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
+from bundle.launch.job import Job, from_plan
+from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets import docker, images
-from bundle.targets.docker import Options
+from bundle.targets.docker import DockerOptions
 from tests.command import run_bundle
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -25,15 +25,15 @@ WORDS = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=
 
 
 def decided(backend: str, hardware: str, nodes: int, per_node: int) -> Job:
-    made = plan_for(
+    made = build_plan(
         load("demo", ["train.global_batch_size=64"]),
         backend=backend,
-        named=hardware,
+        hardware_name=hardware,
         mcore="0.16.1",
         nodes=nodes,
         per_node=per_node,
     )
-    return of_plan(made, Path("/runs/demo"))
+    return from_plan(made, Path("/runs/demo"))
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,21 @@ def job() -> Job:
         (
             "cuda",
             ("cuda", "h200", 2, 8),
-            Options("registry.example:5000/us/bundle:1", user="1000:0", rdma=True),
+            DockerOptions("registry.example:5000/us/bundle:1", user="1000:0", rdma=True),
         ),
         (
             "ascend",
             ("ascend", "a3", 1, 4),
-            Options("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,)),
+            DockerOptions("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,)),
         ),
-        ("cpu", ("cpu", "cpu", 1, 2), Options("bundle", ("/data",), ("HF_TOKEN",), "1000:0", "1g")),
+        ("cpu", ("cpu", "cpu", 1, 2), DockerOptions("bundle", ("/data",), ("HF_TOKEN",), "1000:0", "1g")),
     ],
 )
 def test_the_commands_are_the_golden_ones(name, machine, options):
     job = decided(*machine)
     meeting = "node0:29500" if job.nodes > 1 else ""
-    found = docker.dry_run(job, options, Path("/work"), meeting).replace(
-        docker.placed(job).name[7:], "DIGEST"
+    found = docker.render_dry_run(job, options, Path("/work"), meeting).replace(
+        docker.get_job_directory(job).name[7:], "DIGEST"
     )
     assert found.replace(" --", " \\\n  --") == (GOLDEN / f"docker-{name}.sh").read_text()
 
@@ -70,7 +70,9 @@ def test_the_commands_are_the_golden_ones(name, machine, options):
 @given(workdir=WORDS, directory=WORDS, mount=WORDS)
 def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
     job = replace(job, nodes=1, directory=Path("/runs") / directory)
-    text = docker.command(job, Options("bundle", (f"/data/{mount}",)), Path("/w") / workdir).shell()
+    text = docker.build_command(
+        job, DockerOptions("bundle", (f"/data/{mount}",)), Path("/w") / workdir
+    ).to_shell()
     printed = subprocess.run(
         ["bash", "-c", f"docker() {{ printf '%s\\0' \"$@\"; }}; {text}"],
         capture_output=True,
@@ -78,15 +80,15 @@ def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
         check=True,
     ).stdout.split("\0")[:-1]
     assert printed == shlex.split(text)[1:]
-    assert printed[-1] == f"--job={docker.placed(job) / 'job.json'}"
+    assert printed[-1] == f"--job={docker.get_job_directory(job) / 'job.json'}"
     assert f"--volume=/data/{mount}:/data/{mount}" in printed
     assert f"--workdir={Path('/w') / workdir}" in printed
 
 
 def test_all_that_cannot_be_written_is_refused_at_once(job):
-    options = Options("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", "much")
+    options = DockerOptions("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", "much")
     with pytest.raises(UsageError) as refused:
-        docker.command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
+        docker.build_command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
     text = str(refused.value)
     for part in (
         "--image '--privileged'",
@@ -108,9 +110,9 @@ def test_a_recipe_alone_is_enough_for_what_would_run(tmp_path):
     done = said("--dry-run", "--nodes=2")
     assert done.returncode == 0, done.stderr
     commands = [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
-    (of_cpu,) = (each for each in images.built() if each.backend == "cpu")
+    (of_cpu,) = (each for each in images.load_images() if each.backend == "cpu")
     for node, words in enumerate(commands):
-        assert f"{images.REGISTRY}/{of_cpu.tag}" in words
+        assert f"{images.DEFAULT_REGISTRY}/{of_cpu.tag}" in words
         assert words[-2:] == [f"--node-rank={node}", "--rendezvous=HOST:29500"]
     assert len(commands) == 2
     assert "nobody said what is in the image" in done.stderr
@@ -121,25 +123,29 @@ def test_a_recipe_alone_is_enough_for_what_would_run(tmp_path):
 
 
 def test_the_container_of_a_job_is_named_after_what_the_job_is(job):
-    assert docker.named(job, 1) == docker.named(job, 1) != docker.named(job, 0)
-    assert docker.named(replace(job, per_node=4), 1) != docker.named(job, 1)
-    assert docker.named(job, 1).startswith("mcore-bundle-demo-")
+    assert (
+        docker.build_container_name(job, 1)
+        == docker.build_container_name(job, 1)
+        != docker.build_container_name(job, 0)
+    )
+    assert docker.build_container_name(replace(job, per_node=4), 1) != docker.build_container_name(job, 1)
+    assert docker.build_container_name(job, 1).startswith("mcore-bundle-demo-")
 
 
 def test_without_docker_it_is_said(job, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchUnavailable, match="docker is not on the PATH"):
-        docker.submit(replace(job, nodes=1, directory=tmp_path / "run"), Options("bundle"), tmp_path)
+        docker.submit(replace(job, nodes=1, directory=tmp_path / "run"), DockerOptions("bundle"), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("said", "state"),
     [
-        ("running false 0 ", docker.State("RUNNING", "", None)),
-        ("exited false 75 ", docker.State("EXITED", "", 75)),
-        ("exited true 137 ", docker.State("EXITED", "its limit of memory was reached", 137)),
-        ("created false 0 ", docker.State("CREATED", "", None)),
-        ("created false 128 no such device", docker.State("CREATED", "no such device", 5)),
+        ("running false 0 ", docker.ContainerState("RUNNING", "", None)),
+        ("exited false 75 ", docker.ContainerState("EXITED", "", 75)),
+        ("exited true 137 ", docker.ContainerState("EXITED", "its limit of memory was reached", 137)),
+        ("created false 0 ", docker.ContainerState("CREATED", "", None)),
+        ("created false 128 no such device", docker.ContainerState("CREATED", "no such device", 5)),
     ],
 )
 def test_a_container_ends_with_its_own_code(tmp_path, monkeypatch, said, state):
@@ -147,7 +153,7 @@ def test_a_container_ends_with_its_own_code(tmp_path, monkeypatch, said, state):
     client.write_text(f"#!/bin/sh\necho '{said}'\n")
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert docker.state("x") == state
+    assert docker.query_state("x") == state
 
 
 def client(folder: Path, script: str) -> None:
@@ -162,9 +168,9 @@ def test_what_the_engine_could_not_start_is_started_again(job, tmp_path, monkeyp
     client(tmp_path, f"case $1 in ps) echo abc ;; inspect) echo '{failed}' ;; esac")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     job = replace(job, nodes=1, directory=tmp_path / "run")
-    name = docker.submit(job, Options("bundle"), tmp_path)
+    name = docker.submit(job, DockerOptions("bundle"), tmp_path)
     asked = [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
-    assert asked == ["ps", "inspect", "rm", "run"] and name == docker.named(job, 0)
+    assert asked == ["ps", "inspect", "rm", "run"] and name == docker.build_container_name(job, 0)
 
 
 def test_who_follows_a_container_takes_its_client_along(tmp_path):
@@ -181,13 +187,13 @@ def test_who_follows_a_container_takes_its_client_along(tmp_path):
 
 
 def test_the_host_of_an_image_is_written_in_any_case():
-    assert list(Options("Registry.Example:5000/us/bundle:1").violations()) == []
+    assert list(DockerOptions("Registry.Example:5000/us/bundle:1").find_violations()) == []
 
 
 def test_who_runs_in_a_container_is_in_the_group_that_may_open_the_npus(tmp_path):
     (tmp_path / "davinci0").touch()
-    assert docker.npu_groups(tmp_path / "davinci0") == (os.getgid(),)
-    assert docker.npu_groups(tmp_path / "davinci1") == ()
+    assert docker.find_npu_groups(tmp_path / "davinci0") == (os.getgid(),)
+    assert docker.find_npu_groups(tmp_path / "davinci1") == ()
     words = ("--hardware=a3", "--group=1001", "--set=train.global_batch_size=128", "--dry-run")
     done = run_bundle("launch", "docker", "demo", *words, cwd=tmp_path)
     assert " --group-add=1001 " in done.stdout, done.stderr

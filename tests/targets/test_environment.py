@@ -8,50 +8,50 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import UsageError
-from bundle.files import json_digest
+from bundle.files import digest_json
 from bundle.launch import command, job
-from bundle.launch.job import Job, of_plan
+from bundle.launch.job import Job, from_plan
 from bundle.launch.rendezvous import discover
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets import docker, kubernetes, local, ray, slurm
-from bundle.targets.kubernetes.options import Options as KubernetesOptions
+from bundle.targets.kubernetes.options import KubernetesOptions as KubernetesOptions
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import Options as SlurmOptions
+from bundle.targets.slurm.options import SlurmOptions as SlurmOptions
 
 NAMES = "NCCL_DEBUG: WARN, NCCL_IB_HCA: mlx5, OMP_NUM_THREADS: 4, TORCH_DEVICE_BACKEND_AUTOLOAD: null"
 
 
 def decided(directory: Path) -> Job:
     recipe = load("demo", ["train.global_batch_size=128", f"environment={{{NAMES}}}"])
-    made = plan_for(recipe, backend="cuda", named="h200", mcore="0.16.1", nodes=2, per_node=8)
+    made = build_plan(recipe, backend="cuda", hardware_name="h200", mcore="0.16.1", nodes=2, per_node=8)
     made.refuse()
-    return of_plan(made, directory)
+    return from_plan(made, directory)
 
 
 def _local(of: Job, folder: Path) -> str:
-    name = local.submit(of, local.Options(python="true"), folder, rendezvous="node0:29500")
+    name = local.submit(of, local.LocalOptions(python="true"), folder, rendezvous="node0:29500")
     local.wait(name)
-    return Path(name, job.NAME).read_text()
+    return Path(name, job.FILE_NAME).read_text()
 
 
 def _docker(of: Job, folder: Path) -> str:
-    docker.submit(of, docker.Options("bundle"), folder, rendezvous="node0:29500")
-    return (docker.placed(of) / job.NAME).read_text()
+    docker.submit(of, docker.DockerOptions("bundle"), folder, rendezvous="node0:29500")
+    return (docker.get_job_directory(of) / job.FILE_NAME).read_text()
 
 
 def _slurm(of: Job, folder: Path) -> str:
     slurm.submit(of, SlurmOptions(), folder)
-    return (batch.placed(of) / job.NAME).read_text()
+    return (batch.get_job_directory(of) / job.FILE_NAME).read_text()
 
 
 def _kubernetes(of: Job, folder: Path) -> str:
-    objects = kubernetes.objects(of, KubernetesOptions(image="bundle", claim="runs"))
-    return str(next(each["data"][job.NAME] for each in objects if each["kind"] == "ConfigMap"))
+    objects = kubernetes.build_objects(of, KubernetesOptions(image="bundle", claim="runs"))
+    return str(next(each["data"][job.FILE_NAME] for each in objects if each["kind"] == "ConfigMap"))
 
 
 def _ray(of: Job, folder: Path) -> str:
-    return ray.write(of).read_text()
+    return ray.write_job_file(of).read_text()
 
 
 @pytest.mark.parametrize("target", [_local, _docker, _slurm, _kubernetes, _ray])
@@ -71,7 +71,7 @@ def test_a_value_of_the_recipe_reaches_the_ranks_of_every_target(
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "A": "b",
     }
-    started = command.command(job.launch(handed, where), inherited).environment(inherited)
+    started = command.build_command(job.build_launch(handed, where), inherited).build_environment(inherited)
     assert started["NCCL_DEBUG"] == "WARN" and started["NCCL_IB_HCA"] == "mlx5"
     assert started["OMP_NUM_THREADS"] == "4"  # what the recipe says yields to nobody
     assert started["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1" and started["A"] == "b"
@@ -79,10 +79,10 @@ def test_a_value_of_the_recipe_reaches_the_ranks_of_every_target(
 
 
 def test_what_only_the_plan_says_of_threads_yields_to_where_ranks_are_started(tmp_path):
-    made = plan_for(load("demo"), backend="cpu", named="cpu", mcore="0.16.1", nodes=1, per_node=2)
-    launch = job.launch(of_plan(made, tmp_path), discover({}))
+    made = build_plan(load("demo"), backend="cpu", hardware_name="cpu", mcore="0.16.1", nodes=1, per_node=2)
+    launch = job.build_launch(from_plan(made, tmp_path), discover({}))
     for inherited, threads, interface in (({}, "1", "lo"), ({"OMP_NUM_THREADS": "8"}, "8", "lo")):
-        started = command.command(launch, inherited).environment(inherited)
+        started = command.build_command(launch, inherited).build_environment(inherited)
         assert (started["OMP_NUM_THREADS"], started["GLOO_SOCKET_IFNAME"]) == (threads, interface)
 
 
@@ -99,6 +99,6 @@ def test_a_job_file_sets_no_variable_that_has_code_loaded(tmp_path, name, value,
     document = decided(tmp_path).dump()
     document["recipe"]["environment"] = {name: value}
     document["environment"][name] = value
-    document["digest"] = json_digest({k: v for k, v in document.items() if k != "digest"})
+    document["digest"] = digest_json({k: v for k, v in document.items() if k != "digest"})
     with pytest.raises(UsageError, match=why):
         job.parse(json.dumps(document))

@@ -14,9 +14,9 @@ import pytest
 from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
 from bundle.targets import docker, local, ray
-from bundle.targets.local import Options
+from bundle.targets.local import LocalOptions
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import Options as SlurmOptions
+from bundle.targets.slurm.options import SlurmOptions as SlurmOptions
 from tests.command import run_bundle
 from tests.targets.test_docker import decided
 from tests.training.test_interruption import TINY
@@ -27,14 +27,14 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.mark.parametrize(
     ("name", "machine", "options"),
     [
-        ("cuda", ("cuda", "h200", 2, 8), Options(3, python="/venv/bin/python")),
-        ("ascend", ("ascend", "a3", 1, 4), Options(mcore="/src/Megatron-LM", python="/venv/bin/python")),
-        ("cpu", ("cpu", "cpu", 1, 2), Options(python="/venv/bin/python")),
+        ("cuda", ("cuda", "h200", 2, 8), LocalOptions(3, python="/venv/bin/python")),
+        ("ascend", ("ascend", "a3", 1, 4), LocalOptions(mcore="/src/Megatron-LM", python="/venv/bin/python")),
+        ("cpu", ("cpu", "cpu", 1, 2), LocalOptions(python="/venv/bin/python")),
     ],
 )
 def test_the_commands_are_the_golden_ones(tmp_path, name, machine, options):
     job = replace(decided(*machine), directory=tmp_path / "demo")  # its attempts are counted on this disk
-    found = local.dry_run(job, options, "node0:29500" if job.nodes > 1 else "")
+    found = local.render_dry_run(job, options, "node0:29500" if job.nodes > 1 else "")
     assert (
         found.replace(str(tmp_path), "/runs").replace(" --", " \\\n  --")
         == (GOLDEN / f"local-{name}.sh").read_text()
@@ -45,11 +45,11 @@ def test_several_nodes_are_told_where_they_meet():
     job = decided("cuda", "h200", 2, 8)
     for wrong, said in (("", "2 nodes: say where they meet"), ("node0", "--rendezvous 'node0': HOST:PORT")):
         with pytest.raises(UsageError, match=said):
-            local.command(job, Options(), Path("/runs"), 1, wrong)
+            local.build_command(job, LocalOptions(), Path("/runs"), 1, wrong)
 
 
 def test_where_nobody_says_where_they_meet_a_dry_run_has_a_place_for_it(tmp_path):
-    text = local.dry_run(replace(decided("cuda", "h200", 2, 8), directory=tmp_path), Options())
+    text = local.render_dry_run(replace(decided("cuda", "h200", 2, 8), directory=tmp_path), LocalOptions())
     assert "--node-rank=1 --rendezvous=HOST:29500\n" in text
     assert "--master-addr HOST" in text or "--master_addr=HOST" in text or "HOST" in text.split("# which")[1]
 
@@ -59,11 +59,11 @@ def test_preflight_is_asked_of_what_starts_a_node_where_somebody_asks_for_it(ask
     job = decided("cpu", "cpu", 1, 2)
     folder = Path("/runs")
     said = (
-        local.command(job, Options(preflight=asked), folder).shell(),
-        docker.command(job, docker.Options("bundle", preflight=asked), folder).shell(),
-        batch.script(job, SlurmOptions(preflight=asked), folder),
-        batch.script(job, SlurmOptions(preflight=asked, ray=True), folder),
-        ray.request(job, ray.Options(preflight=asked), folder)["entrypoint"],
+        local.build_command(job, LocalOptions(preflight=asked), folder).to_shell(),
+        docker.build_command(job, docker.DockerOptions("bundle", preflight=asked), folder).to_shell(),
+        batch.build_script(job, SlurmOptions(preflight=asked), folder),
+        batch.build_script(job, SlurmOptions(preflight=asked, ray=True), folder),
+        ray.build_request(job, ray.RayOptions(preflight=asked), folder)["entrypoint"],
     )
     assert [" --preflight" in text for text in said] == [asked] * 5
 
@@ -74,14 +74,14 @@ def job(tmp_path) -> Job:
 
 
 @pytest.fixture
-def node(tmp_path) -> Callable[[str], Options]:
+def node(tmp_path) -> Callable[[str], LocalOptions]:
     """Options by which a node does what a shell script says, in the place of Python."""
 
-    def does(script: str) -> Options:
+    def does(script: str) -> LocalOptions:
         program = tmp_path / "a 'python'"
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        return Options(python=str(program))
+        return LocalOptions(python=str(program))
 
     return does
 
@@ -96,57 +96,57 @@ def until(condition: Callable[[], object], seconds: float = 30) -> None:
 def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node, tmp_path):
     name = local.submit(job, node('echo "$@"; echo "in $PWD" >&2; exit 6'), tmp_path)
     said = "".join(local.follow(name))
-    assert said == f"-m bundle train --job={name}/job.json\nin {tmp_path}\n" == local.written(name)
+    assert said == f"-m bundle train --job={name}/job.json\nin {tmp_path}\n" == local.read_log(name)
     assert json.loads(Path(name, "job.json").read_text()) == job.dump()
-    assert local.state(name) == local.State("FAILED", "code 6", 6)
+    assert local.query_state(name) == local.NodeState("FAILED", "code 6", 6)
     assert local.wait(name) == 6
     local.stop(name)  # of what has ended: nothing
     again = local.submit(job, node("exit 0"), tmp_path)
     assert again != name
-    assert local.wait(again) == 0 and local.state(again) == local.State("COMPLETED", "", 0)
+    assert local.wait(again) == 0 and local.query_state(again) == local.NodeState("COMPLETED", "", 0)
 
 
 def test_nodes_that_are_started_at_once_have_folders_of_their_own(job, node, tmp_path, monkeypatch):
-    command = local.command
+    command = local.build_command
 
     def between(job, options, folder, *rest):
         if folder.name in ("local-1", "local-2"):  # other nodes make theirs, once it is known which are free
             folder.mkdir(parents=True)
         return command(job, options, folder, *rest)
 
-    monkeypatch.setattr(local, "command", between)
+    monkeypatch.setattr(local, "build_command", between)
     name = local.submit(job, node('echo "$@"'), tmp_path)
     assert Path(name).name == "local-3"
-    assert local.wait(name) == 0 and f"--job={name}/job.json" in local.written(name)
+    assert local.wait(name) == 0 and f"--job={name}/job.json" in local.read_log(name)
 
 
 def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
     name = local.submit(
         job, node('trap "echo saved; exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path
     )
-    until(lambda: "up" in local.written(name))
-    assert local.state(name) == local.State("RUNNING", "", None)
+    until(lambda: "up" in local.read_log(name))
+    assert local.query_state(name) == local.NodeState("RUNNING", "", None)
     local.stop(name)
     assert local.wait(name) == 75
-    assert local.written(name).splitlines()[-1] == "saved"
+    assert local.read_log(name).splitlines()[-1] == "saved"
 
 
 def test_a_node_that_was_killed_with_all_that_belongs_to_it_is_lost(job, node, tmp_path):
     name = local.submit(job, node("exec sleep 60"), tmp_path)
     group = int(Path(name, "group").read_text().split()[0])
     os.killpg(group, signal.SIGKILL)
-    until(lambda: local.state(name).name == "LOST")
-    assert local.state(name) == local.State("LOST", "killed, or its machine was", 5)
+    until(lambda: local.query_state(name).name == "LOST")
+    assert local.query_state(name) == local.NodeState("LOST", "killed, or its machine was", 5)
     assert local.wait(name) == 5
 
 
 def test_a_node_outlives_a_shell_that_is_killed_and_is_still_stopped(job, node, tmp_path):
     name = local.submit(job, node('trap "exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path)
-    until(lambda: "up" in local.written(name))
+    until(lambda: "up" in local.read_log(name))
     os.kill(int(Path(name, "group").read_text().split()[0]), signal.SIGKILL)
-    assert local.state(name).name == "RUNNING"
+    assert local.query_state(name).name == "RUNNING"
     local.stop(name)
-    until(lambda: local.state(name).name == "LOST")
+    until(lambda: local.query_state(name).name == "LOST")
 
 
 def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path):
@@ -162,7 +162,7 @@ def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path):
 
 
 def test_where_nothing_was_launched_it_is_said(tmp_path):
-    for asked in (local.state, local.wait, local.written, local.stop):
+    for asked in (local.query_state, local.wait, local.read_log, local.stop):
         with pytest.raises(LaunchUnavailable, match="no job was launched there"):
             asked(str(tmp_path))
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bundle.launch.job import of_plan
-from bundle.planning import plan_for
-from bundle.planning.inputs import found
+from bundle.launch.job import from_plan
+from bundle.planning import build_plan
+from bundle.planning.inputs import find_local_inputs
 from bundle.recipe import load
-from bundle.targets.mounts import Mount, hidden
+from bundle.targets.mounts import Mount, find_hidden_inputs
 from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
@@ -93,8 +93,14 @@ def test_what_is_mounted_elsewhere_or_only_linked_to_is_not_seen(tmp_path):
 
     def said(path: str, *mounts: str) -> list[str]:
         recipe = load("demo", [f"data.path=[{path}]", "model.mtp.layers=0", adapter])
-        job = of_plan(plan_for(recipe, backend="cpu", named="cpu", mcore="0.16.1"), tmp_path / "run")
-        return list(hidden(job, [Mount.read(each, tmp_path) for each in mounts], tmp_path, "say {}"))
+        job = from_plan(
+            build_plan(recipe, backend="cpu", hardware_name="cpu", mcore="0.16.1"), tmp_path / "run"
+        )
+        return list(
+            find_hidden_inputs(
+                job, [Mount.from_option(each, tmp_path) for each in mounts], tmp_path, "say {}"
+            )
+        )
 
     data, real = f"{tmp_path}/data", f"{tmp_path}/real"
     assert said(f"{data}/x.txt", data) == said(f"{data}/x.txt", f"{data}:{data}:ro") == []
@@ -112,7 +118,9 @@ def test_adapters_are_an_input_megatrons_files_are_known_by_their_prefix_and_std
     for ending in ("idx", "bin"):
         (tmp_path / f"tokens.{ending}").touch()
     adapted = [f"model.lora={{path: {tmp_path}/adapter}}", "model.mtp.layers=0"]
-    (of_adapter,) = found(load("demo", adapted))  # its data is stdlib
+    (of_adapter,) = find_local_inputs(load("demo", adapted))  # its data is stdlib
     assert of_adapter == ("model.lora.path", f"{tmp_path}/adapter", (tmp_path / "adapter",))
-    (data,) = found(load("demo", ["data.source=megatron", f"data.path=[{tmp_path}/tokens, {tmp_path}/gone]"]))
+    (data,) = find_local_inputs(
+        load("demo", ["data.source=megatron", f"data.path=[{tmp_path}/tokens, {tmp_path}/gone]"])
+    )
     assert data == ("data.path", f"{tmp_path}/tokens", (tmp_path / "tokens.idx",))

@@ -17,7 +17,7 @@ from bundle.errors import UsageError
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous
 from bundle.targets import ray, raycluster
-from bundle.targets.ray import Options
+from bundle.targets.ray import RayOptions
 from bundle.targets.raylets import Node
 from tests.command import run_bundle
 from tests.targets.test_docker import decided
@@ -41,8 +41,10 @@ def job() -> Job:
 )
 def test_the_requests_are_the_golden_ones(name, machine):
     job = decided(*machine)
-    options = Options("https://head:8265", restarts=3, python="/venv/bin/python")
-    found = ray.dry_run(job, options, Path("/work")).replace(ray.placed(job).name, "ray-DIGEST")
+    options = RayOptions("https://head:8265", restarts=3, python="/venv/bin/python")
+    found = ray.render_dry_run(job, options, Path("/work")).replace(
+        ray.get_job_directory(job).name, "ray-DIGEST"
+    )
     assert found == (GOLDEN / f"ray-{name}.json").read_text()
 
 
@@ -50,29 +52,29 @@ def test_the_requests_are_the_golden_ones(name, machine):
 @given(workdir=WORDS, directory=WORDS)
 def test_hostile_names_reach_the_driver_as_they_are(job, workdir, directory):
     job = replace(job, directory=Path("/runs") / directory)
-    entrypoint = ray.request(job, Options("http://h:1"), Path("/w") / workdir)["entrypoint"]
+    entrypoint = ray.build_request(job, RayOptions("http://h:1"), Path("/w") / workdir)["entrypoint"]
     recorder = "cd() { printf '%s\\0' \"$1\"; }; exec() { printf '%s\\0' \"$@\"; }; "
     done = subprocess.run(["bash", "-c", recorder + entrypoint], capture_output=True, text=True, check=True)
     where, *words = done.stdout.split("\0")[:-1]
     assert where == str(Path("/w") / workdir)
-    assert f"--job={ray.placed(job) / 'job.json'}" in words == shlex.split(entrypoint)[4:]
+    assert f"--job={ray.get_job_directory(job) / 'job.json'}" in words == shlex.split(entrypoint)[4:]
 
 
 @pytest.mark.parametrize("address", ["head:8265", "ray://head:10001", "http://", "http://a\nb"])
 def test_an_address_that_takes_no_jobs_is_refused(job, address):
     with pytest.raises(UsageError, match="that of Ray's dashboard"):
-        ray.request(job, Options(address), Path("/work"))
+        ray.build_request(job, RayOptions(address), Path("/work"))
 
 
 @pytest.mark.parametrize(
     ("said", "code", "state"),
     [
-        ("PENDING", None, ray.State("PENDING", "", None)),
-        ("RUNNING", None, ray.State("RUNNING", "", None)),
-        ("SUCCEEDED", 0, ray.State("SUCCEEDED", "", 0)),
-        ("FAILED", 75, ray.State("FAILED", "", 75)),
-        ("STOPPED", None, ray.State("STOPPED", "", 143)),
-        ("FAILED", None, ray.State("FAILED", "its head\\ndied", 5)),
+        ("PENDING", None, ray.RayJobState("PENDING", "", None)),
+        ("RUNNING", None, ray.RayJobState("RUNNING", "", None)),
+        ("SUCCEEDED", 0, ray.RayJobState("SUCCEEDED", "", 0)),
+        ("FAILED", 75, ray.RayJobState("FAILED", "", 75)),
+        ("STOPPED", None, ray.RayJobState("STOPPED", "", 143)),
+        ("FAILED", None, ray.RayJobState("FAILED", "its head\\ndied", 5)),
     ],
 )
 def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):
@@ -83,8 +85,8 @@ def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):
     def client(address: str) -> SimpleNamespace:
         return SimpleNamespace(get_job_info=lambda number: known[address, number])
 
-    monkeypatch.setattr(ray, "_client", client)
-    assert ray.state("raysubmit_1@http://head:8265") == state
+    monkeypatch.setattr(ray, "_connect", client)
+    assert ray.query_state("raysubmit_1@http://head:8265") == state
 
 
 def test_what_ray_sends_into_a_node_that_is_read_does_not_end_it(tmp_path):
@@ -115,8 +117,8 @@ def test_who_started_rays_machines_says_nothing_of_the_nodes_of_a_job(tmp_path, 
 )
 def test_a_cluster_of_its_own_has_the_devices_of_the_job_and_a_dashboard_that_is_not_public(machine, asked):
     job = decided(*machine)
-    head = raycluster.words(job, "10.0.0.1:20001", "10.0.0.1", Path("/tmp/ray-0123"))
-    other = raycluster.words(job, "10.0.0.1:20001", "10.0.0.2", None)
+    head = raycluster.build_start_arguments(job, "10.0.0.1:20001", "10.0.0.1", Path("/tmp/ray-0123"))
+    other = raycluster.build_start_arguments(job, "10.0.0.1:20001", "10.0.0.2", None)
     alike = {"start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *asked}
     for words, own, where in (
         (head, "10.0.0.1", {"--head", "--port=20001", "--temp-dir=/tmp/ray-0123"}),
@@ -134,8 +136,8 @@ def test_others_reach_the_head_where_its_own_name_means_a_loopback_address(monke
         ("127.0.1.1", "10.9.9.9"),
     ):
         monkeypatch.setattr(socket, "gethostbyname", {"gpu1": resolved}.__getitem__)
-        monkeypatch.setattr(raycluster, "own_address", lambda other: "10.9.9.9")
-        assert raycluster._reached_at("gpu1") == reached
+        monkeypatch.setattr(raycluster, "find_own_address", lambda other: "10.9.9.9")
+        assert raycluster._resolve_address("gpu1") == reached
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_other_machines_than_those_of_the_job_are_no_cluster_of_it(job, tmp_path
     ],
 )
 def test_an_error_says_on_one_line_why(error, said):
-    assert ray.why(error) == said
+    assert ray.describe_error(error) == said
 
 
 def launched(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

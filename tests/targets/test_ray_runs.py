@@ -16,9 +16,9 @@ import pytest
 
 from bundle.launch import job as job_file
 from bundle.targets import kubernetes
-from bundle.targets.kubernetes.options import Options
-from bundle.targets.kubernetes.pod import HOME, JOB
-from bundle.targets.ray import STOP
+from bundle.targets.kubernetes.options import KubernetesOptions
+from bundle.targets.kubernetes.pod import HOME, JOB_DIRECTORY
+from bundle.targets.ray import STOP_NAME
 from tests.launch.launched import ROOT
 from tests.targets import raycluster
 from tests.targets.raycluster import Cluster
@@ -99,10 +99,10 @@ def test_machines_that_are_not_there_are_said_and_a_job_that_waits_for_them_is_s
     _, err = ended(bundle("launch", "ray", *four, "--wait=3"), 5)
     assert "4 machines with 1 CPU each were not free within 3 s; the cluster has 1 CPU; 1 CPU" in err
     (folder,) = (tmp_path / "runs/demo/logs").glob("ray-*")
-    (folder / job_file.NAME).unlink()
+    (folder / job_file.FILE_NAME).unlink()
     driver = bundle("launch", "ray", *four, "--restarts=2")
-    until(lambda: (folder / job_file.NAME).exists())
-    (folder / STOP).touch()  # as `launch stop` does
+    until(lambda: (folder / job_file.FILE_NAME).exists())
+    (folder / STOP_NAME).touch()  # as `launch stop` does
     assert ended(driver, 143)[1].splitlines()[-1] == (
         "mcore-bundle: told to stop before its machines were free"
     )
@@ -151,9 +151,11 @@ def test_where_the_head_is_lost_a_rayjob_goes_on_with_the_losses_of_a_run_that_l
     ended(bundle("launch", "ray", *RECIPE, *sets, *TWO, "--run-directory=whole"), 0)
     ended(bundle("plan", *RECIPE, *sets, *TWO, "--job=job.json"), 0)
     job = job_file.load(tmp_path / "job.json")
-    rayjob = kubernetes.objects(job, Options(image="bundle", claim="runs", form="rayjob"))[-1]
+    rayjob = kubernetes.build_objects(job, KubernetesOptions(image="bundle", claim="runs", form="rayjob"))[-1]
     # What KubeRay runs on the head that it makes, and on the next one that it makes where that is lost.
-    entrypoint = rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB, str(tmp_path))
+    entrypoint = (
+        rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB_DIRECTORY, str(tmp_path))
+    )
     words = shlex.split(entrypoint)
     words, run = words[words.index("launch") :], tmp_path / "runs/demo"
     driver = bundle(*words)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from bundle.launch import job as job_file
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
+from bundle.launch.job import Job, from_plan
+from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets import docker, kubernetes, local, ray
-from bundle.targets.kubernetes.options import Options as KubernetesOptions
+from bundle.targets.kubernetes.options import KubernetesOptions as KubernetesOptions
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import Options as SlurmOptions
+from bundle.targets.slurm.options import SlurmOptions as SlurmOptions
 from tests.targets.kubernetes.jobs import pods
 from tests.vision import rows
 
@@ -37,24 +37,30 @@ CASES = {
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     (recipe, *overrides), (backend, hardware, per_node), features = CASES[request.param]
     asked = load(recipe, overrides)
-    made = plan_for(asked, backend=backend, named=hardware, mcore="0.16.1", nodes=2, per_node=per_node)
+    made = build_plan(
+        asked, backend=backend, hardware_name=hardware, mcore="0.16.1", nodes=2, per_node=per_node
+    )
     made.refuse()
     assert features <= made.recipe.features
-    return of_plan(made, tmp_path_factory.mktemp("runs") / "run")
+    return from_plan(made, tmp_path_factory.mktemp("runs") / "run")
 
 
 Told = list[tuple[int, list[str]]]  # of both nodes: their devices, what they are told
 
 
 def of_local(job: Job) -> Told:
-    commands = [local.command(job, local.Options(), WORK, node, "node0:29500") for node in range(2)]
-    return [(job.per_node, told(shlex.split(command.shell()))) for command in commands]
+    commands = [
+        local.build_command(job, local.LocalOptions(), WORK, node, "node0:29500") for node in range(2)
+    ]
+    return [(job.per_node, told(shlex.split(command.to_shell()))) for command in commands]
 
 
 def of_docker(job: Job) -> Told:
     found = []
     for node in range(2):
-        words = shlex.split(docker.command(job, docker.Options("bundle"), WORK, node, "node0:29500").shell())
+        words = shlex.split(
+            docker.build_command(job, docker.DockerOptions("bundle"), WORK, node, "node0:29500").to_shell()
+        )
         gpus = [word.partition("=")[2] for word in words if word.startswith("--gpus=")]
         npus = [word for word in words if re.fullmatch(r"--device=/dev/davinci\d+", word)]
         found.append((int(gpus[0]) if gpus else len(npus), told(words)))
@@ -62,7 +68,7 @@ def of_docker(job: Job) -> Told:
 
 
 def of_slurm(job: Job) -> Told:
-    script = batch.script(job, SlurmOptions(), WORK)
+    script = batch.build_script(job, SlurmOptions(), WORK)
     said = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
     assert (said["nodes"], said["ntasks-per-node"]) == ("2", "1")
     count = said["gpus-per-node"] if job.backend == "cuda" else said["gres"].removeprefix("npu:")
@@ -71,11 +77,13 @@ def of_slurm(job: Job) -> Told:
 
 
 def of_ray(job: Job) -> Told:
-    asked = json.loads(ray.dry_run(job, ray.Options("http://head:8265"), WORK))
+    asked = json.loads(ray.render_dry_run(job, ray.RayOptions("http://head:8265"), WORK))
     name, placement = {"cuda": "GPU", "ascend": "NPU"}[job.backend], asked["placement"]
     words = shlex.split(asked["entrypoint"])
     (file,) = (word for word in words if word.startswith("--job="))
-    driven = [list(job_file.words(job, Path(file.partition("=")[2]), n, "node0:29500")) for n in range(2)]
+    driven = [
+        list(job_file.build_arguments(job, Path(file.partition("=")[2]), n, "node0:29500")) for n in range(2)
+    ]
     assert (placement["strategy"], placement["bundles"]) == ("STRICT_SPREAD", 2)
     return [(int(placement["each"][name]), words) for words in driven]
 
@@ -89,9 +97,13 @@ def told(words: list[str]) -> list[str]:
 def test_every_launcher_asks_for_the_devices_of_the_plan_and_executes_its_file(
     job: Job, launcher: Callable[[Job], Told]
 ):
-    placed = {of_docker: docker.placed, of_slurm: batch.placed, of_ray: ray.placed}
+    placed = {
+        of_docker: docker.get_job_directory,
+        of_slurm: batch.get_job_directory,
+        of_ray: ray.get_job_directory,
+    }
     folder = placed[launcher](job) if launcher in placed else WORK  # on this machine, where one says
-    file = f"--job={folder / job_file.NAME}"
+    file = f"--job={folder / job_file.FILE_NAME}"
     for node, (devices, words) in enumerate(launcher(job)):
         assert devices == job.per_node
         assert words[:2] == ["train", file]
@@ -105,8 +117,8 @@ def test_every_form_of_kubernetes_asks_for_them_and_hands_the_file_over(job, for
     if (only := kubernetes.FORMS[form].backends) and job.backend not in only:
         pytest.skip(f"{form} is for {only}")
     options = KubernetesOptions(image="bundle", claim="runs", form=form)
-    objects: Any = kubernetes.objects(job, options)
-    assert objects[0]["data"][job_file.NAME] == job.text()
+    objects: Any = kubernetes.build_objects(job, options)
+    assert objects[0]["data"][job_file.FILE_NAME] == job.to_text()
     device = {"cuda": "nvidia.com/gpu", "ascend": "huawei.com/Ascend910"}[job.backend]
     found = pods(objects)
     assert sum(count for count, _ in found) == 2

@@ -16,7 +16,7 @@ from bundle.launch.job import Job
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, ray
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import CONTAINERS, Options
+from bundle.targets.slurm.options import CONTAINERS, SlurmOptions
 from tests.command import run_bundle
 from tests.targets.batch_scripts import decided, in_bash
 
@@ -38,36 +38,40 @@ def job() -> Job:
 @pytest.mark.parametrize(
     ("name", "machine", "options"),
     [
-        ("bare", H200, Options(python="/venv/bin/python")),
-        ("spares", H200, Options(python="/venv/bin/python", spares=2)),
-        ("ray", H200, Options(python="/venv/bin/python", ray=True, restarts=2)),
+        ("bare", H200, SlurmOptions(python="/venv/bin/python")),
+        ("spares", H200, SlurmOptions(python="/venv/bin/python", spares=2)),
+        ("ray", H200, SlurmOptions(python="/venv/bin/python", ray=True, restarts=2)),
         (
             "pyxis",
             H200,
-            Options(image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"), rdma=True),
+            SlurmOptions(
+                image="registry.example:5000/us/bundle:1", mounts=("/data", "/models:/m:ro"), rdma=True
+            ),
         ),
         (
             "apptainer",
             H200,
-            Options(image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",), rdma=True),
+            SlurmOptions(
+                image="/images/bundle.sif", container="apptainer", sbatch=("time=4:00:00",), rdma=True
+            ),
         ),
-        ("npus", A3, Options(image="bundle")),
+        ("npus", A3, SlurmOptions(image="bundle")),
     ],
 )
 def test_the_scripts_are_the_golden_ones(name, machine, options):
     job = decided(*machine)
-    found = batch.script(job, options, Path("/work"))
+    found = batch.build_script(job, options, Path("/work"))
     golden = GOLDEN / f"slurm-{name}.sh"
     # The name of the folder is a digest of the whole job, which changes with the package.
-    assert found.replace(batch.placed(job).name, "slurm-DIGEST") == golden.read_text()
+    assert found.replace(batch.get_job_directory(job).name, "slurm-DIGEST") == golden.read_text()
 
 
 @settings(max_examples=40)
 @given(workdir=hostile("%"), directory=hostile("%"), through=st.booleans())
 def test_hostile_paths_reach_srun_as_they_are(job, workdir, directory, through):
     job = replace(job, directory=Path(f"/runs/{directory}"))
-    text = batch.script(job, Options(ray=through), Path(f"/w/{workdir}"))
-    assert f"--job={batch.placed(job) / 'job.json'}" in in_bash(text)[-3:]
+    text = batch.build_script(job, SlurmOptions(ray=through), Path(f"/w/{workdir}"))
+    assert f"--job={batch.get_job_directory(job) / 'job.json'}" in in_bash(text)[-3:]
     (said,) = (line for line in text.splitlines() if line.startswith("#SBATCH --chdir="))
     assert shlex.split(said)[1] == f"--chdir={Path(f'/w/{workdir}')}"
 
@@ -82,9 +86,9 @@ def test_hostile_paths_reach_srun_as_they_are(job, workdir, directory, through):
 )
 def test_hostile_names_reach_a_container_as_they_are(job, image, mount, workdir, directory, container):
     job = replace(job, directory=Path(f"/runs/{directory}"))
-    options = Options(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
-    words = in_bash(batch.script(job, options, here := Path(f"/w/{workdir}")))
-    assert f"--job={batch.placed(job) / 'job.json'}" == words[-1]
+    options = SlurmOptions(image=f"/images/{image}", container=container, mounts=(f"/data/{mount}",))
+    words = in_bash(batch.build_script(job, options, here := Path(f"/w/{workdir}")))
+    assert f"--job={batch.get_job_directory(job) / 'job.json'}" == words[-1]
     assert any(word.endswith(f"/images/{image}") for word in words)
     both = f"/data/{mount}" if ":" in mount else f"/data/{mount}:/data/{mount}"
     assert any(both in word for word in words)
@@ -94,31 +98,31 @@ def test_hostile_names_reach_a_container_as_they_are(job, image, mount, workdir,
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_container_is_shown_the_nodes_of_npus_and_the_files_of_their_driver_as_docker_shows_them(container):
     job = decided(*A3)
-    options = Options(image="/images/bundle.sif", container=container, rdma=True)
-    words = in_bash(batch.script(job, options, Path("/work")))
+    options = SlurmOptions(image="/images/bundle.sif", container=container, rdma=True)
+    words = in_bash(batch.build_script(job, options, Path("/work")))
     if container == "pyxis":
         (said,) = (word for word in words if word.startswith("--container-mounts="))
         mounts = said.partition("=")[2].split(",")
     else:
         mounts = [word for before, word in pairwise(words) if before == "--bind"]
-    shown = [word.partition("=")[2] for word in docker.npus(job.per_node)]
+    shown = [word.partition("=")[2] for word in docker.list_npu_options(job.per_node)]
     wanted = [word if ":" in word else f"{word}:{word}" for word in shown]
     assert mounts[2:] == [*wanted, "/dev/infiniband:/dev/infiniband"]
 
 
 def test_memory_stays_in_place_as_far_as_the_node_allows(job):
-    said = "ulimit -Sl 1\n" + batch.script(job, Options(rdma=True), Path("/work"))
+    said = "ulimit -Sl 1\n" + batch.build_script(job, SlurmOptions(rdma=True), Path("/work"))
     soft, hard = in_bash(said, "printf '%s\\0%s\\0' $(ulimit -Sl) $(ulimit -Hl) >&3; exit 0")[-2:]
     assert soft == hard != "1"
 
 
 def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path):
     job = replace(job, directory=tmp_path / "it's $HOME")
-    text = batch.script(job, Options(), Path("/work"))
+    text = batch.build_script(job, SlurmOptions(), Path("/work"))
     assert in_bash(text, "exit 75")[-2:] == ["requeue", "7"]
     for code in (0, 1, 2, 6, 143):
         assert "requeue" not in in_bash(text, f"exit {code}")
-    where = batch.placed(job)
+    where = batch.get_job_directory(job)
     where.mkdir(parents=True)
     (where / "stopped-7").touch()
     assert "requeue" not in in_bash(text, "exit 75")
@@ -136,37 +140,37 @@ def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path)
 def test_starts_that_come_to_one_step_each_end(job, tmp_path, steps, starts):
     job = replace(job, directory=tmp_path / "it's $HOME")
     checkpoints = RunDirectory(job.directory).checkpoints
-    text, log = batch.script(job, Options(), Path("/work")), tmp_path / "log"
-    batch.placed(job).mkdir(parents=True)
+    text, log = batch.build_script(job, SlurmOptions(), Path("/work")), tmp_path / "log"
+    batch.get_job_directory(job).mkdir(parents=True)
     checkpoints.mkdir()
     for number in range(starts):
         step = steps[number] if number < len(steps) else steps[-1] + number - len(steps) + 1
         saved = CheckpointDirectory(tmp_path / str(number))
-        saved.start(step)
+        saved.create_partial(step)
         saved.publish(step, keep=1)
         saves = f"cp {saved.root}/latest {shlex.quote(str(checkpoints))}; exit 75"
         again = in_bash(text, saves, log)[-2:] == ["requeue", "7"]
         assert again is (number < starts - 1), log.read_text()
     assert "not queued again: 3 starts in a row came to a step each" in log.read_text()
-    assert (batch.placed(job) / "ended-7").read_text() == "75\n"
+    assert (batch.get_job_directory(job) / "ended-7").read_text() == "75\n"
 
 
 def test_a_job_that_slurm_does_not_queue_again_has_ended(job, tmp_path):
     job = replace(job, directory=tmp_path)
-    batch.placed(job).mkdir(parents=True)
-    text = batch.script(job, Options(), Path("/work"))
+    batch.get_job_directory(job).mkdir(parents=True)
+    text = batch.build_script(job, SlurmOptions(), Path("/work"))
     in_bash("scontrol() { return 1; }\n" + text, "exit 75")
-    assert (batch.placed(job) / "ended-7").read_text() == "75\n"
+    assert (batch.get_job_directory(job) / "ended-7").read_text() == "75\n"
 
 
-def refused(job: Job, options: Options, workdir: str = "/work") -> str:
+def refused(job: Job, options: SlurmOptions, workdir: str = "/work") -> str:
     with pytest.raises(UsageError) as error:
-        batch.script(job, options, Path(workdir))
+        batch.build_script(job, options, Path(workdir))
     return str(error.value)
 
 
 def test_all_that_cannot_be_written_is_refused_at_once(job):
-    options = Options(
+    options = SlurmOptions(
         sbatch=("--time=1", "comment=a\nb", "x=1", "nodes=4"), mounts=("/a,b", "/c"), container="docker"
     )
     text = refused(replace(job, directory=Path("/runs/%j")), options)
@@ -190,12 +194,12 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
     ),
 )
 def test_an_option_that_launch_stands_on_is_refused_by_its_name_and_by_its_abbreviation(job, option):
-    assert f"--sbatch '{option}': " in refused(job, Options(sbatch=(option,)))
+    assert f"--sbatch '{option}': " in refused(job, SlurmOptions(sbatch=(option,)))
 
 
 def test_options_that_only_begin_alike_are_said(job):
     options = ("wait-all-nodes=1", "export=ALL", "nodelist=a", "no-requeue", "hold", "quiet", "array-like=1")
-    text = batch.script(job, Options(sbatch=options), Path("/work"))
+    text = batch.build_script(job, SlurmOptions(sbatch=options), Path("/work"))
     assert {f"#SBATCH --{option}" for option in options} <= set(text.splitlines())
 
 
@@ -203,26 +207,28 @@ def test_options_that_only_begin_alike_are_said(job):
 def test_a_time_limit_in_which_a_job_only_saves_is_refused(job, time):
     # Five minutes to save; Slurm may say it one earlier.
     for option in (f"time={time}", f"time-min={time}"):
-        text = refused(job, Options(sbatch=(option,)))
+        text = refused(job, SlurmOptions(sbatch=(option,)))
         assert f"--sbatch {option}: the job is told to save up to 360 s before" in text
         assert "more than 6 minutes" in text
-    assert batch.script(job, Options(sbatch=(f"time={time}", "signal=TERM@30")), Path("/work"))
+    assert batch.build_script(job, SlurmOptions(sbatch=(f"time={time}", "signal=TERM@30")), Path("/work"))
 
 
 @pytest.mark.parametrize("time", ["7", "6:01", "1:00:00", "1-0", "0-1:00", "2-0:0:1", "0", "UNLIMITED"])
 def test_any_other_time_limit_is_taken(job, time):
-    assert f"#SBATCH --time={time}\n" in batch.script(job, Options(sbatch=(f"time={time}",)), Path("/work"))
+    assert f"#SBATCH --time={time}\n" in batch.build_script(
+        job, SlurmOptions(sbatch=(f"time={time}",)), Path("/work")
+    )
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_path_that_a_container_would_read_as_two_is_refused(job, container):
     job = replace(job, directory=Path("/runs/x,y:z"))
-    options = Options(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))
+    options = SlurmOptions(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))
     text = refused(job, options, "/wo:rk")
     assert text.count("as a mount of") == 3
     assert "'/runs/x,y:z': as a mount of" in text and "any of ,:" in text
     assert "'/wo:rk': as a mount of" in text and "'/data/a,b': as a mount of" in text
-    assert batch.script(job, Options(), Path("/wo:rk"))  # without a container nothing parts them
+    assert batch.build_script(job, SlurmOptions(), Path("/wo:rk"))  # without a container nothing parts them
     own = {"pyxis": "/runs/$x", "apptainer": "/runs/a\\b"}[container]
     job = replace(job, directory=Path(own))
     assert "as a mount of" in refused(job, replace(options, mounts=()))
@@ -230,22 +236,22 @@ def test_a_path_that_a_container_would_read_as_two_is_refused(job, container):
 
 @pytest.mark.parametrize("image", ["repo/name:tag", "registry.example:5000/us/bundle:1", "bundle"])
 def test_to_apptainer_an_image_is_a_file_or_says_what_it_is(job, image):
-    options = Options(image=image, container="apptainer")
+    options = SlurmOptions(image=image, container="apptainer")
     assert f"or docker://{image}" in refused(job, options)
     for name in (f"docker://{image}", "/images/x", "./x", "../x", "images/x.sif"):
-        assert name in in_bash(batch.script(job, replace(options, image=name), Path("/work")))
-    assert batch.script(job, replace(options, container="pyxis"), Path("/work"))
+        assert name in in_bash(batch.build_script(job, replace(options, image=name), Path("/work")))
+    assert batch.build_script(job, replace(options, container="pyxis"), Path("/work"))
 
 
 def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(job, tmp_path):
     job = replace(job, directory=tmp_path / "it's $HOME")
-    where = batch.placed(job)
+    where = batch.get_job_directory(job)
     where.mkdir(parents=True)
-    (where / ray.STOP).touch()  # of a start before this one
-    text = batch.script(job, Options(ray=True), Path("/work"))
+    (where / ray.STOP_NAME).touch()  # of a start before this one
+    text = batch.build_script(job, SlurmOptions(ray=True), Path("/work"))
     assert "#SBATCH --signal=B:TERM@" in text
     # A step that tells its script to save, is told so by a file, and says that it has done so.
-    stop = shlex.quote(str(where / ray.STOP))
+    stop = shlex.quote(str(where / ray.STOP_NAME))
     waits = f"for _ in $(seq 200); do [ -e {stop} ] && exit 75; sleep 0.05; done; exit 8"
     step = f"[ -e {stop} ] && exit 9; kill -TERM $$; {waits}"
     words = in_bash(text, step)
@@ -254,13 +260,13 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
     for code in (0, 6, 143):
         in_bash(text, f"exit {code}")
         assert (where / "ended-7").read_text() == f"{code}\n"
-    options = Options(ray=True, spares=1)
+    options = SlurmOptions(ray=True, spares=1)
     with pytest.raises(UsageError, match="--ray: leave out --spares"):
-        batch.script(job, options, Path("/work"))
+        batch.build_script(job, options, Path("/work"))
 
 
 def test_an_own_option_wins_and_no_option_is_said_twice(job):
-    text = batch.script(job, Options(sbatch=("mem=1G", "exclusive=user")), Path("/w"))
+    text = batch.build_script(job, SlurmOptions(sbatch=("mem=1G", "exclusive=user")), Path("/w"))
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"#SBATCH --nodes=2", "#SBATCH --mem=1G", "#SBATCH --exclusive=user"} <= set(lines)
     names = [shlex.split(line, comments=False)[1].partition("=")[0] for line in lines]

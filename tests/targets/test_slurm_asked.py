@@ -10,7 +10,7 @@ from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
 from bundle.targets import ray, slurm
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import Options
+from bundle.targets.slurm.options import SlurmOptions
 from tests.targets.batch_scripts import decided, in_bash
 
 
@@ -31,19 +31,19 @@ def clients(folder: Path, monkeypatch: pytest.MonkeyPatch, **does: str) -> None:
 def test_without_slurm_it_is_said_and_no_job_is_submitted(job, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchUnavailable, match="sbatch is not on the PATH"):
-        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
+        slurm.submit(replace(job, directory=tmp_path / "run"), SlurmOptions(), tmp_path)
 
 
 @pytest.mark.parametrize("through", [False, True])
 def test_a_stopped_job_is_told_to_save_and_is_not_queued_again(job, tmp_path, monkeypatch, through):
     job = replace(job, directory=tmp_path / "run")
-    where = batch.placed(job)
+    where = batch.get_job_directory(job)
     where.mkdir(parents=True)
-    text = batch.script(job, Options(), tmp_path)
+    text = batch.build_script(job, SlurmOptions(), tmp_path)
     assert "requeue" in in_bash(text, "exit 75")
     (output,) = (line.partition("=")[2] for line in text.splitlines() if line.startswith("#SBATCH --output="))
     if through:
-        (where / ray.TOKEN).touch()
+        (where / ray.TOKEN_NAME).touch()
     said = f"JobId=7 JobState=RUNNING ExitCode=0:0 StdOut={output.replace('%j', '7')}"
     clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
     slurm.stop("7")
@@ -74,16 +74,16 @@ def test_a_variable_that_wins_over_the_script_is_refused_and_nothing_is_written(
     monkeypatch.setenv(name, "x")
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     with pytest.raises(UsageError, match=f"{name} is set, which wins over the batch script"):
-        slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path)
+        slurm.submit(replace(job, directory=tmp_path / "run"), SlurmOptions(), tmp_path)
     assert not (tmp_path / "run").exists()
     monkeypatch.delenv(name)
-    assert slurm.submit(replace(job, directory=tmp_path / "run"), Options(), tmp_path) == "7"
+    assert slurm.submit(replace(job, directory=tmp_path / "run"), SlurmOptions(), tmp_path) == "7"
 
 
 def test_a_job_whose_number_sbatch_did_not_say_is_looked_up(job, tmp_path, monkeypatch):
     job = replace(job, directory=tmp_path / "a run")
     monkeypatch.setattr(slurm, "PATIENCE_SECONDS", 1)
-    ours = f"Command={batch.placed(job) / 'job.sh'} WorkDir=/w"
+    ours = f"Command={batch.get_job_directory(job) / 'job.sh'} WorkDir=/w"
     jobs = [
         "JobId=9 JobName=x JobState=RUNNING Command=/another/job.sh WorkDir=/w",
         f"JobId=8 JobName=x JobState=CANCELLED {ours}",
@@ -91,13 +91,13 @@ def test_a_job_whose_number_sbatch_did_not_say_is_looked_up(job, tmp_path, monke
     ]
     (tmp_path / "jobs").write_text("\n".join(jobs) + "\n")
     clients(tmp_path / "bin", monkeypatch, sbatch="exec sleep 30", scontrol=f"cat {tmp_path}/jobs")
-    assert slurm.submit(job, Options(), tmp_path) == "7"
+    assert slurm.submit(job, SlurmOptions(), tmp_path) == "7"
     (tmp_path / "jobs").write_text("No jobs in the system\n")
     with pytest.raises(LaunchUnavailable, match="within 1 s; it may queue the job even so"):
-        slurm.submit(job, Options(), tmp_path)
+        slurm.submit(job, SlurmOptions(), tmp_path)
     clients(tmp_path / "bin", monkeypatch, sbatch="echo Invalid partition >&2; exit 1")
     with pytest.raises(LaunchUnavailable, match=r"Invalid partition$"):
-        slurm.submit(job, Options(), tmp_path)
+        slurm.submit(job, SlurmOptions(), tmp_path)
 
 
 # Of squeue's manual page, which need not end a job.
@@ -132,7 +132,7 @@ def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
     tool.write_text(f"#!/bin/sh\necho 'JobId=7 JobName=a b=c {said} StdOut=/runs/my run/x.log'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    state = slurm.state("7")
+    state = slurm.query_state("7")
     assert (state.code, state.output) == (code, Path("/runs/my run/x.log"))
     assert state.name == said.split()[0].removeprefix("JobState=")
 
@@ -140,7 +140,7 @@ def test_a_job_ends_with_its_own_code(tmp_path, monkeypatch, said, code):
 def test_an_answer_without_a_state_is_none(tmp_path, monkeypatch):
     clients(tmp_path, monkeypatch, scontrol="echo")
     with pytest.raises(LaunchUnavailable, match="says nothing of job 7"):
-        slurm.state("7")
+        slurm.query_state("7")
 
 
 def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -186,15 +186,15 @@ def test_a_controller_that_stays_away_is_an_error(tmp_path, monkeypatch):
 def test_a_job_that_slurm_has_forgotten_is_known_by_what_it_left(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = replace(job, directory=Path("runs/it's $HOME"))
-    where = batch.placed(job)
+    where = batch.get_job_directory(job)
     where.mkdir(parents=True)
-    text = batch.script(job, Options(), tmp_path)
+    text = batch.build_script(job, SlurmOptions(), tmp_path)
     in_bash(text, "exit 75")  # it was queued again
     assert not (where / "ended-7").exists()
     in_bash(text, "exit 6")
     scontrol(tmp_path / "bin", monkeypatch, "")
-    state = slurm.state("7")
+    state = slurm.query_state("7")
     assert (state.name, state.code) == ("ENDED", 6)
     assert state.output is not None and state.output.name == "slurm-7.log"
     with pytest.raises(LaunchUnavailable):
-        slurm.state("8")
+        slurm.query_state("8")

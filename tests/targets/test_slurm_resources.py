@@ -7,7 +7,7 @@ import pytest
 from bundle.errors import UsageError
 from bundle.launch.job import Job
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import Options
+from bundle.targets.slurm.options import SlurmOptions
 from tests.targets.batch_scripts import decided
 
 GPUS, NPUS = ("cuda", "h200", 2, 8), ("ascend", "a3", 1, 4)
@@ -15,7 +15,7 @@ GPUS, NPUS = ("cuda", "h200", 2, 8), ("ascend", "a3", 1, 4)
 
 def asked(job: Job, *sbatch: str) -> set[str]:
     """The options of a script that ask for devices."""
-    lines = batch.script(job, Options(sbatch=sbatch), Path("/w")).splitlines()
+    lines = batch.build_script(job, SlurmOptions(sbatch=sbatch), Path("/w")).splitlines()
     words = (line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH"))
     return {word for word in words if word.startswith(("gpus", "gres="))}
 

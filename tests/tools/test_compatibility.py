@@ -99,7 +99,7 @@ def test_what_was_emulated_is_no_hardware(tmp_path):
     line = next(
         line
         for line in tool.markdown(
-            compatibility.Table(schema=1, combinations=(taken,), images=())
+            compatibility.CombinationTable(schema=1, combinations=(taken,), images=())
         ).splitlines()
         if line.startswith("| ascend")
     )

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.architectures import SUPPORTED
+from bundle.architectures import SUPPORTED_FAMILIES
 from bundle.environment.packages import MegatronCode
-from bundle.planning.problems import lacking
+from bundle.planning.problems import find_missing_feature
 from tests.families import record
 from tests.families.loaded import LAYOUTS
 from tests.models.test_loading import LAYOUTS as OF_PREDICTION
@@ -24,7 +24,7 @@ def test_the_page_is_fresh():
 def test_every_family_has_its_row_and_no_cell_is_empty():
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
     releases = record.read().keys() - {EVERY}
-    assert len(rows) == len(SUPPORTED) * len(releases)
+    assert len(rows) == len(SUPPORTED_FAMILIES) * len(releases)
     for row in rows:
         assert all(cell.strip() for cell in row.strip("|").split("|")), row
 
@@ -33,9 +33,9 @@ def test_what_is_recorded_is_shown():
     shown = {"forward", "gradients", "exported", "FP8", "LoRA", *LAYOUTS}
     shown |= {f"MTP {layout}" for layout in OF_PREDICTION} | {f"LoRA {layout}" for layout in OF_TOWERS}
     for release, families in record.read().items():
-        assert families.keys() <= set(SUPPORTED)
+        assert families.keys() <= set(SUPPORTED_FAMILIES)
         code = None if release == EVERY else MegatronCode(Version(release))
-        refused = {family for family in families if code and lacking(family, code)}
+        refused = {family for family in families if code and find_missing_feature(family, code)}
         assert not refused, f"{release} takes none of these: they were run with another release"
         for seen in families.values():
             assert seen.keys() <= ({"config"} if release == EVERY else shown)

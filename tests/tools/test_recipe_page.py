@@ -23,4 +23,4 @@ def test_every_key_stands_under_its_section_with_what_it_means():
             name, value, _, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
             found.append(above + name.strip("`"))
             assert value and meaning.endswith("."), line
-    assert sorted(found) == sorted(Recipe.key_paths())
+    assert sorted(found) == sorted(Recipe.list_key_paths())

@@ -12,9 +12,9 @@ import torch
 
 from bundle.data import Loader, prepare
 from bundle.launch import job as job_file
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests import world
 
 LENGTH = 128
@@ -43,10 +43,10 @@ def main(directory: Path) -> None:
     path = directory / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)))
     recipe = load("demo", (*SMALL, f"data.path={path}"))
-    job = job_file.of_plan(plan_for(recipe, backend="cpu", per_node=1), directory / "run")
+    job = job_file.from_plan(build_plan(recipe, backend="cpu", per_node=1), directory / "run")
     assert job.patches is not None
-    runtime = patched_runtime(job.patches, "cpu", recipe)
-    with runtime.megatron():
+    runtime = prepare_runtime(job.patches, "cpu", recipe)
+    with runtime.megatron_calls():
         from bundle.engine.microbatch import from_rows
         from bundle.mcore import groups
         from bundle.training.loop import Batches
@@ -54,15 +54,15 @@ def main(directory: Path) -> None:
         made = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
         loader = Loader(recipe, prepare(recipe, directory / "tokens"), 0, 1)
         batches = Batches(recipe, loader, made, torch.device("cpu"))
-        rows = batches.training(0)
+        rows = batches.build_training_batches(0)
         alone, lengths = [], []
-        for batch in loader.training(0):
+        for batch in loader.read_training_step(0):
             for ids, labels, mask in zip(batch.ids, batch.labels, batch.loss_mask, strict=True):
                 length = int(mask.nonzero().max()) + 2  # the last label is a token as well
                 lengths.append(length)
                 of = (values[None, :length] for values in (ids, labels, mask))
                 alone.append(from_rows(*of, cp=1, rank=0, mtp_layers=1))
-        seen, wanted = (after(job.trained, runtime, made, given) for given in (rows, alone))
+        seen, wanted = (after(job.trained_recipe, runtime, made, given) for given in (rows, alone))
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
     told = batches.sizes.lengths.tolist() == lengths and batches.tokens_of_step == sum(lengths)
     print(json.dumps(found | {"lengths": told, "tokens": sum(lengths)}))
@@ -74,7 +74,7 @@ def after(recipe: Any, runtime: Any, made: Any, given: list[Any]) -> dict[str, t
     from bundle.mcore import routers
 
     engine = Engine(recipe, runtime, made, torch.device("cpu"))
-    of = [router for model in engine.models for router in routers.of_model(model)]
+    of = [router for model in engine.models for router in routers.find_routers(model)]
     engine.forward_backward(given)
     losses = engine.take_losses()
     return {

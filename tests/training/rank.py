@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from bundle.launch import job as job_file
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests.world import join
 
 SMALL = (
@@ -24,14 +24,14 @@ SMALL = (
 def main(directory: Path) -> None:
     """The kernel of the recipe, of the job, and of the engine's recipe."""
     rank = join()
-    job = job_file.of_plan(plan_for(load("demo", SMALL), backend="cpu", per_node=1), directory)
+    job = job_file.from_plan(build_plan(load("demo", SMALL), backend="cpu", per_node=1), directory)
     assert job.patches is not None
-    runtime = patched_runtime(job.patches, job.backend)
+    runtime = prepare_runtime(job.patches, job.backend)
     from bundle.distributed.watchdog import Watchdog
     from bundle.training.trainer import Trainer
 
     with Watchdog(600, directory, rank, rank) as dog:
-        made = Trainer(job, runtime, runtime.device(rank), dog, goes_on=False)
+        made = Trainer(job, runtime, runtime.select_device(rank), dog, goes_on=False)
     print(job.recipe.model.attention, job.attention, made.engine.recipe.model.attention)
 
 

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from bundle.launch import outcomes
-from bundle.training.unusual import Stragglers
+from bundle.training.anomalies import Stragglers
 from tests.world import join
 
 if __name__ == "__main__":
     rank = join()
-    outcomes.notice = lambda what: print(what, flush=True)  # type: ignore[assignment]
+    outcomes.record_notice = lambda what: print(what, flush=True)  # type: ignore[assignment]
     one = Stragglers(0, torch.device("cpu"))
     for step in range(1, 7):
         slow = rank == 1 and str(step) in sys.argv[1:]
-        print(dict(one.look(step, 0.5 if slow else 0.125)), flush=True)
+        print(dict(one.measure(step, 0.5 if slow else 0.125)), flush=True)
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 import torch
 
 from bundle.data import Loader, prepare
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from bundle.recipe import load
 from bundle.runs.metrics import Speed
 from bundle.training.loop import Batches
@@ -35,12 +35,12 @@ def test_every_rank_counts_the_sequences_of_all_replicas(tmp_path, task, packed)
         loader = Loader(recipe, corpus, rank, DP)
         groups = SimpleNamespace(cp=alone, dp=SimpleNamespace(size=DP, rank=rank))
         batches = Batches(recipe, loader, groups, cpu)  # type: ignore[arg-type]
-        batches.training(6)
-        flops = Speed(recipe, "cpu", cpu, dp=DP).flops(*batches.sizes)
+        batches.build_training_batches(6)
+        flops = Speed(recipe, "cpu", cpu, dp=DP).compute_flops(*batches.sizes)
         counted.append((batches.tokens_of_step, flops))
-        own = [n for batch in loader.training(6) for n in batch.lengths or batch.filled or ()]
+        own = [n for batch in loader.read_training_step(6) for n in batch.lengths or batch.row_lengths or ()]
         shares.append(sum(own))
         lengths += own
     assert len(set(shares)) > 1, "the replicas have unequal work"
-    size = model_size(recipe.architecture, recipe.model)
-    assert counted == [(sum(lengths), size.training_flops(lengths) / DP)] * DP
+    size = compute_model_size(recipe.architecture, recipe.model)
+    assert counted == [(sum(lengths), size.count_training_flops(lengths) / DP)] * DP

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from bundle.environment.image import BuildInfo
-from bundle.launch.job import UNDECIDED, of_plan
-from bundle.launch.outcomes import node_name
-from bundle.patches.subject import DEFAULT
-from bundle.planning import plan_for
+from bundle.launch.job import UNDECIDED, from_plan
+from bundle.launch.outcomes import get_node_name
+from bundle.patches.megatron_core import DEFAULT_RELEASE
+from bundle.planning import build_plan
 from bundle.recipe import load
 from tests.launch.launched import ROOT, reserved
 from tests.runs.numbers import learned
@@ -129,9 +129,11 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path, decided):
     pytest.importorskip("megatron.core")
     recipe = "demo"
     if not decided:
-        plan = plan_for(load("demo", TINY), backend="cpu", named="cpu", mcore=DEFAULT, nodes=2, per_node=1)
-        job = of_plan(plan, tmp_path / "run", record=UNDECIDED)
-        (tmp_path / "job.json").write_text(job.text())
+        plan = build_plan(
+            load("demo", TINY), backend="cpu", hardware_name="cpu", mcore=DEFAULT_RELEASE, nodes=2, per_node=1
+        )
+        job = from_plan(plan, tmp_path / "run", record=UNDECIDED)
+        (tmp_path / "job.json").write_text(job.to_text())
         recipe = f"--job={tmp_path / 'job.json'}"
     # What is in the image, in a mount namespace of each node: the machine's own /opt stays as it is.
     script = 'mount -t tmpfs none /opt; mkdir /opt/bundle; cp "$0" /opt/bundle/build-info.json; exec "$@"'
@@ -143,7 +145,7 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path, decided):
                 BuildInfo(
                     schema=1, stack="cpu", revision="r1", inputs="i1", python="3.11.7", sources={},
                     packages={"torch": torch},
-                ).text()
+                ).to_json()
             )  # fmt: skip
             words = ["train", recipe, "--nodes=2", f"--node-rank={node}", f"--rendezvous=127.0.0.1:{port}"]
             if decided:
@@ -191,5 +193,5 @@ def test_a_bad_device_is_found_before_ranks_start_and_no_rank_does(tmp_path, mon
         command.train("demo", tmp_path / "run", alone, "--preflight", "--devices-per-node=1"), 3
     ).splitlines()
     first = said.index("mcore-bundle: preflight: nodes are not fit to run this job")
-    assert said[first + 1 :] == [f"  - {node_name()}: device 0: its product is wrong"]
+    assert said[first + 1 :] == [f"  - {get_node_name()}: device 0: its product is wrong"]
     assert not list((tmp_path / "run").rglob("rank-*.json")) and not (tmp_path / "run/metrics.jsonl").exists()

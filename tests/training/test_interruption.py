@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bundle.launch import outcomes
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from bundle.recipe import load
 from tests.launch.launched import gone
 from tests.runs.numbers import learned
@@ -210,7 +210,7 @@ def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     assert a_step == pytest.approx(4 * 32)
     # Each of the two ranks has half of its arithmetic.
     recipe = load("demo", TINY)
-    a_rank = model_size(recipe.architecture, recipe.model).training_flops([32] * 4) / 2
+    a_rank = compute_model_size(recipe.architecture, recipe.model).count_training_flops([32] * 4) / 2
     flops = lines[0]["train/tflops_per_device"] * 1e12 * lines[0]["train/step_seconds"]
     assert flops == pytest.approx(a_rank)
 

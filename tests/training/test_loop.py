@@ -11,7 +11,7 @@ import pytest
 from bundle.engine import Losses, StepResult
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.recipe import Recipe, load
-from bundle.runs.metrics import Metrics
+from bundle.runs.metrics import MetricsWriter
 from bundle.training import loop
 from bundle.training.loop import Progress
 
@@ -45,10 +45,10 @@ class Slow:
     tokens_of_step: int = 400
     validated: list[float] = field(default_factory=list)
 
-    def training(self, _consumed: int) -> list[Any]:
+    def build_training_batches(self, _consumed: int) -> list[Any]:
         return []
 
-    def validation(self) -> dict[str, list[Any]]:
+    def build_validation_batches(self) -> dict[str, list[Any]]:
         return {"validation": [9.0], "validation/other": [7.0]}
 
     def forward_backward(self, _batches: list[Any]) -> None:
@@ -115,7 +115,7 @@ def run(
         same,
         export=lambda step: exported.append(step) if exported is not None else None,
     )
-    loop.train(either, either, progress, Metrics([kept]), hooks)  # type: ignore[arg-type]
+    loop.train(either, either, progress, MetricsWriter([kept]), hooks)  # type: ignore[arg-type]
     return kept.lines
 
 
@@ -212,10 +212,10 @@ def test_a_run_ends_when_the_validation_loss_falls_no_more(validated, ends, resu
         run(Slow(recipe(f"train.steps={resumed_at}", STOPPING[1]), validated=validated), progress)
         progress, validated = Progress(**vars(progress)), rest
     ended = progress.step == ends
-    assert ended == (progress.early_end(asked.train.early_stop) is not None)
+    assert ended == (progress.find_early_end(asked.train.early_stop) is not None)
     run(Slow(asked, validated=list(validated)), progress, saved)
     assert progress.step == ends and saved[-1:] == ([] if ended else [ends])
-    why = progress.early_end(asked.train.early_stop)
+    why = progress.find_early_end(asked.train.early_stop)
     assert why is not None and "2 evaluations" in why
     run(Slow(asked), progress, saved := [])  # killed before it could write its result
     assert progress.step == ends and not saved
@@ -246,7 +246,7 @@ def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
 
 def test_an_early_stop_without_held_out_data_is_said():
     engine = Slow(recipe(*STOPPING))
-    engine.validation = dict  # type: ignore[method-assign, assignment]
+    engine.build_validation_batches = dict  # type: ignore[method-assign, assignment]
     with pytest.raises(UsageError, match="so little data is held out"):
         run(engine, Progress())
 

@@ -8,22 +8,22 @@ import torch
 
 from bundle.engine import Engine
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.mcore import gated_delta, gpt, known, optimization, routers
-from bundle.mcore.groups import data_parallel_with_context
+from bundle.mcore import filter_keywords, gated_delta, gpt, optimization, routers
+from bundle.mcore.groups import get_dp_cp_group
+from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
 from bundle.verification.numbers import (
     DENSE,
     EXPERTS,
     LATENT,
     VOCABULARY,
     Bench,
-    Layout,
+    BenchLayout,
     Numbers,
-    gap,
-    run,
-    texts,
+    compute_loss,
+    draw_sequences,
+    measure_gap,
 )
 from tests.engine.experiments import engine as engine_of
 
@@ -111,7 +111,7 @@ def overlap_in_buckets(bench: Bench) -> float:
 
 def latent_attention_without_sequence_parallelism(bench: Bench) -> float:
     """The gradient norm of two tensor-parallel ranks with the whole sequence each."""
-    return bench.norm_gap(LATENT, {"sequence_parallel": False}, tp=2)
+    return bench.measure_norm_gap(LATENT, {"sequence_parallel": False}, tp=2)
 
 
 def packed_gated_delta(bench: Bench) -> float:
@@ -119,11 +119,11 @@ def packed_gated_delta(bench: Bench) -> float:
 
     Where it is taken, the layer asks for a kernel of flash-linear-attention that torch alone has not.
     """
-    with bench.layout() as groups:
-        config = groups.chunk(DENSE).config
-        pack = groups.packed(texts((6, 10)), multiple=1).packed
+    with bench.open_layout() as groups:
+        config = groups.build_chunk(DENSE).config
+        pack = groups.pack_sequences(draw_sequences((6, 10)), multiple=1).packed
         try:
-            layer = gated_delta.alone(config)
+            layer = gated_delta.build_delta_net(config)
         except ImportError:
             return 0.0
         try:
@@ -143,56 +143,56 @@ def prediction_with_two_outputs(bench: Bench) -> float:
     options = {"calculate_per_token_loss": False, "mtp_loss_scaling_factor": 100.0}  # next to nothing else
     norms = []
     for sizes in (_ALONE, {"cp": 2}):
-        with bench.layout(**sizes) as groups:
-            job = groups.recipe(DENSE, mtp={"layers": 1})
-            model = groups.chunk(DENSE, options, mtp={"layers": 1})
-            wrapped = optimization.data_parallel(job, model.config, [model])
-            batch = groups.two_rows(32)
+        with bench.open_layout(**sizes) as groups:
+            job = groups.build_recipe(DENSE, mtp={"layers": 1})
+            model = groups.build_chunk(DENSE, options, mtp={"layers": 1})
+            wrapped = optimization.wrap_data_parallel(job, model.config, [model])
+            batch = groups.build_two_rows(32)
 
             def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-                return run(part, next(batches)) / 64, lambda loss: (loss, {})
+                return compute_loss(part, next(batches)) / 64, lambda loss: (loss, {})
 
             optimization.forward_backward(
                 step, [batch, batch], wrapped, sequence_length=32, micro_batch_size=2
             )
-            norms.append({"norm": torch.tensor(optimization.optimizer(job, wrapped).step()[1])})
-    return gap(norms[1], norms[0])
+            norms.append({"norm": torch.tensor(optimization.build_optimizer(job, wrapped).step()[1])})
+    return measure_gap(norms[1], norms[0])
 
 
 def balancing_of_prompts(bench: Bench) -> float:
     """The gradients of the balancing loss where a quarter of the tokens is learned, against all of them."""
     learned = torch.ones(2, 32)
-    with bench.layout() as groups:
+    with bench.open_layout() as groups:
         whole = _balancing(groups, learned)
         learned[:, 8:] = 0.0
-        return gap(_balancing(groups, learned), whole)
+        return measure_gap(_balancing(groups, learned), whole)
 
 
-def _balancing(groups: Layout, learned: torch.Tensor) -> Numbers:
+def _balancing(groups: BenchLayout, learned: torch.Tensor) -> Numbers:
     """The routers' gradients after a step of the schedule: with the balancing loss, less those without."""
     found = []
     for coefficient in (2.0, 0.0):
         options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": coefficient}
-        model = groups.chunk(EXPERTS, options)
-        wrapped = optimization.data_parallel(groups.recipe(EXPERTS), model.config, [model])
-        batch = groups.rows(torch.stack(texts((32, 32))), learned)
+        model = groups.build_chunk(EXPERTS, options)
+        wrapped = optimization.wrap_data_parallel(groups.build_recipe(EXPERTS), model.config, [model])
+        batch = groups.build_batch(torch.stack(draw_sequences((32, 32))), learned)
 
         def step(batches: Any, part: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)
-            loss = run(part, batch)
+            loss = compute_loss(part, batch)
             return loss, lambda _: (loss, batch.mask.sum().int(), {})
 
         optimization.forward_backward(step, [batch], wrapped, sequence_length=32, micro_batch_size=2)
-        found.append(torch.stack([router.weight.main_grad.clone() for router in routers.of_model(model)]))
+        found.append(torch.stack([router.weight.main_grad.clone() for router in routers.find_routers(model)]))
     return {"routers": found[0] - found[1]}
 
 
 def balancing_of_packs(bench: Bench) -> float:
     """The gradient of the balancing loss over two sequences in one row, against two rows of one."""
     rows = _hidden(bench)
-    with bench.layout() as groups:
+    with bench.open_layout() as groups:
         packed = _router_gradient(groups, "seq_aux_loss", rows[:, None])
-        return gap(
+        return measure_gap(
             packed,
             _router_gradient(groups, "seq_aux_loss", rows.view(2, 12, -1).transpose(0, 1).contiguous()),
         )
@@ -203,17 +203,17 @@ def balancing_of_padding(bench: Bench) -> float:
     rows = _hidden(bench)
     filled = torch.cat([rows, rows[:1].expand_as(rows)])
     padding = torch.arange(48, device=bench.device)[:, None] >= 24
-    with bench.layout() as groups:
+    with bench.open_layout() as groups:
         alone = _router_gradient(groups, "aux_loss", rows[:, None])
-        return gap(_router_gradient(groups, "aux_loss", filled[:, None], padding_mask=padding), alone)
+        return measure_gap(_router_gradient(groups, "aux_loss", filled[:, None], padding_mask=padding), alone)
 
 
-def _router_gradient(groups: Layout, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
+def _router_gradient(groups: BenchLayout, kind: str, hidden: torch.Tensor, **how: Any) -> Numbers:
     """What a balancing loss, taken as a mean, gives the weight of a router of hidden states [s, b, h]."""
     options = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 2.0}
-    model = groups.chunk(EXPERTS, options | {"calculate_per_token_loss": False})
-    router = routers.of_model(model)[0]
-    router(hidden, **known(router.forward, **how))[0].sum().mul(0.0).backward()
+    model = groups.build_chunk(EXPERTS, options | {"calculate_per_token_loss": False})
+    router = routers.find_routers(model)[0]
+    router(hidden, **filter_keywords(router.forward, **how))[0].sum().mul(0.0).backward()
     return {"weight": router.weight.grad}
 
 
@@ -237,7 +237,7 @@ def _compare(
             if sizes:
                 tweak(engine)
             seen.append(_stack([_step(engine) for _ in range(STEPS)]))
-    return gap(seen[1], seen[0])
+    return measure_gap(seen[1], seen[0])
 
 
 def _runs(bench, model, parallel, **distributed) -> float:
@@ -251,7 +251,7 @@ def _saves(bench, model) -> float:
     """0.0 if what is saved of the weights of two stages can be named at all."""
     with engine_of(bench, _recipe(model, {"pp": 2})) as engine:
         for chunk in engine.models:
-            chunk.sharded_state_dict(metadata={"dp_cp_group": data_parallel_with_context()})
+            chunk.sharded_state_dict(metadata={"dp_cp_group": get_dp_cp_group()})
     return 0.0
 
 
@@ -283,7 +283,7 @@ def _step(engine: Engine, packed: bool = False) -> tuple[float, float]:
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(7))
     layers = engine.recipe.architecture.mtp_layers
     if packed:
-        packing = Packing.of([LENGTH, LENGTH], Alignment())
+        packing = Packing.from_lengths([LENGTH, LENGTH], Alignment())
         flat = tokens[:2, :-1].flatten(), tokens[:2, 1:].flatten()
         micro_batches = [from_packing(*flat, torch.ones(2 * LENGTH), packing, mtp_layers=layers)]
     else:

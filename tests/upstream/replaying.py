@@ -14,7 +14,7 @@ import torch
 
 from bundle import backends
 from bundle.mcore import context
-from bundle.wrappers.moe import choice_in_replay
+from bundle.replacements.moe import replay_native_choice
 
 EXPERTS, TOPK = 8, 2
 GIVEN = torch.tensor([[1, 0], [3, 2], [5, 4]])
@@ -29,7 +29,7 @@ def main() -> None:
     except ModuleNotFoundError:
         print(json.dumps(None))
         return
-    with runtime.megatron():
+    with runtime.megatron_calls():
         print(json.dumps({"global": by_global_action(replay), "choices": by_choices(replay)}))
 
 
@@ -67,11 +67,14 @@ def by_global_action(replay: ModuleType) -> dict[str, Chosen]:
 def by_choices(replay: ModuleType) -> dict[str, Chosen]:
     """As the engine does."""
     router, of = Router(replay), replay.RouterReplay
-    choices: Any = context.Choices({router.router_replay: 0}, torch.uint8, backward=True)
-    with patch.object(of, "get_replay_topk", choice_in_replay(of.get_replay_topk)):
+    choices: Any = context.RouterChoices({router.router_replay: 0}, torch.uint8, has_backward=True)
+    with patch.object(of, "get_replay_topk", replay_native_choice(of.get_replay_topk)):
         seen = {"before": router.choose()}
         try:
-            with context.choices.set(choices), choices.of_forward(context.Forced({0: GIVEN})):
+            with (
+                context.router_choices.set(choices),
+                choices.record_forward(context.ForcedRoutes({0: GIVEN})),
+            ):
                 seen["inside"] = router.choose()
                 raise ZeroDivisionError
         except ZeroDivisionError:

@@ -8,26 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 from bundle import backends
-from bundle.patches import applying
-from bundle.verification import decide, everything
+from bundle.patches import patcher
+from bundle.verification import decide_patches, plan_all_patches
 
 TARGET = "megatron.core.models.gpt.gpt_model:GPTModel.forward"
 
 
 def main() -> None:
-    plan = everything(decide("cpu"))
-    applying.apply(plan)
+    plan = plan_all_patches(decide_patches("cpu"))
+    patcher.apply(plan)
     backends.prepare("cpu")
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from bundle.wrappers.mtp import only_with_labels
+    from bundle.replacements.mtp import predict_only_with_labels
 
     counted = [sum(step.target == TARGET for step in plan.steps), depth(GPTModel.forward)]
     for _ in range(2):
-        applying.apply(plan)
+        patcher.apply(plan)
     counted.append(depth(GPTModel.forward))
     for _ in range(2):
-        GPTModel.forward = only_with_labels(GPTModel.forward)
+        GPTModel.forward = predict_only_with_labels(GPTModel.forward)
     print(json.dumps([*counted, depth(GPTModel.forward)]))
 
 

@@ -9,8 +9,8 @@ import torch
 
 from bundle.capabilities.ascend import ASCEND
 from bundle.capabilities.cuda import CUDA
+from bundle.packing.packing import Packing, build_masks
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing, masks
 
 LENGTHS = [38, 21]
 
@@ -18,7 +18,7 @@ LENGTHS = [38, 21]
 def test_two_rules_give_two_shapes():
     """What upstream does, with our least padding."""
     by_each_builder = [
-        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest for scaling in (None, "blockwise")
+        Alignment("bshd", scaling=scaling).pad(LENGTHS).longest_row for scaling in (None, "blockwise")
     ]
     assert by_each_builder == [38, 40]
     ids, labels = (torch.zeros(2, rows) for rows in by_each_builder)
@@ -28,9 +28,9 @@ def test_two_rules_give_two_shapes():
 
 @pytest.mark.parametrize("backend", [CUDA, ASCEND], ids=lambda backend: backend.backend)
 def test_ids_labels_and_masks_have_one_shape(backend):
-    packing = Packing.of(LENGTHS, Alignment("bshd", scaling="blockwise"))
+    packing = Packing.from_lengths(LENGTHS, Alignment("bshd", scaling="blockwise"))
     ids = torch.arange(sum(LENGTHS))
-    of = masks(packing, backend.mask("vlm", "bshd"))
-    built = [packing.uncut.pack(ids), packing.pack(ids, roll=1), packing.valid, of.valid]
+    of = build_masks(packing, backend.find_mask("vlm", "bshd"))
+    built = [packing.unsharded.pack(ids), packing.pack(ids, roll=1), packing.valid, of.valid]
     built += [of.model] if of.model is not None else []
     assert {tuple(x.shape) for x in built} == {(2, 40)}

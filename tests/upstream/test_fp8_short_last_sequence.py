@@ -8,8 +8,8 @@ all there raises; a chunk of exactly one row is repeated over all of its place, 
 import pytest
 import torch
 
+from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
 
 
 def first_chunk_of_last_sequence(length, cp, rank):
@@ -40,5 +40,5 @@ def test_a_single_row_is_not_repeated():
 
 def packed_by_all_ranks(length, cp):
     alignment = Alignment(cp=cp, scaling="blockwise")
-    packings = [Packing.of([length], alignment, rank=rank) for rank in range(cp)]
+    packings = [Packing.from_lengths([length], alignment, rank=rank) for rank in range(cp)]
     return torch.cat([packing.pack(torch.arange(length), fill=-1) for packing in packings])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle.verification import Order, decide, everything, last_words, observed
+from bundle.verification import WorkOrder, decide_patches, plan_all_patches, read_last_lines, run_orders
 from tests.world import observe
 
 
@@ -25,9 +25,9 @@ def running(process: int) -> bool:
 @pytest.mark.world
 def test_what_a_run_started_ends_with_it():
     pytest.importorskip("megatron.core")
-    found = decide("cpu")
-    order = Order(0, "tests.verification.leaving:process", 1, 60, ())
-    ((seen,),) = observe([order], everything(found), backend="cpu", root=found.subject.root)
+    found = decide_patches("cpu")
+    order = WorkOrder(0, "tests.verification.leaving:process", 1, 60, ())
+    ((seen,),) = observe([order], plan_all_patches(found), backend="cpu", root=found.core.root)
     assert seen.gap is not None, seen
     assert not running(int(seen.gap))
 
@@ -35,13 +35,13 @@ def test_what_a_run_started_ends_with_it():
 @pytest.mark.world
 def test_what_has_ended_is_told_while_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("megatron.core")
-    found, file = decide("cpu"), tmp_path / "go on"
+    found, file = decide_patches("cpu"), tmp_path / "go on"
     monkeypatch.setenv("BUNDLE_TEST_WAITS_FOR", str(file))
     orders = [
-        Order(n, f"tests.verification.leaving:{name}", 1, 60, ())
+        WorkOrder(n, f"tests.verification.leaving:{name}", 1, 60, ())
         for n, name in enumerate(("nothing", "wait"))
     ]
-    told = observed(orders, everything(found), backend="cpu", root=found.subject.root)
+    told = run_orders(orders, plan_all_patches(found), backend="cpu", root=found.core.root)
     first, (seen,) = next(told)
     assert (first.number, seen.gap) == (0, 0.0)
     file.touch()  # the other one has waited for this until now
@@ -56,4 +56,4 @@ def test_why_a_rank_ended_is_its_last_line_and_not_torch_npus(tmp_path: Path):
     (tmp_path / "0.err").write_text(f"Traceback:\nEnvironmentUnfit: sees no NPU\n{of_torch_npu}\n")
     (tmp_path / "1.err").write_text("killed\n")
     (tmp_path / "2.err").write_text("")
-    assert last_words(tmp_path) == "EnvironmentUnfit: sees no NPU | killed"
+    assert read_last_lines(tmp_path) == "EnvironmentUnfit: sees no NPU | killed"

@@ -11,7 +11,7 @@ import pytest
 from bundle.environment.compatibility import Combination
 from bundle.errors import UsageError
 from bundle.patches.catalogue import PATCHES
-from bundle.verification import decide, needed, verify
+from bundle.verification import decide_patches, list_needed_patches, verify
 from bundle.verification.check import CHECKS, Status
 from tests.command import run_bundle
 
@@ -44,7 +44,7 @@ def test_default_release():
 @pytest.mark.world
 def test_what_is_not_patched_and_what_takes_too_many_devices_is_not_provable():
     pytest.importorskip("megatron.core")
-    patches = needed(decide("cpu"))
+    patches = list_needed_patches(decide_patches("cpu"))
     several = next(patch.id for patch in patches if CHECKS[patch.id].world > 1)
     results = list(verify("cpu", [several, "mla-packed-qkv"], devices=1))
     assert {result.patch: result.status for result in results} == {
@@ -74,7 +74,7 @@ def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'bundle.verification.rank' in sys.orig_argv:\n"
-        "    import bundle.wrappers.moe as r\n"
+        "    import bundle.replacements.moe as r\n"
         "    r.release_graph = lambda original: original\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from bundle import backends, pretrained
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.recipe import from_mapping
-from bundle.verification import decide, everything
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.vision import reference
 from tests.vision.cases import CASES, Case
@@ -76,10 +76,10 @@ def of_sequence(model: Any, numbers: dict[str, torch.Tensor], name: str) -> torc
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     rank = world.join()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         cases = ((case.name, case) for case in HUB)
         found = world.each(cases, lambda case: distances(directory / case.name, layout, runtime))
     if rank == 0:
@@ -96,22 +96,22 @@ def distances(directory: Path, layout: str, runtime: Any) -> dict[str, float]:
     values["model"]["lora"] = {"path": str(directory / ADAPTER)}
     job = from_mapping(values)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.of_recipe(job))
-    matrices = list(adapters.every_matrix(engine.models))
+    engine = Engine(job, runtime, made, torch.device("cpu"), pretrained.find_recipe_weights(job))
+    matrices = list(adapters.list_matrices(engine.models))
     asked = [of for model in engine.models for of in model.parameters() if of.requires_grad]
     assert {id(of) for of in asked} == {id(of.parameter) for of in matrices}
     _, numbers = reference.read(directory / "model")
     theirs = load_file(directory / NUMBERS)
     sequences = [(name,) for name in NAMES] if apart else [NAMES]
     given = [batch(engine, numbers, names, packed=packed) for names in sequences]
-    seen = torch.cat([one.log_probs.flatten() for one in engine.log_probs(given)])
+    seen = torch.cat([one.log_probs.flatten() for one in engine.compute_log_probs(given)])
     engine.forward_backward(given)
     log_probs = wanted(theirs, "log-probs", packed)
     gradients = {of: value for of, value in theirs.items() if of.endswith(".weight")}
     far = [torch.zeros(())]
     for named in matrices:
         (whole,) = (value for of, value in gradients.items() if of.endswith(tail(named.name)))
-        part = named.shard.of(whole) if named.shard else whole
+        part = named.shard.extract(whole) if named.shard else whole
         far.append((named.parameter.main_grad - part).abs().max() / whole.abs().max())
     worst = torch.stack([(seen - log_probs).abs().max() / log_probs.abs().max(), torch.stack(far).max()])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)

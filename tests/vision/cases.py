@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bundle.architectures import Vision, from_config
+from bundle.architectures import VisionArchitecture, from_config
 
 _TEXT = {
     "hidden_size": 48,
@@ -68,7 +68,7 @@ class Case:
         return found
 
     @property
-    def vision(self) -> Vision:
+    def vision(self) -> VisionArchitecture:
         """The tower."""
         found = from_config(self.config).vision
         assert found is not None

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from bundle.architectures import from_config
-from bundle.models.vision import Vision
-from bundle.sequences.images import Images
+from bundle.models.vision import VisionTower
+from bundle.packing.images import ImageInputs
 from tests.backends.cpu import reference
 from tests.vision.cases import CASES, Case
 
@@ -23,13 +23,13 @@ def agrees(case: Case, attention: Callable[..., torch.Tensor]) -> None:
     """A tower's outputs and gradients are those of transformers', which counts and attends by itself."""
     architecture, nowhere = from_config(case.config), torch.zeros(0)
     torch.manual_seed(2)
-    pixels = torch.randn(int(GRIDS.prod(1).sum()), case.vision.patch_values)
-    plain, ours = (Vision(architecture, torch.float32, of) for of in (None, attention))
+    pixels = torch.randn(int(GRIDS.prod(1).sum()), case.vision.values_per_patch)
+    plain, ours = (VisionTower(architecture, torch.float32, of) for of in (None, attention))
     ours.load_state_dict(plain.state_dict())
-    plain.__dict__["_prepared"] = lambda *_: {}
+    plain.__dict__["_prepare_inputs"] = lambda *_: {}
     found = []
     for tower in (plain, ours):
-        out, behind = tower(Images(pixels, GRIDS, nowhere, nowhere))
+        out, behind = tower(ImageInputs(pixels, GRIDS, nowhere, nowhere))
         total = sum((x * x.detach().sin()).sum() for x in (out, *behind))
         found.append((out, *behind, *torch.autograd.grad(total, list(tower.parameters()))))
     for one, other in zip(*found, strict=True):

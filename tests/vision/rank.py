@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from bundle import backends, pretrained
 from bundle.architectures import from_config
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification import decide, everything
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import weights
 from tests.vision import reference
@@ -45,10 +45,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide(world.backend())))
+    patcher.apply(plan_all_patches(decide_patches(world.backend())))
     runtime = backends.prepare(world.backend())
     rank = world.join()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         cases = ((case.name, case) for case in cases_of(layout) if (directory / case.name).is_dir())
         found = world.each(cases, lambda case: distances(case, directory / case.name, layout, runtime))
     if rank == 0:
@@ -71,11 +71,11 @@ def distances(case: Case, directory: Path, layout: str, runtime) -> tuple[float,
     job = recipe(directory, LAYOUTS[layout], packed=packed, recomputed=apart)
     device = world.device(runtime)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    engine = Engine(job, runtime, made, device, pretrained.of_recipe(job))
+    engine = Engine(job, runtime, made, device, pretrained.find_recipe_weights(job))
     _, numbers = reference.read(directory)
     sequences = [(name,) for name in NAMES] if apart else [NAMES]
     given = [batch(engine, numbers, names, packed=packed) for names in sequences]
-    seen = engine.log_probs(given)
+    seen = engine.compute_log_probs(given)
     engine.take_losses()
     engine.forward_backward(given)
     far = {
@@ -128,8 +128,8 @@ def wanted(numbers: dict[str, torch.Tensor], what: str, packed: bool) -> torch.T
 def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, packed: bool):
     """These sequences as one micro-batch: rows, or a pack of whole and part."""
     from bundle.engine.microbatch import from_packing, from_rows
-    from bundle.sequences.images import Images
-    from bundle.sequences.packing import Packing
+    from bundle.packing.images import ImageInputs
+    from bundle.packing.packing import Packing
 
     cp, architecture, device = engine.groups.cp, engine.recipe.architecture, engine.device
     whole = {name: len(numbers[f"{name} ids"]) - 1 for name in names}
@@ -143,11 +143,11 @@ def batch(engine, numbers: dict[str, torch.Tensor], names: Sequence[str], *, pac
         torch.cat([numbers[f"{name} {of}"] for name in names]) for of in ("pixels", "grids", "seconds")
     )
     seen = pixels, grids.numpy(), ids.numpy(), np.asarray(lengths), architecture.vision, seconds.numpy()
-    images = Images.of(*seen)
+    images = ImageInputs.from_sequences(*seen)
     options: dict[str, Any] = {"mtp_layers": 0, "images": images.to(device)}
     ids, labels, mask = (x.to(device) for x in (ids, labels, mask))
     if packed:
-        packing = Packing.of(lengths, engine.recipe.alignment, rank=cp.rank, device=device)
+        packing = Packing.from_lengths(lengths, engine.recipe.alignment, rank=cp.rank, device=device)
         return from_packing(ids, labels, mask, packing, **options)
     rows = (x.view(len(names), -1) for x in (ids, labels, mask))
     return from_rows(*rows, cp=cp.size, rank=cp.rank, **options)
@@ -159,11 +159,11 @@ def gradients(engine, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
 
     found = []
     for model in engine.models:
-        for named in naming.parameters(model, engine.groups):
+        for named in naming.find_parameters(model, engine.groups):
             wanted = of_theirs(named.name, theirs, engine.recipe.architecture)
-            whole = torch.zeros(named.whole_shape())
+            whole = torch.zeros(named.compute_full_shape())
             whole[: len(wanted)] = wanted
-            part = named.shard.of(whole) if named.shard else whole
+            part = named.shard.extract(whole) if named.shard else whole
             far = (named.parameter.main_grad.cpu() - part).abs().max()
             found.append(far / wanted.abs().max().clamp(min=1e-20))
     return torch.stack(found).max()

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from bundle import backends, pretrained
-from bundle.architectures.tensors import TOWER
-from bundle.capabilities.cpu import LOCAL
+from bundle.architectures.tensors import TOWER_PREFIX
+from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
-from bundle.patches import applying
-from bundle.planning.layout import rank_layout
+from bundle.patches import patcher
+from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.recipe import from_mapping
-from bundle.verification import decide, everything
+from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.vision import reference
 from tests.vision.cases import CASES, Case
@@ -47,13 +47,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def main(directory: Path, layout: str) -> None:
     torch.set_num_threads(1)
-    applying.apply(everything(decide("cpu")))
+    patcher.apply(plan_all_patches(decide_patches("cpu")))
     runtime = backends.prepare("cpu")
     world.join()
     hub = {case.family: case for case in CASES if case.name.endswith("on the Hub")}
     chosen = [(hub["qwen3_vl"], how) for how in TRAINED] + [(hub["qwen2_5_vl"], "tower frozen")]
     every = ((f"{case.name}, {how}", (case, how)) for case, how in chosen)
-    with runtime.megatron():
+    with runtime.megatron_calls():
         found = world.each(every, lambda of: step(of[0], directory / of[0].name, layout, of[1], runtime))
     print(json.dumps(found))
 
@@ -72,7 +72,7 @@ def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tu
     }  # fmt: skip
     job = from_mapping(values)
     made = groups.initialize(job.parallel, seed=1, timeout_seconds=60)
-    begun = pretrained.of_recipe(job)
+    begun = pretrained.find_recipe_weights(job)
     engine = Engine(job, runtime, made, torch.device("cpu"), begun)
     _, numbers = reference.read(directory)
     given = [batch(engine, numbers, NAMES, packed=False)]
@@ -87,18 +87,18 @@ def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tu
     if not math.isclose(result.grad_norm, float(norm), rel_tol=1e-4):
         wrong.append(f"norm {result.grad_norm}, not {float(norm)}")
     share, far = min(1.0, CLIP / (float(norm) + 1e-6)), []
-    own = [named for model in engine.models for named in naming.parameters(model, made)]
+    own = [named for model in engine.models for named in naming.find_parameters(model, made)]
     for named in own:
         before, gradient = (of_theirs(named.name, of, job.architecture) for of in (theirs, gradients))
-        lr = rate(f"visual.{named.name}" if named.name.startswith(TOWER) else named.name, how)
+        lr = rate(f"visual.{named.name}" if named.name.startswith(TOWER_PREFIX) else named.name, how)
         change = torch.zeros_like(before)
         if lr is not None:  # the first step of Adam, in the first of the warm-up's two parts
             gradient = gradient * share
             decay = DECAY * before if before.ndim > 1 else 0
             change = -lr / WARMUP * (gradient / (gradient.abs() + EPS) + decay)
-        whole, first = (torch.zeros(named.whole_shape()) for _ in range(2))
+        whole, first = (torch.zeros(named.compute_full_shape()) for _ in range(2))
         whole[: len(change)], first[: len(change)] = change, before
-        part, start = (named.shard.of(of) if named.shard else of for of in (whole, first))
+        part, start = (named.shard.extract(of) if named.shard else of for of in (whole, first))
         error = (named.parameter.detach() - start - part).abs() - ROUNDED * start.abs() * (lr is not None)
         far.append(float(error.max() / change.abs().max().clamp(min=1e-5)))
     if how == "rates":
@@ -119,7 +119,7 @@ def misplaced(engine: Any, how: str) -> list[str]:
     """What has a gradient and is frozen, or has none and is not."""
     wrong = []
     for name, parameter in (pair for model in engine.models for pair in model.named_parameters()):
-        frozen = rate(f"visual.{name}" if name.startswith(TOWER) else name, how) is None
+        frozen = rate(f"visual.{name}" if name.startswith(TOWER_PREFIX) else name, how) is None
         if frozen != (getattr(parameter, "main_grad", None) is None) or parameter.grad is not None:
             wrong.append(f"{name}: {'has a gradient' if frozen else 'has none'}")
     return wrong
@@ -130,8 +130,8 @@ def unplanned(engine: Any, job: Any) -> list[str]:
     import megatron.core
 
     code = MegatronCode(Version(megatron.core.__version__), Path(megatron.core.__file__).parents[2])
-    states = StateBuffers.of(job, rank_layout(job, dist.get_world_size()), LOCAL, code)
-    predicted = states.rank(dist.get_rank())
+    states = StateBuffers.from_recipe(job, build_rank_layout(job, dist.get_world_size()), LOCAL_LAYERS, code)
+    predicted = states.compute_rank_bytes(dist.get_rank())
     buffers = [of for chunk in engine.chunks for of in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     kept = [
         tensor.nbytes
@@ -161,7 +161,7 @@ def continued(engine: Any, job: Any, runtime: Any, made: Any, given: Any, direct
     dist.barrier()
     checkpoints.save(directory, engine.models, engine.optimizer)
     other = Engine(job, runtime, made, torch.device("cpu"))
-    checkpoints.load(directory, other.models, other.optimizer, checkpoints.sharding())
+    checkpoints.load(directory, other.models, other.optimizer, checkpoints.choose_sharding_type())
     other.scheduler.load_state_dict(engine.scheduler.state_dict())
     for each in (engine, other):
         each.forward_backward(given)

@@ -7,9 +7,9 @@ import pytest
 
 from bundle.data import prepare
 from bundle.data.loader import Loader
-from bundle.data.samples import BLANK, dealt
+from bundle.data.samples import BLANK, balance_costs
 from bundle.recipe import load
-from bundle.training.loop import lengths_of
+from bundle.training.loop import get_lengths
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
 
@@ -41,10 +41,10 @@ def steps(directory, how, dp):
     corpus = prepare(job, directory / "cache")
     for consumed in range(0, 4 * BATCH, BATCH):
         loaders = [Loader(job, corpus, rank, dp) for rank in range(dp)]
-        shares = [loader.training(consumed) for loader in loaders]
+        shares = [loader.read_training_step(consumed) for loader in loaders]
         batches = [batch for share in shares for batch in share]
-        for step in (loader.sizes(consumed) for loader in loaders):
-            lengths = [length for batch in batches for length in lengths_of(batch)]
+        for step in (loader.compute_sizes(consumed) for loader in loaders):
+            lengths = [length for batch in batches for length in get_lengths(batch)]
             assert sorted(step.lengths.tolist()) == sorted(lengths)
             grids = np.concatenate([batch.grids for batch in batches]).tolist()
             assert sorted(step.grids.tolist()) == sorted(grids)
@@ -82,16 +82,16 @@ def test_samples_of_a_blend_have_the_patches_of_their_data_sets(skewed):
     blend = (f"data.path=[{paths}]", "data.weights=[0.5, 0.5]", *sizes)
     job = load(str(rows.RECIPE), rows.overrides(skewed, *blend))
     corpus = prepare(job, skewed / "cache")
-    numbers = np.append(corpus.order.drawn(0, BATCH), BLANK)
-    each = [int(corpus.training.batch(number).grids.prod(1).sum()) for number in numbers[:, None]]
-    assert corpus.training.patches(numbers).tolist() == each and len(set(each)) == 3
+    numbers = np.append(corpus.order.draw_samples(0, BATCH), BLANK)
+    each = [int(corpus.training.build_batch(number).grids.prod(1).sum()) for number in numbers[:, None]]
+    assert corpus.training.count_patches(numbers).tolist() == each and len(set(each)) == 3
 
 
 def test_rows_as_they_are_drawn_are_not_balanced(skewed, monkeypatch):
     def drawn(self, whole, _):
         return whole.reshape(-1, self._dp, SIZE)[:, self._rank]
 
-    monkeypatch.setattr(Loader, "_share", drawn)
+    monkeypatch.setattr(Loader, "_select_share", drawn)
     found = list(steps(skewed, "rows", 8))
     assert max(map(spread, found)) > 2 * 64
     assert max(patches for step in found for share in step for _, patches in share) == 2 * 64
@@ -104,15 +104,15 @@ def test_samples_that_are_all_alike_stay_in_the_order_in_which_they_are_drawn(sk
         str(rows.RECIPE), rows.overrides(directory, "train.global_batch_size=4", "train.micro_batch_size=2")
     )
     corpus = prepare(job, directory / "cache")
-    drawn = corpus.order.drawn(0, 4)
-    found = [batch.documents.tolist() for batch in Loader(job, corpus, 0, 1).training(0)]
+    drawn = corpus.order.draw_samples(0, 4)
+    found = [batch.documents.tolist() for batch in Loader(job, corpus, 0, 1).read_training_step(0)]
     assert found == drawn.reshape(2, 2).tolist()
 
 
 def test_all_are_dealt_in_equal_parts():
     costs = np.asarray([1, 50, 2, 40, 3, 30, 4, 20])
-    found = dealt(costs, 4)
+    found = balance_costs(costs, 4)
     assert found.shape == (4, 2) and sorted(found.ravel().tolist()) == list(range(8))
     assert costs[found].tolist() == [[50, 1], [40, 2], [30, 3], [20, 4]]
-    assert dealt(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [[0, 3, 5], [1, 2, 4]]
-    assert dealt(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]
+    assert balance_costs(np.asarray([9, 8, 1, 1, 1, 0]), 2).tolist() == [[0, 3, 5], [1, 2, 4]]
+    assert balance_costs(np.asarray([5, 9, 7]), 1).tolist() == [[1, 2, 0]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bundle.architectures import from_config
-from bundle.architectures.config import IRRELEVANT
+from bundle.architectures.config import IRRELEVANT_KEYS
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
 from tests.families.record import note
@@ -44,7 +44,10 @@ def test_what_transformers_writes_is_the_same_model(case):
 def test_the_numbers_of_an_architecture():
     read = from_config(FLAT)
     assert (read.model_type, read.rotary_sections, read.rotary_base) == ("qwen2_5_vl", (2, 3, 1), 700.0)
-    assert read.vision and (read.vision.patch_values, read.vision.patches) == (3 * 2 * 16, 4)
+    assert read.vision and (read.vision.values_per_patch, read.vision.patches_per_embedding) == (
+        3 * 2 * 16,
+        4,
+    )
     assert (read.vision.full_layers, read.vision.image_token, read.qkv_bias) == ((1,), 190, True)
     tokens = (read.vision.video_token, read.vision.start_token, read.vision.end_token)
     assert (tokens, read.vision.tokens_per_second) == ((191, 192, 193), 3)
@@ -98,7 +101,7 @@ def test_a_pace_that_is_not_said_is_that_of_transformers():
 def test_a_table_names_what_transformers_saves(seen):
     for case in CASES:
         table = Tensors(from_config(case.config))
-        ours = dict(pair for tensor in table for pair in tensor.published_shapes())
+        ours = dict(pair for tensor in table for pair in tensor.list_published_shapes())
         written = as_published(reference.tensors(seen / case.name), case)
         theirs = {name: tuple(of.shape) for name, of in written.items()}
         assert ours == theirs
@@ -183,7 +186,7 @@ def test_every_field_is_held(family):
 def changes(config, around=lambda changed: changed, at=""):
     """(field, the config with another value there), for the fields of nested sections too."""
     for name, value in config.items():
-        if value is None or name in IRRELEVANT | WITHOUT_EFFECT:
+        if value is None or name in IRRELEVANT_KEYS | WITHOUT_EFFECT:
             continue
         if isinstance(value, dict):
             inside = lambda changed, name=name: around({**config, name: changed})  # noqa: E731

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bundle.data.media import Medium
-from bundle.data.processing import Processing
+from bundle.data.processing import MediaProcessor
 from bundle.data.prompts import Prompts
 from bundle.errors import UsageError
 from tests.cli.test_generate import generate
@@ -39,13 +39,13 @@ def wanted(family, directory):
     known = json.loads(clips.KEPT.read_text())[f"{family}, file of 11"]["ids"]
     assistant = next(at for at in reversed(range(len(known))) if known[at] == 256)
     ids = known[: assistant + len("assistant\n") + 1]
-    processing = Processing.of(clips.job(directory, family))
+    processing = MediaProcessor.from_recipe(clips.job(directory, family))
     assert processing is not None
     video, still = (
         processing.read(Medium(kind, f"images/{name}"), directory)
         for kind, name in (("video", "file of 11.webp"), ("image", "still.png"))
     )
-    return ids, [video, still], [torch.from_numpy(processing.patches(of)) for of in (video, still)]
+    return ids, [video, still], [torch.from_numpy(processing.extract_patches(of)) for of in (video, still)]
 
 
 def answer(made, ids, pictures, patches):
@@ -67,14 +67,14 @@ def answer(made, ids, pictures, patches):
 def test_an_answer_is_that_of_transformers_to_its_own_inputs(model, capfd):
     family, directory, made = model
     ids, pictures, patches = wanted(family, directory)
-    prompts = Prompts.of_directory(directory / "tokenizer")
+    prompts = Prompts.from_directory(directory / "tokenizer")
     files = {
         "video": [directory / "images" / "file of 11.webp"],
         "image": [directory / "images" / "still.png"],
     }
-    asked = prompts.prompt(ASKED, files)
-    assert asked.ids == ids and asked.shown is not None
-    assert torch.equal(asked.shown.patches, torch.cat(patches))
+    asked = prompts.build_prompt(ASKED, files)
+    assert asked.ids == ids and asked.visual_inputs is not None
+    assert torch.equal(asked.visual_inputs.patches, torch.cat(patches))
     said = prompts.tokenizer.decode(answer(made, ids, pictures, patches))
     words = ["--video", *files["video"], "--image", *files["image"], "--max-tokens", TOKENS]
     code, out, err = generate(capfd, directory / "tokenizer", "--prompt", ASKED, *words, "--json")
@@ -89,22 +89,22 @@ def test_what_is_shown_stands_before_a_prompt_without_marks(model, tmp_path):
     _, directory, _ = model
     (tmp_path / "a.png").write_bytes(content(image(16, 16)))
     (tmp_path / "b.png").symlink_to(tmp_path / "a.png")
-    prompts = Prompts.of_directory(directory / "tokenizer")
+    prompts = Prompts.from_directory(directory / "tokenizer")
     files = {
         "image": [tmp_path / "a.png", tmp_path / "b.png"],
         "video": [directory / "images" / "file of 4.webp"],
     }
-    plain = prompts.prompt("which?", files)
-    assert plain.ids == prompts.prompt("<image><image><video>which?", files).ids
-    assert plain.ids != prompts.prompt("<video><image>which?<image>", files).ids
-    assert prompts.prompt("is <image> a mark?", {"image": [], "video": []}).shown is None
+    plain = prompts.build_prompt("which?", files)
+    assert plain.ids == prompts.build_prompt("<image><image><video>which?", files).ids
+    assert plain.ids != prompts.build_prompt("<video><image>which?<image>", files).ids
+    assert prompts.build_prompt("is <image> a mark?", {"image": [], "video": []}).visual_inputs is None
     for text, shown, why in (
         ("<image>?", files, "--image: names 2, .* 1 places"),
         ("?", {"image": [tmp_path / "none.png"]}, "No such file"),
         ("?", {"video": [tmp_path / "a.png"]}, "whose frames have no durations"),
     ):
         with pytest.raises(UsageError, match=why):
-            prompts.prompt(text, shown)
+            prompts.build_prompt(text, shown)
 
 
 def test_a_model_of_text_is_shown_nothing(model, tmp_path):
@@ -115,9 +115,11 @@ def test_a_model_of_text_is_shown_nothing(model, tmp_path):
     text = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "intermediate_size": 64}
     text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "text" / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 64}))
-    prompts = Prompts.of_directory(tmp_path / "text")
+    prompts = Prompts.from_directory(tmp_path / "text")
     with pytest.raises(UsageError, match="has images, and the model sees none"):
-        prompts.prompt("?", {"image": [directory / "images" / "still.png"]})
+        prompts.build_prompt("?", {"image": [directory / "images" / "still.png"]})
     (tmp_path / "text" / "chat_template.jinja").unlink()
     with pytest.raises(UsageError, match="without a chat template it is shown nothing"):
-        Prompts.of_directory(tmp_path / "text").prompt("?", {"image": [directory / "images" / "still.png"]})
+        Prompts.from_directory(tmp_path / "text").build_prompt(
+            "?", {"image": [directory / "images" / "still.png"]}
+        )

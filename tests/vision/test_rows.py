@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.architectures.multimodal import FAMILIES as OF_IMAGES
+from bundle.architectures.multimodal import FAMILIES as IMAGE_FAMILIES
 from bundle.data import prepare
-from bundle.data.media import Column, Picture, placed
-from bundle.data.processing import Processing
+from bundle.data.media import Column, Picture, extract_media
+from bundle.data.processing import MediaProcessor
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import HuggingFace
+from bundle.data.tokenizers import HuggingFaceTokenizer
 from bundle.errors import UsageError
 from bundle.recipe import from_mapping, load
 from tests.vision import rows
@@ -40,7 +40,7 @@ def job(directory, *more):
 
 
 def processing(tmp_path, *more):
-    found = Processing.of(job(rows.write(tmp_path / "of", [], {}), *more))
+    found = MediaProcessor.from_recipe(job(rows.write(tmp_path / "of", [], {}), *more))
     assert found is not None
     return found.images
 
@@ -62,7 +62,7 @@ def test_patches_are_those_of_transformers(tmp_path, size, mode):
     theirs = kind(**known, **limits)(images=[of.convert("RGB")], return_tensors="np")
     picture = ours.read(content(of), tmp_path)
     assert [list(picture.grid)] == theirs["image_grid_thw"].tolist()
-    assert np.abs(ours.patches(*picture.contents) - theirs["pixel_values"]).max() < 1e-6
+    assert np.abs(ours.extract_patches(*picture.contents) - theirs["pixel_values"]).max() < 1e-6
 
 
 def test_an_image_is_read_upright(tmp_path):
@@ -70,7 +70,7 @@ def test_an_image_is_read_upright(tmp_path):
     exif = of.getexif()
     exif[0x112] = 6  # to be turned by a quarter
     turned = content(of.rotate(90), exif=exif)
-    assert np.array_equal(ours.patches(turned), ours.patches(content(of)))
+    assert np.array_equal(ours.extract_patches(turned), ours.extract_patches(content(of)))
 
 
 def test_what_is_learned_and_shown_at_every_token(tmp_path):
@@ -83,10 +83,10 @@ def test_what_is_learned_and_shown_at_every_token(tmp_path):
     ]
     directory = rows.write(tmp_path / "data", given, {"images/a.png": PLAIN, "images/b.png": wide})
     made = corpus(directory, "data.sequence_length=96", "data.images.max_pixels=512")
-    (store,), tokenizer = made.stores, HuggingFace(directory / "tokenizer")
+    (store,), tokenizer = made.stores, HuggingFaceTokenizer(directory / "tokenizer")
     seen = []
     for start, length in zip(store.starts, store.lengths, strict=True):
-        ids, learned = (of[start : start + length] for of in (store.ids, store.learned))
+        ids, learned = (of[start : start + length] for of in (store.ids, store.loss_mask))
         text = "".join(
             f"[{tokenizer.decode([int(each)])}]" if is_learned else tokenizer.decode([int(each)])
             for each, is_learned in zip(ids, learned, strict=True)
@@ -102,13 +102,13 @@ def test_what_is_learned_and_shown_at_every_token(tmp_path):
     ]
     assert store.pictures.counts.tolist() == [2, 0, 2]
     assert store.pictures.grids.tolist() == [[1, 4, 4], [1, 4, 8], [1, 4, 8], [1, 4, 4]]
-    batch = made.training.batch(np.asarray([2, 0]))
+    batch = made.training.build_batch(np.asarray([2, 0]))
     ours = processing(tmp_path, "data.images.max_pixels=512")
-    wanted = [ours.patches(of) for of in (wide, PLAIN, PLAIN, wide)]
+    wanted = [ours.extract_patches(of) for of in (wide, PLAIN, PLAIN, wide)]
     assert np.array_equal(batch.pixels.numpy(), np.concatenate(wanted))
     assert batch.grids.tolist() == [[1, 4, 8], [1, 4, 4], [1, 4, 4], [1, 4, 8]]
     assert batch.ids.eq(259).sum(1).tolist() == [12, 12]
-    alone = made.training.batch(np.asarray([1, -1]))
+    alone = made.training.build_batch(np.asarray([1, -1]))
     assert alone.grids.tolist() == [[1, 4, 4], [1, 4, 8]]  # a blank sample is the first one without loss
     assert not alone.loss_mask[1].any() and alone.loss_mask[0].sum() == 6
 
@@ -122,12 +122,14 @@ def test_packs_have_the_images_of_their_sequences(tmp_path):
     ]
     directory = rows.write(tmp_path / "data", given, {"images/a.png": PLAIN, "images/b.png": other})
     packed = ["data.packed=true", "data.sequence_length=128", "train.micro_batch_size=1"]
-    batch = corpus(directory, *packed).training.batch(np.asarray([0]))
+    batch = corpus(directory, *packed).training.build_batch(np.asarray([0]))
     ours = processing(tmp_path)
     assert len(batch.lengths) == 3 and batch.grids.shape == (2, 3)
     first, second = batch.pixels.numpy().reshape(2, 16, -1)
-    order = sorted([first, second], key=lambda of: not np.array_equal(of, ours.patches(PLAIN)))
-    assert np.array_equal(order[0], ours.patches(PLAIN)) and np.array_equal(order[1], ours.patches(other))
+    order = sorted([first, second], key=lambda of: not np.array_equal(of, ours.extract_patches(PLAIN)))
+    assert np.array_equal(order[0], ours.extract_patches(PLAIN)) and np.array_equal(
+        order[1], ours.extract_patches(other)
+    )
 
 
 CODED = base64.b64encode(PLAIN).decode()
@@ -145,7 +147,7 @@ NAMED = [
 def test_ways_to_name_an_image(tmp_path, part):
     directory = rows.write(tmp_path / "data", [asking([part])], {"images/a.png": PLAIN})
     (store,) = corpus(directory).stores
-    assert store.pictures.picture(0).contents == (PLAIN,)
+    assert store.pictures.read_picture(0).contents == (PLAIN,)
 
 
 def test_rows_of_llava_have_their_images(tmp_path):
@@ -153,7 +155,7 @@ def test_rows_of_llava_have_their_images(tmp_path):
     row = {"id": "000000033471", "image": "images/a.png", "conversations": said}
     directory = rows.write(tmp_path / "data", [row], {"images/a.png": PLAIN})
     (store,) = corpus(directory).stores
-    assert store.pictures.picture(0).contents == (PLAIN,)
+    assert store.pictures.read_picture(0).contents == (PLAIN,)
     assert np.count_nonzero(store.ids == 259) == 4, "tokens of one image, and no text <image>"
 
 
@@ -166,7 +168,7 @@ def test_parquet_holds_bytes(tmp_path, key):
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
     (store,) = corpus(directory, "data.source=parquet", given).stores
-    assert store.pictures.picture(0).contents == (PLAIN,)
+    assert store.pictures.read_picture(0).contents == (PLAIN,)
 
 
 HUGE = content(image(300, 300))
@@ -290,20 +292,20 @@ def test_settings_of_an_image_processor(tmp_path):
         '{"image_processor": {"size": {"shortest_edge": 64, "longest_edge": 4096}, "image_std": [1, 2, 3]}}'
     )
     settings.with_name("processor_config.json").write_text(nested)
-    found = Processing.of(job(directory))
+    found = MediaProcessor.from_recipe(job(directory))
     assert found and (found.images.min_pixels, found.images.max_pixels) == (64, 4096)
     assert found.images.std == (1, 2, 3)
     with pytest.raises(UsageError, match="min_pixels 5000 exceeds max_pixels 4096"):
-        Processing.of(job(directory, "data.images.min_pixels=5000"))
+        MediaProcessor.from_recipe(job(directory, "data.images.min_pixels=5000"))
     for wrong, why in (
         ("[1]", "must hold a JSON object"),
         ('{"image_processor": 3}', "image_processor must"),
     ):
         settings.with_name("processor_config.json").write_text(wrong)
         with pytest.raises(UsageError, match=why):
-            Processing.of(job(directory))
+            MediaProcessor.from_recipe(job(directory))
     settings.with_name("processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
-    found = Processing.of(job(directory))
+    found = MediaProcessor.from_recipe(job(directory))
     assert found and (found.images.min_pixels, found.images.std) == (256, (0.5, 0.5, 0.5))
 
 
@@ -324,7 +326,7 @@ def test_a_value_that_cannot_be_one_of_a_processor_is_refused_by_name(tmp_path, 
     directory = rows.write(tmp_path / "data", [], {})
     (directory / "tokenizer" / f"{of}.json").write_text(json.dumps({name: value}))
     with pytest.raises(UsageError) as refused:
-        Processing.of(job(directory))
+        MediaProcessor.from_recipe(job(directory))
     (said,) = refused.value.violations
     assert said.startswith(name) and ": must be " in said and f"{of}.json" in str(refused.value)
 
@@ -334,7 +336,7 @@ def test_all_that_a_processors_file_has_wrong_is_said_at_once(tmp_path):
     wrong = {"min_pixels": "64", "image_mean": 5, "image_std": [0, 0, 0], "do_resize": False, "fps": None}
     (directory / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(wrong))
     with pytest.raises(UsageError) as refused:
-        Processing.of(job(directory))
+        MediaProcessor.from_recipe(job(directory))
     assert [said.split()[0] for said in refused.value.violations] == [
         "do_resize",
         "min_pixels",
@@ -343,7 +345,7 @@ def test_all_that_a_processors_file_has_wrong_is_said_at_once(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("family", sorted(OF_IMAGES))
+@pytest.mark.parametrize("family", sorted(IMAGE_FAMILIES))
 def test_settings_that_no_file_says_are_those_of_transformers(tmp_path, family):
     auto = pytest.importorskip("transformers.models.auto.image_processing_auto")
     # Qwen3-VL-MoE has the processor of Qwen3-VL, by whose name transformers finds an image processor.
@@ -354,7 +356,7 @@ def test_settings_that_no_file_says_are_those_of_transformers(tmp_path, family):
     config = next(case.config for case in CASES if case.family == family)
     limits = ("data.images.min_pixels=null", "data.images.max_pixels=null")
     given = job(directory, *limits).dump() | {"model": {"config": config}}
-    of_all = Processing.of(from_mapping(given))
+    of_all = MediaProcessor.from_recipe(from_mapping(given))
     ours = of_all and of_all.images
     assert ours and (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
     assert (ours.min_pixels, ours.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
@@ -372,47 +374,48 @@ def test_tokens_are_made_anew_for_rows_of_another_folder(tmp_path):
     drawn = [content(image(16, 16, seed=seed)) for seed in (1, 2)]
     folders = [rows.write(tmp_path / str(n), given, {"images/7.png": one}) for n, one in enumerate(drawn)]
     shown = [
-        prepare(job(folder), tmp_path / "tokens").training.batch(np.asarray([0])).pixels for folder in folders
+        prepare(job(folder), tmp_path / "tokens").training.build_batch(np.asarray([0])).pixels
+        for folder in folders
     ]
     assert not torch.equal(*shown)
 
 
 def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
     from bundle.data.sources import DataErrors
-    from bundle.data.store import Chunk, Document, open_store, write
+    from bundle.data.store import RowChunk, TokenDocument, open_store, write_store
 
     def document(number):
         of = tuple(picture(number, at) for at in range(number % 3))
-        return Document(np.arange(number + 1, dtype=np.uint32), np.ones(number + 1, np.bool_), of)
+        return TokenDocument(np.arange(number + 1, dtype=np.uint32), np.ones(number + 1, np.bool_), of)
 
     def picture(number, at):
         """An image, or a video that is a list, or one that is a file."""
         grid, files = (1, 2, 2 + 2 * at), tuple(bytes([number] * (number + of)) for of in (1, 2))
         if number % 3 == 1:
-            return Picture(files, grid, 0.1 * number, 2.5, listed=True)
+            return Picture(files, grid, 0.1 * number, 2.5, is_frame_list=True)
         return Picture(files[:1], grid, *((0.1 * number, 2.5) if at else ()))
 
     def chunks(first, until=8):
         for number in range(first, 8):
             if number == until:
                 raise KeyboardInterrupt  # as a kill, it leaves what there is
-            yield Chunk([[document(number)]], DataErrors("stop").dump())
+            yield RowChunk([[document(number)]], DataErrors("stop").dump())
 
     whole, begun = tmp_path / "whole", tmp_path / "begun"
-    write(whole, 300, chunks, DataErrors("stop"), lambda _: None)
+    write_store(whole, 300, chunks, DataErrors("stop"), lambda _: None)
     import bundle.data.store as store_module
 
     patched = pytest.MonkeyPatch()
     patched.setattr(store_module, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        write(begun, 300, lambda first: chunks(first, until=5), DataErrors("stop"), lambda _: None)
+        write_store(begun, 300, lambda first: chunks(first, until=5), DataErrors("stop"), lambda _: None)
     firsts = []
 
     def rest(first):
         firsts.append(first)
         return chunks(first)
 
-    write(begun, 300, rest, DataErrors("stop"), lambda _: None)
+    write_store(begun, 300, rest, DataErrors("stop"), lambda _: None)
     patched.undo()
     assert firsts == [5]
     one, other = open_store(whole), open_store(begun)
@@ -420,28 +423,30 @@ def test_a_store_that_was_begun_goes_on_with_its_images(tmp_path):
     assert one.pictures.grids.tolist() == other.pictures.grids.tolist()
     wanted = [picture(number, at) for number in range(8) for at in range(number % 3)]
     for of in (one.pictures, other.pictures):
-        assert [of.picture(number) for number in range(len(wanted))] == wanted
-    assert other.pictures.of(np.asarray([4, 2])).tolist() == [3, 1, 2]
+        assert [of.read_picture(number) for number in range(len(wanted))] == wanted
+    assert other.pictures.find_pictures(np.asarray([4, 2])).tolist() == [3, 1, 2]
     assert {path.name for path in begun.iterdir()} == {path.name for path in whole.iterdir()}
 
 
 def test_marks_are_text_where_a_row_has_no_images():
     messages = [{"role": "user", "content": "what is <image>?"}]
-    assert placed(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
+    assert extract_media(messages, {}) == [] and messages[0]["content"] == "what is <image>?"
     with pytest.raises(Corrupt):
-        placed([{"role": "user", "content": "<image> and <image>"}], {"image": Column("images", ["a"])})
+        extract_media(
+            [{"role": "user", "content": "<image> and <image>"}], {"image": Column("images", ["a"])}
+        )
 
 
 def test_a_batch_becomes_images_of_the_model(tmp_path):
-    from bundle.sequences.images import Images
+    from bundle.packing.images import ImageInputs
 
     given = [showing("images/a.png"), asking("?")]
     directory = rows.write(Path(tmp_path) / "data", given, {"images/a.png": PLAIN})
     recipe, made = job(directory), corpus(directory)
     vision = recipe.architecture.vision
     assert vision is not None
-    batch = made.training.batch(np.asarray([0, 1]))
+    batch = made.training.build_batch(np.asarray([0, 1]))
     ids, lengths = batch.ids.flatten().numpy(), np.asarray([batch.ids.shape[1]] * 2)
-    images = Images.of(batch.pixels, batch.grids, ids, lengths, vision)
+    images = ImageInputs.from_sequences(batch.pixels, batch.grids, ids, lengths, vision)
     assert torch.equal(images.index >= 0, batch.ids.flatten() == vision.image_token)
-    assert images.index.max() == 3 and images.pixels.shape == (16, vision.patch_values)
+    assert images.index.max() == 3 and images.pixels.shape == (16, vision.values_per_patch)

@@ -12,9 +12,9 @@ import torch
 from bundle.architectures import from_config
 from bundle.architectures.tensors import Tensors
 from bundle.errors import UsageError
-from bundle.models.mapped import Files
-from bundle.pretrained.directory import weights_in
-from bundle.pretrained.matching import _matched
+from bundle.models.mapped_files import MappedFiles
+from bundle.pretrained.directory import find_weights
+from bundle.pretrained.matching import _match_weights
 from tests.families.cases import CASES as OF_TEXT
 from tests.vision.cases import CASES
 
@@ -35,11 +35,11 @@ def written(directory, of, turned):
     """Random weights; those stacks lie turned whose names end with one of these."""
     directory.mkdir()
     torch.manual_seed(1)
-    shapes = dict(pair for tensor in of for pair in tensor.published_shapes())
+    shapes = dict(pair for tensor in of for pair in tensor.list_published_shapes())
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
     stored = {name: x.mT.contiguous() if name.endswith(turned) else x for name, x in values.items()}
     save_file(stored, directory / "model.safetensors")
-    found = weights_in(directory)
+    found = find_weights(directory)
     assert found is not None
     return values, found
 
@@ -50,8 +50,8 @@ def written(directory, of, turned):
 @pytest.mark.parametrize("turned", [(), ("gate_up_proj", "down_proj")], ids=["on the Hub", "transformers 5"])
 def test_both_ways_are_read(tmp_path, width, turned):
     values, found = written(tmp_path / "of", table(width), turned)
-    matched, files = _matched(found, CONFIG, table(width), 0, "other weights"), Files()
-    read = {name: files.tensor(name, entry) for name, entry in matched.entries.items()}
+    matched, files = _match_weights(found, CONFIG, table(width), 0, "other weights"), MappedFiles()
+    read = {name: files.read_tensor(name, entry) for name, entry in matched.entries.items()}
     assert read.keys() == values.keys()
     assert [name for name in values if not torch.equal(read[name], values[name])] == []
 
@@ -66,7 +66,7 @@ def test_gpt_oss_lies_one_way(tmp_path):
     of = Tensors(from_config(config))
     _, found = written(tmp_path / "of", of, ("gate_up_proj", "down_proj"))
     with pytest.raises(UsageError) as refused:
-        _matched(found, config, of, 0, "other weights")
+        _match_weights(found, config, of, 0, "other weights")
     assert "mlp.experts.gate_up_proj is [" in " ".join(refused.value.violations)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bundle.architectures import from_config
-from bundle.architectures.tensors import TOWER
-from bundle.planning.size import model_size
-from bundle.planning.tower import tower_size
+from bundle.architectures.tensors import TOWER_PREFIX
+from bundle.planning.size import compute_model_size
+from bundle.planning.tower import compute_tower_size
 from bundle.recipe import load
 from bundle.recipe.recipe import Model
 from bundle.runs.metrics import Speed
@@ -53,11 +53,11 @@ def counted(case, grids, model):
     """What torch counts, forward and backward; behind adapters of blocks all lets gradients by."""
     tower = reference.tower(case)
     for name, parameter in tower.named_parameters():
-        parameter.requires_grad_(model.lora is None and not model.vision.freezes(f"{TOWER}{name}"))
+        parameter.requires_grad_(model.lora is None and not model.vision.freezes(f"{TOWER_PREFIX}{name}"))
     if model.lora and "qkv" in model.lora.targets:
         tower.patch_embed.register_forward_hook(lambda of, given, out: out.requires_grad_())
     v = case.vision
-    pixels = torch.randn(int(grids.prod(1).sum()), v.patch_values)
+    pixels = torch.randn(int(grids.prod(1).sum()), v.values_per_patch)
     with FlopCounterMode(display=False) as flops:
         seen = tower(pixels, grid_thw=torch.from_numpy(grids))
         outs = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
@@ -69,20 +69,20 @@ def counted(case, grids, model):
 @pytest.mark.parametrize("trained", TRAINED)
 def test_flops_are_those_that_torch_counts(case, grids, trained):
     model = Model.model_validate({"config": case.config, **TRAINED[trained]})
-    ours = tower_size(from_config(case.config), model)
+    ours = compute_tower_size(from_config(case.config), model)
     assert ours is not None
-    assert ours.training_flops(grids) == counted(case, grids, model)
+    assert ours.count_training_flops(grids) == counted(case, grids, model)
 
 
 def test_a_rank_counts_its_share_of_text_and_images(case, grids):
     recipe = job(case.config, task="sft", data=ROWS, parallel={"tp": 2})
-    whole = model_size(recipe.architecture).training_flops([40, 7])
-    tower = tower_size(recipe.architecture, recipe.model)
+    whole = compute_model_size(recipe.architecture).count_training_flops([40, 7])
+    tower = compute_tower_size(recipe.architecture, recipe.model)
     assert tower is not None
-    whole += tower.training_flops(grids)
-    assert Speed(recipe, "cpu", CPU, dp=1).flops([40, 7], grids) == whole / 2
+    whole += tower.count_training_flops(grids)
+    assert Speed(recipe, "cpu", CPU, dp=1).compute_flops([40, 7], grids) == whole / 2
 
 
 def test_a_model_without_a_tower_has_none():
     recipe = load("demo")
-    assert tower_size(recipe.architecture, recipe.model) is None
+    assert compute_tower_size(recipe.architecture, recipe.model) is None

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bundle.planning.size import model_size
-from bundle.planning.tower import tower_size
+from bundle.planning.size import compute_model_size
+from bundle.planning.tower import compute_tower_size
 from bundle.recipe import load
 from tests.training.command import finish, train
 from tests.vision import rows
@@ -71,14 +71,14 @@ def test_rates_count_what_the_tower_computes(alone):
     (first, _) = (line for line in lines if "train/loss" in line)
     seconds, recipe = first["train/step_seconds"], load(str(rows.RECIPE))
     size, tower = (
-        model_size(recipe.architecture, recipe.model),
-        tower_size(recipe.architecture, recipe.model),
+        compute_model_size(recipe.architecture, recipe.model),
+        compute_tower_size(recipe.architecture, recipe.model),
     )
     assert tower is not None
     tokens = round(first["train/tokens_per_second"] * seconds)
-    of_images = tower.training_flops(np.asarray([[1, 4, 4]] * 7 + [[3, 4, 4]]))
-    least = of_images + size.step_flops(tokens, 0, 0)
-    most = of_images + size.step_flops(tokens, tokens * recipe.data.sequence_length // 2, 0)
+    of_images = tower.count_training_flops(np.asarray([[1, 4, 4]] * 7 + [[3, 4, 4]]))
+    least = of_images + size.count_step_flops(tokens, 0, 0)
+    most = of_images + size.count_step_flops(tokens, tokens * recipe.data.sequence_length // 2, 0)
     assert most - least < of_images / 2
     assert least < first["train/tflops_per_device"] * seconds * 1e12 < most
 

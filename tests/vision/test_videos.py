@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from bundle.data import prepare
 from bundle.data.corpus import inspect
-from bundle.data.films import Film
 from bundle.data.media import Medium, Picture
-from bundle.data.processing import Processing
+from bundle.data.processing import MediaProcessor
 from bundle.data.sources import Corrupt
-from bundle.data.tokenizers import HuggingFace
-from bundle.data.videos import timed
+from bundle.data.tokenizers import HuggingFaceTokenizer
+from bundle.data.video_decoding import VideoMetadata
+from bundle.data.videos import insert_frame_times
 from bundle.errors import UsageError
+from bundle.packing.images import ImageInputs
 from bundle.recipe import from_mapping
-from bundle.sequences.images import Images
 from tests.vision import clips, positions, reference, rows
 from tests.vision.cases import CASES
 from tests.vision.clips import EVERY, FAMILIES
@@ -74,7 +74,7 @@ def test_inputs_are_those_of_transformers_processors(tmp_path, family):
         wanted = known[f"{family.removesuffix('_moe')}, {name}"]
         begin, length = store.starts[number], store.lengths[number]
         assert store.ids[begin : begin + length].tolist() == wanted["ids"]
-        batch = made.training.batch(np.asarray([number]))
+        batch = made.training.build_batch(np.asarray([number]))
         assert batch.grids.tolist() == wanted["grids"]
         assert list(batch.pixels.shape) == wanted["patches"]
         assert clips.numbers(batch.pixels)["some"] == pytest.approx(wanted["some"], abs=2e-6)
@@ -94,7 +94,7 @@ def test_settings_that_no_file_says_are_those_of_transformers(tmp_path, family):
     directory = data(tmp_path, [])
     for path in (directory / "tokenizer").glob("*preprocessor_config.json"):
         path.unlink()
-    ours = Processing.of(job(directory, family=family))
+    ours = MediaProcessor.from_recipe(job(directory, family=family))
     assert ours is not None
     v = ours.videos
     found = [v.min_pixels, v.max_pixels, v.min_frames, v.max_frames, list(v.mean), list(v.std)]
@@ -120,11 +120,11 @@ def theirs():
 @given(pieces=st.lists(PIECES, min_size=1, max_size=3))
 def test_positions_are_those_of_transformers(theirs, family, pieces):
     vision = next(case.vision for case in CASES if case.family == family)
-    each = [laid_out(of, vision.frames_apart) for of in pieces]
+    each = [laid_out(of, vision.has_separate_frames) for of in pieces]
     lengths = np.asarray([len(ids) for ids, _, _ in each])
     ids, grids, seconds = (np.asarray([x for of in column for x in of]) for column in zip(*each, strict=True))
     of_all = grids.reshape(-1, 3).astype(np.int64), ids, lengths, vision, seconds.astype(np.float64)
-    found = Images.of(torch.zeros(0), *of_all).positions
+    found = ImageInputs.from_sequences(torch.zeros(0), *of_all).positions
     wanted = [
         reference.positions(
             theirs[family],
@@ -142,7 +142,9 @@ def test_positions_are_those_that_the_model_was_published_with():
     known = json.loads(positions.KEPT.read_text())
     for pieces, wanted in zip(positions.SEQUENCES, known, strict=True):
         ids, grids, seconds = map(np.asarray, laid_out(pieces))
-        found = Images.of(torch.zeros(0), grids, ids, np.asarray([len(ids)]), vision, seconds).positions
+        found = ImageInputs.from_sequences(
+            torch.zeros(0), grids, ids, np.asarray([len(ids)]), vision, seconds
+        ).positions
         assert found.T.tolist() == wanted
 
 
@@ -158,10 +160,10 @@ def test_what_is_learned_at_every_token(tmp_path):
     directory = data(tmp_path, [row])
     for family, videos in (("qwen2_5_vl", ["", ""]), ("qwen3_vl", ["0.1", "0.1 0.5"])):
         made = corpus(directory, *limits, family=family)
-        (store,), tokenizer = made.stores, HuggingFace(directory / "tokenizer")
+        (store,), tokenizer = made.stores, HuggingFaceTokenizer(directory / "tokenizer")
         seen = "".join(
             f"[{tokenizer.decode([int(token)])}]" if learned else tokenizer.decode([int(token)])
-            for token, learned in zip(store.ids, store.learned, strict=True)
+            for token, learned in zip(store.ids, store.loss_mask, strict=True)
         )
         for name, short in (("im_start", "^"), ("image_pad", "#"), ("video_pad", "%")):
             seen = seen.replace(f"<|{name}|>", short)
@@ -174,16 +176,23 @@ def test_what_is_learned_at_every_token(tmp_path):
             f"^user\n{shown[0]}or(#)?{end}\n^assistant\n[o][n][e][{end}][\n]"
             f"^user\nand {shown[1]}{end}\n^assistant\n[t][w][o][{end}][\n]"
         )
-        assert [store.pictures.picture(number).listed for number in range(3)] == [True, False, True]
+        assert [store.pictures.read_picture(number).is_frame_list for number in range(3)] == [
+            True,
+            False,
+            True,
+        ]
 
 
 def test_parts_of_a_text_move_with_its_times():
-    videos = [Picture((), (2, 2, 2), 1.0, stamps=(0.0, 1.25)), Picture((), (1, 2, 2), 1.0, stamps=(3.0,))]
-    text, parts = timed("a<v>b (<v>) c", [(0, 1), (4, 5), (12, 13)], videos, ("(", "<v>", ")"))
+    videos = [
+        Picture((), (2, 2, 2), 1.0, timestamps=(0.0, 1.25)),
+        Picture((), (1, 2, 2), 1.0, timestamps=(3.0,)),
+    ]
+    text, parts = insert_frame_times("a<v>b (<v>) c", [(0, 1), (4, 5), (12, 13)], videos, ("(", "<v>", ")"))
     assert text == "a<0.0 seconds>(<v>)<1.2 seconds>(<v>)b <3.0 seconds>(<v>) c"
     assert [text[begin:end] for begin, end in parts] == ["a", "b", "c"]
     with pytest.raises(Corrupt, match="has 2 videos, and its text 1 tokens for one"):
-        timed("a<v>", [], videos, ("(", "<v>", ")"))
+        insert_frame_times("a<v>", [], videos, ("(", "<v>", ")"))
 
 
 NAMED = [
@@ -198,8 +207,8 @@ NAMED = [
 @pytest.mark.parametrize("part", NAMED)
 def test_ways_to_name_a_video(tmp_path, part):
     (store,) = corpus(data(tmp_path, [asking([part])])).stores
-    picture = store.pictures.picture(0)
-    assert picture.contents == (MOVING,) and not picture.listed
+    picture = store.pictures.read_picture(0)
+    assert picture.contents == (MOVING,) and not picture.is_frame_list
     assert picture.fps == (5 if "fps" in str(part) else 4)
 
 
@@ -213,7 +222,7 @@ def test_parquet_holds_bytes(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([row]), directory / "rows.parquet")
     given = f"data.path=[{directory / 'rows.parquet'}]"
     (store,) = corpus(directory, "data.source=parquet", given).stores
-    assert store.pictures.picture(0).contents == tuple(content(of) for of in THREE)
+    assert store.pictures.read_picture(0).contents == tuple(content(of) for of in THREE)
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG", "matroska", "mp4", "avi", "mpegts"])
@@ -224,37 +233,37 @@ def test_files_have_the_frames_that_a_list_of_them_has(tmp_path, kind):
     else:
         pytest.importorskip("av")
         of = rows.film(shown, 10, kind)
-    processing = Processing.of(job(data(tmp_path, [])))
+    processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
     file = processing.read(Medium("video", of, 5.0), tmp_path)
     every_other = processing.read(Medium("video", [content(of) for of in shown[::2]], 5.0), tmp_path)
     assert (file.grid, file.seconds) == (every_other.grid, every_other.seconds) == ((3, 8, 12), 0.4)
-    assert np.array_equal(processing.patches(file), processing.patches(every_other))
+    assert np.array_equal(processing.extract_patches(file), processing.extract_patches(every_other))
 
 
 def test_a_gif_has_its_frames(tmp_path):
     shades = [
         image(16, 16, mode="L").point(lambda value, k=number: value // 2 + 9 * k) for number in range(4)
     ]
-    processing = Processing.of(job(data(tmp_path, [])))
+    processing = MediaProcessor.from_recipe(job(data(tmp_path, [])))
     assert processing is not None
     file, listed = (
         processing.read(Medium("video", of, 10.0), tmp_path)
         for of in (clip(shades, "GIF"), [content(of) for of in shades])
     )
-    assert np.array_equal(processing.patches(file), processing.patches(listed))
+    assert np.array_equal(processing.extract_patches(file), processing.extract_patches(listed))
 
 
 def test_of_every_number_of_frames_none_is_taken_behind_the_last(tmp_path):
-    processing = Processing.of(
+    processing = MediaProcessor.from_recipe(
         job(data(tmp_path, []), "data.videos={fps: 2, min_frames: 4, max_frames: 768}")
     )
     assert processing is not None
     gif = clip([image(16, 16, seed=number) for number in range(75)], "GIF")
     read = processing.read(Medium("video", gif), tmp_path)
-    assert read.grid == (7, 6, 6) and len(processing.patches(read)) == 7 * 6 * 6
+    assert read.grid == (7, 6, 6) and len(processing.extract_patches(read)) == 7 * 6 * 6
     for count, fps in product(range(8, 900), (10, 29.97)):
-        numbers = processing.videos._sampled(Film(count, fps, 16, 16), 2.0)
+        numbers = processing.videos._sample_frames(VideoMetadata(count, fps, 16, 16), 2.0)
         assert numbers == [at * count // len(numbers) for at in range(len(numbers))]
         assert len(numbers) == max(4, int(count / fps * 2) // 2 * 2)
 
@@ -373,7 +382,7 @@ def test_what_a_processor_is_told_to_do_otherwise_is_refused_by_name(tmp_path, n
     path = directory / "tokenizer" / f"{of}_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: SAID[name]}))
     with pytest.raises(UsageError) as refused:
-        Processing.of(job(directory))
+        MediaProcessor.from_recipe(job(directory))
     assert path.name in str(refused.value) and name in refused.value.violations[0]
 
 
@@ -382,7 +391,7 @@ def test_where_settings_of_videos_stand(tmp_path):
     tokenizer = directory / "tokenizer"
 
     def found(*more, family="qwen2_5_vl"):
-        made = Processing.of(job(directory, *more, family=family))
+        made = MediaProcessor.from_recipe(job(directory, *more, family=family))
         assert made is not None
         return made.videos
 
@@ -430,7 +439,7 @@ def test_a_pack_has_the_videos_of_its_sequences_in_order(tmp_path):
     ]
     directory = data(tmp_path, given)
     made = corpus(directory, "data.packed=true", "train.micro_batch_size=1")
-    batch, processing = made.training.batch(np.asarray([0])), Processing.of(job(directory))
+    batch, processing = made.training.build_batch(np.asarray([0])), MediaProcessor.from_recipe(job(directory))
     assert processing is not None
     pictures = {
         0: [Medium("video", MOVING)],
@@ -441,4 +450,6 @@ def test_a_pack_has_the_videos_of_its_sequences_in_order(tmp_path):
     wanted = [processing.read(of, tmp_path) for document in batch.documents for of in pictures[int(document)]]
     assert batch.grids.tolist() == [list(of.grid) for of in wanted]
     assert batch.seconds.tolist() == [of.seconds for of in wanted]
-    assert np.array_equal(batch.pixels.numpy(), np.concatenate([processing.patches(of) for of in wanted]))
+    assert np.array_equal(
+        batch.pixels.numpy(), np.concatenate([processing.extract_patches(of) for of in wanted])
+    )

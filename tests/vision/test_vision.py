@@ -9,7 +9,7 @@ import torch
 
 from bundle.architectures import from_config
 from bundle.errors import JobFailed
-from bundle.planning.size import model_size
+from bundle.planning.size import compute_model_size
 from tests.families.loaded import LAYOUTS as OF_THE_RECORD
 from tests.families.record import note
 from tests.vision import reference, stepping
@@ -80,14 +80,14 @@ def exported(directory, case):
 def test_positions_are_those_of_transformers(seen):
     import numpy as np
 
-    from bundle.sequences.images import Images
+    from bundle.packing.images import ImageInputs
 
     for case in CASES:
         _, numbers = reference.read(seen / case.name)
         each = [[numbers[f"{name} {of}"] for of in ("ids", "grids", "seconds")] for name in NAMES]
         lengths = np.asarray([len(ids) for ids, _, _ in each])
         ids, grids, seconds = (torch.cat(of).numpy() for of in zip(*each, strict=True))
-        images = Images.of(torch.zeros(0), grids, ids, lengths, case.vision, seconds)
+        images = ImageInputs.from_sequences(torch.zeros(0), grids, ids, lengths, case.vision, seconds)
         model = reference.built(case)
         theirs = torch.cat([reference.positions(model, *of) for of in each])
         assert torch.equal(images.positions, theirs)
@@ -98,30 +98,34 @@ def test_a_plan_counts_what_is_frozen(seen, frozen):
     for case in CASES:
         job = recipe(seen / case.name, {}, packed=False)
         how = {"vision": {f"freeze_{part}": True for part in frozen}}
-        size = model_size(job.architecture, job.model.model_validate(job.model.dump() | how))
+        size = compute_model_size(job.architecture, job.model.model_validate(job.model.dump() | how))
         theirs, _ = reference.read(seen / case.name)
         of_tower = {name: of.numel() for name, of in theirs.items() if "visual." in name}
         wanted = sum(
             of for name, of in of_tower.items() if ("tower", "projector")["merger" in name] in frozen
         )
-        assert size.frozen == wanted
+        assert size.frozen_parameters == wanted
         # Of what is frozen a checkpoint has the weights in bf16, and neither a copy nor two moments in fp32.
-        whole = model_size(job.architecture, job.model)
-        saved = whole.checkpoint_bytes("bf16", job.optimizer) - size.checkpoint_bytes("bf16", job.optimizer)
+        whole = compute_model_size(job.architecture, job.model)
+        saved = whole.count_checkpoint_bytes("bf16", job.optimizer) - size.count_checkpoint_bytes(
+            "bf16", job.optimizer
+        )
         assert saved == wanted * 3 * 4
 
 
 def test_as_many_places_as_embeddings():
     import numpy as np
 
-    from bundle.sequences.images import Images
+    from bundle.packing.images import ImageInputs
 
     vision = CASES[0].vision
     ids, lengths = np.asarray([1, vision.image_token, 2]), np.asarray([3])
     with pytest.raises(JobFailed, match="Images of 2 embeddings in sequences that have 1 tokens for them"):
-        Images.of(torch.zeros(8, 4), np.asarray([[1, 2, 4]]), ids, lengths, vision)
-    blank = Images.of(torch.zeros(0), np.zeros((0, 3), np.int64), ids[:1], np.asarray([1]), vision)
-    assert blank.index.tolist() == [-1] and blank.pixels.shape == (4, vision.patch_values)
+        ImageInputs.from_sequences(torch.zeros(8, 4), np.asarray([[1, 2, 4]]), ids, lengths, vision)
+    blank = ImageInputs.from_sequences(
+        torch.zeros(0), np.zeros((0, 3), np.int64), ids[:1], np.asarray([1]), vision
+    )
+    assert blank.index.tolist() == [-1] and blank.pixels.shape == (4, vision.values_per_patch)
     assert blank.positions.tolist() == [[0, 0, 0]] and not blank.pixels.any()
 
 
@@ -131,25 +135,25 @@ def test_as_many_places_as_embeddings():
 @pytest.mark.parametrize("frozen", [(), ("tower",), ("projector",), ("tower", "projector")])
 @pytest.mark.usefixtures("megatron")
 def test_what_a_tower_keeps_is_predicted(case, dtype, size, frozen):
-    from bundle.models.vision import Vision
-    from bundle.planning.activations import bytes_of_a_patch
-    from bundle.recipe.recipe import Vision as Trained
-    from bundle.sequences.images import Images
+    from bundle.models.vision import VisionTower
+    from bundle.packing.images import ImageInputs
+    from bundle.planning.activations import count_patch_bytes
+    from bundle.recipe.recipe import VisionSection as VisionSection
     from tests.planning.rank import Kept
 
     vision = replace(case.vision, **size, full_layers=())
-    tower = Vision(replace(from_config(case.config), vision=vision), dtype)
-    how = Trained.model_validate({f"freeze_{part}": True for part in frozen})
+    tower = VisionTower(replace(from_config(case.config), vision=vision), dtype)
+    how = VisionSection.model_validate({f"freeze_{part}": True for part in frozen})
     for name, parameter in tower.named_parameters():
         merger = "merger" in name
         parameter.requires_grad_(("projector" if merger else "tower") not in frozen)
     grids = torch.tensor([[1, 16, 16], [1, 8, 16]])
     patches = int(grids.prod(1).sum())
-    pixels = torch.randn(patches, vision.patch_values)
+    pixels = torch.randn(patches, vision.values_per_patch)
     nowhere, kept = torch.zeros(0), Kept([tower])
     with kept:
-        tower(Images(pixels, grids, nowhere, nowhere))
-    predicted = patches * bytes_of_a_patch(vision, dtype.itemsize, how)
+        tower(ImageInputs(pixels, grids, nowhere, nowhere))
+    predicted = patches * count_patch_bytes(vision, dtype.itemsize, how)
     assert kept.bytes == pytest.approx(predicted, rel=0.02)
 
 
@@ -157,9 +161,9 @@ def test_what_a_tower_keeps_is_predicted(case, dtype, size, frozen):
 @pytest.mark.usefixtures("megatron")
 def test_a_tower_is_built_of_all_that_its_config_says(case):
     pytest.importorskip("transformers")
-    from bundle.models.vision import Vision
+    from bundle.models.vision import VisionTower
 
-    built = Vision(from_config(case.config), torch.float32).tower.config.to_dict()
+    built = VisionTower(from_config(case.config), torch.float32).tower.config.to_dict()
     theirs = reference._config(case).vision_config.to_dict()
     # Of positions; another word for in_channels; the tower of a model with experts is that of one without.
     without_effect = {"tokens_per_second", "in_chans", "dtype", "model_type"}
@@ -171,22 +175,22 @@ def test_a_tower_is_built_of_all_that_its_config_says(case):
 def test_a_tower_reads_nothing_back_and_mixes_nothing_with_the_host(case):
     """A device without values refuses both, as one that is far away would be slowed or fail."""
     pytest.importorskip("transformers.vision_utils")
-    from bundle.models.vision import Vision
-    from bundle.sequences.images import Images
+    from bundle.models.vision import VisionTower
+    from bundle.packing.images import ImageInputs
 
-    tower, nowhere = Vision(from_config(case.config), torch.float32).to("meta"), torch.zeros(0)
+    tower, nowhere = VisionTower(from_config(case.config), torch.float32).to("meta"), torch.zeros(0)
     grids = torch.tensor([[1, 8, 4], [1, 4, 4]])
-    pixels = torch.zeros(48, case.vision.patch_values, device="meta")
-    embeddings, behind = tower(Images(pixels, grids, nowhere, nowhere))
+    pixels = torch.zeros(48, case.vision.values_per_patch, device="meta")
+    embeddings, behind = tower(ImageInputs(pixels, grids, nowhere, nowhere))
     assert {each.shape for each in (embeddings, *behind)} == {(12, 48)}
     assert len(behind) == len(case.vision.deepstack)
 
 
 @pytest.mark.usefixtures("megatron")
 def test_frequencies_of_a_tower_stay_in_fp32():
-    from bundle.models.vision import Vision
+    from bundle.models.vision import VisionTower
 
-    tower = Vision(from_config(CASES[0].config), torch.float32).bfloat16()
+    tower = VisionTower(from_config(CASES[0].config), torch.float32).bfloat16()
     assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
     assert {name: b.dtype for name, b in tower.named_buffers() if b.dtype != torch.float32} == {}
     assert any(True for _ in tower.buffers())

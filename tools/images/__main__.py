@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bundle.environment import packages
-from bundle.environment.image import RECORD
+from bundle.environment.image import RECORD_FILE
 from bundle.errors import UsageError
 from tools import command
 from tools.images import agreement, definition, identity, locks, page, plan
@@ -54,13 +54,13 @@ def stamp(
     name: Annotated[str, typer.Option("--stack", help="A stack of docker-bake.json.")],
     revision: Annotated[str, typer.Option(help="The commit that the image is built from.")] = "",
     inputs: Annotated[str, typer.Option(help="The digest of its inputs, as `fingerprint` says.")] = "",
-    output: Annotated[Path, typer.Option(help="Where the record goes.")] = Path(RECORD),
+    output: Annotated[Path, typer.Option(help="Where the record goes.")] = Path(RECORD_FILE),
     root: Root = Path(),
 ) -> None:
     """Write what this image is, once it is built; fails when it is not what was defined."""
     made = identity.stamp(definition.load(root), name, packages.detect(), revision, inputs)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(made.text())
+    output.write_text(made.to_json())
     print(output)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from bundle import files
-from bundle.errors import UsageError, by_key
+from bundle.errors import UsageError, format_validation_errors
 
 FILE = "docker-bake.json"
 
@@ -136,13 +136,13 @@ class Definition(BaseModel):
 def load(root: Path) -> Definition:
     """The definition of the checkout at `root`. Raises UsageError with all that is wrong in it."""
     file = root / FILE
-    source = files.read(file)
+    source = files.read_text(file)
     if source is None:
         raise UsageError(f"{file}: not there, or too big: name the checkout with --root")
     try:
         return Definition.model_validate(_defaults(json.loads(source)))
     except ValidationError as error:
-        found = by_key(error)
+        found = format_validation_errors(error)
         raise UsageError(f"{file}: {len(found)} violations", found[:50]) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: {str(error)[:200]}") from error

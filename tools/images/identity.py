@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bundle.environment.image import BuildInfo, installed_packages, python_version
-from bundle.environment.packages import Stack
+from bundle.environment.image import BuildInfo, get_python_version, list_installed_versions
+from bundle.environment.packages import InstalledPackages
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.files import read_bytes
 from tools.images.definition import Definition, Target
@@ -58,15 +58,15 @@ def _entry(definition: Definition, target: Target) -> dict[str, object]:
 
 
 def stamp(
-    definition: Definition, name: str, installed: Stack, revision: str = "", inputs: str = ""
+    definition: Definition, name: str, installed: InstalledPackages, revision: str = "", inputs: str = ""
 ) -> BuildInfo:
     """The record of the image being built: its stack and, where known, the commit and the inputs' digest.
 
     Raises EnvironmentUnfit when it is not what was defined.
     """
     stack = definition.stack(name)
-    packages = installed_packages(installed)
-    python = python_version()
+    packages = list_installed_versions(installed)
+    python = get_python_version()
     wrong = [
         f"{package}: {packages.get(package, 'not installed')}, and the stack says {pin.version}"
         for package, pin in stack.pins.items()

@@ -97,7 +97,7 @@ def markdown(definition: Definition) -> str:
         _INTRODUCTION,
         "## Targets\n",
         table(("target", "stack", "base", "torch", "megatron-core"), rows),
-        _CHANGING.format(npus=" \\\n".join(f"  {option}" for option in docker.npus(2)) + " \\"),
+        _CHANGING.format(npus=" \\\n".join(f"  {option}" for option in docker.list_npu_options(2)) + " \\"),
         "## Stacks\n",
     ]
     for name, stack in definition.stacks.items():

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from bundle.errors import UsageError, by_key
+from bundle.errors import UsageError, format_validation_errors
 
 LARGEST = 4 << 20
 # Native machines: an emulated build of torch extensions takes a day.
@@ -37,7 +37,7 @@ def read(printed: str) -> dict[str, Planned]:
     try:
         return _TARGETS.validate_python(targets)
     except ValidationError as error:
-        raise UsageError("bake --print: not a plan", by_key(error)[:50]) from error
+        raise UsageError("bake --print: not a plan", format_validation_errors(error)[:50]) from error
 
 
 def json_object(document: str, origin: str) -> dict[str, Any]:

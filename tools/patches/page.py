@@ -9,7 +9,7 @@ from bundle.environment import BACKENDS
 from bundle.patches import mindspeed
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 from bundle.patches.entry import DefectKind, Patch, Presence, Replacement, Trap
-from bundle.patches.subject import load
+from bundle.patches.megatron_core import load_review_table
 from tools.markdown import table
 
 _INTRODUCTION = """\
@@ -17,7 +17,7 @@ _INTRODUCTION = """\
 
 Made from the patch list by `python -m tools.patches.page > docs/patches.md`; a test compares.
 
-A patch is data in `bundle/patches/catalogue` and a small function in `bundle/wrappers`, which calls
+A patch is data in `bundle/patches/catalogue` and a small function in `bundle/replacements`, which calls
 upstream's own code and copies nothing of it. `mcore-bundle patches plan` decides about each without importing
 megatron:
 
@@ -107,16 +107,20 @@ def markdown() -> str:
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
         ),
         "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
-        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in mindspeed.BRANCHES.items())
+        + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in mindspeed.BRANCH_BY_COMMIT.items())
         + ".\n",
         table(
-            ("target", "branches"), ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACED.items())
+            ("target", "branches"),
+            ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACING_BRANCHES.items()),
         ),
         "A job of ours imports it where its recipe says so (`backend_options.mindspeed`), at the head of the"
         " branch for its megatron-core, and tells it to do little. What it then replaces:\n",
         table(
             ("branch", "megatron-core", "targets of ours"),
-            ((of.branch, of.megatron, _code(sorted(of.replaces))) for of in mindspeed.ADAPTED),
+            (
+                (of.branch, of.megatron_range, _code(sorted(of.replaces)))
+                for of in mindspeed.TRAINING_BRANCHES
+            ),
         ),
         "MegatronAdaptor, with which NPUs run 0.18, was not read: where it is installed beside such a job,"
         " and in somebody else's environment, every patch for NPUs is DRIFT. Jobs of ours without MindSpeed"
@@ -135,13 +139,13 @@ def _matrix() -> str:
 def _minors() -> dict[str, list[str]]:
     """The reviewed references of each minor, oldest first."""
     minors: dict[str, list[str]] = {}
-    for reference in load().references:
+    for reference in load_review_table().references:
         minors.setdefault(".".join(reference.split(".")[:2]), []).append(reference)
     return minors
 
 
 def _cell(entry: Patch | Trap, references: Sequence[str]) -> str:
-    having = [r for r in references if load().defect(entry.id, r) is Presence.PRESENT]
+    having = [r for r in references if load_review_table().find_presence(entry.id, r) is Presence.PRESENT]
     if not having:
         return "-"
     if len(having) < len(references):

@@ -12,33 +12,33 @@ from typing import Annotated
 import typer
 
 from bundle.environment import packages
-from bundle.environment.packages import Copy
-from bundle.environment.search import distribution, distributions
+from bundle.environment.packages import MegatronCopy
+from bundle.environment.search import find_distributions, read_distribution
 from bundle.errors import UsageError
 from bundle.patches import source
 from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
-from bundle.patches.definitions import Definitions, Evidence
+from bundle.patches.definitions import Definitions, SourceEvidence
 from bundle.patches.entry import Patch, Trap
+from bundle.patches.megatron_core import LISTINGS, RELEASES_FILE, Listing, ReviewTable, load_review_table
 from bundle.patches.source import SourceTree
-from bundle.patches.subject import LISTINGS, SHIPPED, Listing, Table, load
 from tools import command
 
 # What is decided by reading evidence.
 ENTRIES: tuple[Patch | Trap, ...] = (*PATCHES, *TRAPS)
 
 
-def reference_of(copy: Copy) -> str | None:
+def reference_of(copy: MegatronCopy) -> str | None:
     """What a tree is called in the list: a release where its dist-info says so, else version and commit."""
-    installed = distribution(distributions([copy.root]).get("megatron-core"))
+    installed = read_distribution(find_distributions([copy.root]).get("megatron-core"))
     if installed is not None and installed.version == copy.version:
         return copy.version
     return f"{copy.version}+{copy.commit[:12]}" if copy.version and copy.commit else None
 
 
-def read(trees: Mapping[str, Path]) -> Table:
+def read(trees: Mapping[str, Path]) -> ReviewTable:
     """A table of the trees, by reference: everything that the patches, seams and traps name.
 
-    Raises source.Unreadable where a tree cannot be parsed.
+    Raises source.UnreadableSource where a tree cannot be parsed.
     """
     by_code, by_signature = declared()
     targets: dict[str, dict[str, list[str]]] = {name: {} for name in sorted(by_code)}
@@ -57,15 +57,15 @@ def read(trees: Mapping[str, Path]) -> Table:
             if found is not None and target in by_signature:
                 signatures[target].setdefault(found.signature, []).append(reference)
         for entry in ENTRIES:
-            verdict = entry.defect(Evidence(definitions, frozenset(entry.evidence)))
+            verdict = entry.defect(SourceEvidence(definitions, frozenset(entry.evidence)))
             defects[entry.id].setdefault(verdict, []).append(reference)
-        asked.update(tree.asked())
+        asked.update(tree.list_read_modules())
     for module in sorted(asked):
         for reference in references:
-            digest = source.digest(trees[reference], module)
+            digest = source.compute_digest(trees[reference], module)
             if digest:
                 modules.setdefault(module, {}).setdefault(digest, []).append(reference)
-    return Table(tuple(references), *map(_joined, (targets, signatures, defects, modules)))
+    return ReviewTable(tuple(references), *map(_joined, (targets, signatures, defects, modules)))
 
 
 def declared() -> tuple[set[str], set[str]]:
@@ -86,13 +86,13 @@ def _joined(listing: dict[str, dict[str, list[str]]]) -> Listing:
     }
 
 
-def combined(before: Table, new: Table) -> Table:
+def combined(before: ReviewTable, new: ReviewTable) -> ReviewTable:
     """The table with the references of `new` put in, or replaced."""
     kept = merged([before], [reference for reference in before.references if reference not in new.references])
     return merged([kept, new], sorted({*kept.references, *new.references}, key=_age))
 
 
-def record(table: Table, path: Path) -> None:
+def record(table: ReviewTable, path: Path) -> None:
     """Writes the table as releases.json."""
     document = {
         "references": " ".join(table.references),
@@ -101,10 +101,10 @@ def record(table: Table, path: Path) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
-def merged(tables: Iterable[Table], order: Iterable[str]) -> Table:
+def merged(tables: Iterable[ReviewTable], order: Iterable[str]) -> ReviewTable:
     """One table of several, each of other references, in the order given."""
     tables, references = list(tables), tuple(order)
-    return Table(
+    return ReviewTable(
         references,
         *(_merged([getattr(table, listing) for table in tables], references) for listing in LISTINGS),
     )
@@ -134,17 +134,17 @@ def _age(reference: str) -> tuple[object, str]:
     return packages.parse_version(reference), reference
 
 
-def changes(before: Table, new: Table) -> list[str]:
+def changes(before: ReviewTable, new: ReviewTable) -> list[str]:
     """What the new table has that was not reviewed: a line for each fingerprint and verdict."""
     lines = []
     for what, listing in (("code", new.targets), ("signature", new.signatures)):
         for target, known in listing.items():
             for fingerprint, references in known.items():
-                if not before.reviewed(target, fingerprint, by_signature=what == "signature"):
+                if not before.find_references(target, fingerprint, by_signature=what == "signature"):
                     lines.append(f"new {what} {fingerprint} of {target} in {references}")
     for entry, verdicts in new.defects.items():
         for verdict, references in verdicts.items():
-            fresh = [r for r in references.split() if before.defect(entry, r) != verdict]
+            fresh = [r for r in references.split() if before.find_presence(entry, r) != verdict]
             if fresh:
                 lines.append(f"{entry} is {verdict} in {' '.join(fresh)}")
     return lines
@@ -157,17 +157,17 @@ def main(
     """Fingerprint trees and compare them with the reviewed list."""
     trees = {}
     for path in paths:
-        copy = packages.megatron_at(path.absolute())
+        copy = packages.find_copy(path.absolute())
         reference = reference_of(copy) if copy else None
         if copy is None or reference is None:
             raise UsageError(
                 f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
             )
         trees[reference] = copy.root
-    before, new = load(), read(trees)
+    before, new = load_review_table(), read(trees)
     print("\n".join(changes(before, new)) or "Nothing that was not reviewed.")
     if write:
-        record(combined(before, new), SHIPPED)
+        record(combined(before, new), RELEASES_FILE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def prepare() -> "Runtime":
 
     Raises EnvironmentUnfit where torch sees no NPU, or megatron was imported already.
     """
-    load()
+    load_torch_npu()
     from bundle.backends.ascend import facade
 
     facade.install()
@@ -27,7 +27,7 @@ def prepare() -> "Runtime":
     return AscendRuntime()
 
 
-def load() -> None:
+def load_torch_npu() -> None:
     """Loads torch-npu and its transfer_to_npu, by which torch.cuda and NCCL mean NPUs and HCCL.
 
     Raises EnvironmentUnfit.

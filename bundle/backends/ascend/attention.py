@@ -13,23 +13,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.backends import core_attention
-from bundle.backends.ascend.context import chunks_of, gathered
-from bundle.backends.ascend.operators import operator
+from bundle.backends.ascend.context import build_chunks, gather_chunks
+from bundle.backends.ascend.operators import find_operator
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.ascend import ASCEND
 from bundle.errors import JobFailed, UsageError
-from bundle.mcore.packed import on_host
-from bundle.sequences.packing import Ints
+from bundle.mcore.packed_sequences import to_host
+from bundle.packing.packing import Ints
 
 DEFAULT_MODE, ALL_MODE, CAUSAL_MODE = 0, 1, 3
 """sparse_mode: no mask; the whole [b, 1, s, s] counts; causal, where the queries are the last of the keys.
 
 Mode 2 aligns the first query with the first key instead: the same for as many queries as keys.
 """
-EVERYTHING = 2**31 - 1  # the default of pre_tockens and next_tockens: no band
+NO_BAND = 2**31 - 1  # the default of pre_tockens and next_tockens: no band
 BLIND_ROWS = 2  # inner_precise: rows that see nothing are looked after, at some cost; 0 leaves them undefined
-COMPRESSED = 2048  # rows and columns of the one mask that stands for every causal mask
-SEQUENCES = ASCEND.kernel("flash").most_sequences or 0  # the most in one packed call
+MASK_SIZE = 2048  # rows and columns of the one mask that stands for every causal mask
+MOST_SEQUENCES = ASCEND.find_kernel("flash").most_sequences or 0  # the most in one packed call
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class KernelInputs:
 
     atten_mask: Tensor | None
     sparse_mode: int
-    pre_tockens: int = EVERYTHING
-    next_tockens: int = EVERYTHING
+    pre_tockens: int = NO_BAND
+    next_tockens: int = NO_BAND
     inner_precise: int = 0
     actual_seq_qlen: tuple[int, ...] | None = None
     actual_seq_kvlen: tuple[int, ...] | None = None
 
-    def keywords(self) -> dict[str, Any]:
+    def to_keywords(self) -> dict[str, Any]:
         """Keyword arguments of npu_fusion_attention."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """What one call attends: `queries` to `keys` rows, of each of `batch` sequences (bshd) or in all (thd).
 
     `boundaries`: megatron's cu_seqlens of the packed queries and of the keys, as host ints: 0, ..., rows;
@@ -64,7 +64,7 @@ class Rows:
     boundaries: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-def kernel_inputs(mask: Tensor | None, rows: Rows, *, causal: bool) -> KernelInputs:
+def build_kernel_inputs(mask: Tensor | None, rows: AttentionRows, *, causal: bool) -> KernelInputs:
     """The inputs of one call; `mask` None, or for bshd bool [b or 1, 1, queries, keys], True = hidden.
 
     None is all that a causal model needs whose padding stands at the end: no real query sees it. Raises
@@ -72,66 +72,75 @@ def kernel_inputs(mask: Tensor | None, rows: Rows, *, causal: bool) -> KernelInp
     caller, and takes it for [queries, keys] where the batch happens to have as many rows as queries.
     """
     if rows.boundaries is None:
-        _refuse([*_mask_mistakes(mask, rows), *_blind(causal, *np.array([[rows.queries], [rows.keys]]))])
+        _refuse(
+            [
+                *_find_mask_mistakes(mask, rows),
+                *_find_blind_queries(causal, *np.array([[rows.queries], [rows.keys]])),
+            ]
+        )
         if mask is None:
-            return _without_mask(causal, rows.device)
-        hidden = mask | _future(rows) if causal else mask
+            return _build_maskless_inputs(causal, rows.device)
+        hidden = mask | _build_future_mask(rows) if causal else mask
         return KernelInputs(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
-    _refuse([*_packed_mask_mistakes(mask), *_boundary_mistakes(rows, causal)])
-    return _packed(rows, causal)
+    _refuse([*_find_packed_mask_mistakes(mask), *_find_boundary_mistakes(rows, causal)])
+    return _build_packed_inputs(rows, causal)
 
 
 @functools.lru_cache(maxsize=16)  # made once for a micro-batch, and not once for every layer
-def _packed(rows: Rows, causal: bool) -> KernelInputs:
+def _build_packed_inputs(rows: AttentionRows, causal: bool) -> KernelInputs:
     """The operator counts ends, without megatron's 0 at the beginning."""
     queries, keys = rows.boundaries or ((), ())
-    whole = _without_mask(causal, rows.device)
-    return replace(whole, actual_seq_qlen=queries[1:], actual_seq_kvlen=keys[1:])
+    inputs = _build_maskless_inputs(causal, rows.device)
+    return replace(inputs, actual_seq_qlen=queries[1:], actual_seq_kvlen=keys[1:])
 
 
 @functools.cache
-def compressed(device: torch.device) -> Tensor:
+def build_causal_mask(device: torch.device) -> Tensor:
     """The mask of every causal call, whatever its length: bool [2048, 2048], True above the diagonal."""
-    return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
-def _without_mask(causal: bool, device: torch.device) -> KernelInputs:
+def _build_maskless_inputs(causal: bool, device: torch.device) -> KernelInputs:
     """Without a mask the operator attends to everything in any mode: causal needs the compressed one."""
-    return KernelInputs(compressed(device), CAUSAL_MODE) if causal else KernelInputs(None, DEFAULT_MODE)
+    return (
+        KernelInputs(build_causal_mask(device), CAUSAL_MODE) if causal else KernelInputs(None, DEFAULT_MODE)
+    )
 
 
-def _future(rows: Rows) -> Tensor:
+def _build_future_mask(rows: AttentionRows) -> Tensor:
     square = torch.ones(rows.queries, rows.keys, dtype=torch.bool, device=rows.device)
     return square.triu(rows.keys - rows.queries + 1)
 
 
-def _mask_mistakes(mask: Tensor | None, rows: Rows) -> list[str]:
+def _find_mask_mistakes(mask: Tensor | None, rows: AttentionRows) -> list[str]:
     if mask is None:
         return []
-    wanted = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
+    expected = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
     if mask.dim() == 2:
         return [
-            f"{_shown(mask)}: a mask of valid tokens must not reach the kernel. Give none where padding is"
+            f"{_format_mask(mask)}: a mask of valid tokens must not reach the kernel. Give none where"
+            " padding is"
             " at the end, and keep that mask for post-processing (sequences.masks.Masks); else give"
-            f" {wanted}"
+            f" {expected}"
         ]
     fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
     if mask.dtype != torch.bool or not fits or tuple(mask.shape[1:]) != (1, rows.queries, rows.keys):
-        return [f"{_shown(mask)}: the operator broadcasts the batch and nothing else; give {wanted}"]
+        return [f"{_format_mask(mask)}: the operator broadcasts the batch and nothing else; give {expected}"]
     return []
 
 
-def _packed_mask_mistakes(mask: Tensor | None) -> list[str]:
+def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
     if mask is None:
         return []
     return [
-        f"{_shown(mask)}: packed attention goes by its boundaries alone. A mask of valid tokens belongs to"
+        f"{_format_mask(mask)}: packed attention goes by its boundaries alone. A mask of valid tokens"
+        " belongs to"
         " the model that packs by itself and to post-processing (sequences.masks.Masks)"
     ]
 
 
 @functools.lru_cache(maxsize=16)
-def _boundary_mistakes(rows: Rows, causal: bool) -> list[str]:
+def _find_boundary_mistakes(rows: AttentionRows, causal: bool) -> list[str]:
     wrong: list[str] = []
     lengths: list[Ints] = []
     for name, ends, total in zip(
@@ -139,19 +148,19 @@ def _boundary_mistakes(rows: Rows, causal: bool) -> list[str]:
     ):
         bounds = np.asarray(ends, np.int64)
         lengths.append(bounds[1:] - bounds[:-1])
-        shown = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
+        label = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
         if len(ends) < 2 or ends[0] != 0 or lengths[-1].min() < 0:
-            wrong.append(f"{shown} must begin with 0 and never fall: ends of sequences, not their lengths")
+            wrong.append(f"{label} must begin with 0 and never fall: ends of sequences, not their lengths")
         elif ends[-1] != total:
-            wrong.append(f"{shown} do not end at the {total} rows: padding must be a sequence too")
-        if len(ends) - 1 > SEQUENCES:
-            wrong.append(f"{len(ends) - 1} sequences in one pack: the operator takes {SEQUENCES}")
+            wrong.append(f"{label} do not end at the {total} rows: padding must be a sequence too")
+        if len(ends) - 1 > MOST_SEQUENCES:
+            wrong.append(f"{len(ends) - 1} sequences in one pack: the operator takes {MOST_SEQUENCES}")
     if len(lengths[0]) != len(lengths[1]):
         return [*wrong, f"{len(lengths[0])} sequences of queries and {len(lengths[1])} of keys"]
-    return wrong or _blind(causal, *lengths)
+    return wrong or _find_blind_queries(causal, *lengths)
 
 
-def _blind(causal: bool, queries: Ints, keys: Ints) -> list[str]:
+def _find_blind_queries(causal: bool, queries: Ints, keys: Ints) -> list[str]:
     blind = (queries > keys) if causal else (keys == 0)
     first = np.flatnonzero(blind & (queries > 0))[:1]
     return [
@@ -159,7 +168,7 @@ def _blind(causal: bool, queries: Ints, keys: Ints) -> list[str]:
     ]
 
 
-def _shown(mask: Tensor) -> str:
+def _format_mask(mask: Tensor) -> str:
     return f"a mask {str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
 
 
@@ -168,35 +177,35 @@ def _refuse(wrong: list[str]) -> None:
         raise JobFailed("npu_fusion_attention cannot be called like this:", wrong)
 
 
-class CoreAttention(core_attention.CoreAttention):
+class AscendCoreAttention(core_attention.BaseCoreAttention):
     """A mask is None or bool [b or 1, 1, rows, keys], True = hidden.
 
     It is never left out in silence, as Transformer Engine does with causal attention: a square one is used,
-    any other refused (`kernel_inputs`: JobFailed), as are boundaries that the kernel would not
+    any other refused (`build_kernel_inputs`: JobFailed), as are boundaries that the kernel would not
     compute. Nothing is kept from one call for the next.
     """
 
     name = "ascend"
 
     @staticmethod
-    def kernel_of(config: Any) -> AttentionKernel:
-        return ASCEND.kernel("flash")
+    def select_kernel(config: Any) -> AttentionKernel:
+        return ASCEND.find_kernel("flash")
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
     ) -> Tensor:
         causal, heads = kind in ("causal", "padding_causal"), query.shape[-2]
-        group = self.context_group(packed)
+        group = self.find_context_group(packed)
         if group is not None:
-            return self._over_ranks(query, key, value, mask, packed, group, causal=causal)
-        boundaries = None if packed is None else _boundaries(packed, causal=causal)
-        rows = Rows(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
+            return self._attend_over_ranks(query, key, value, mask, packed, group, causal=causal)
+        boundaries = None if packed is None else _read_boundaries(packed, causal=causal)
+        rows = AttentionRows(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
         if packed is None:
             query, key, value = (x.flatten(2) for x in (query, key, value))
-        out = self._fused(query, key, value, kernel_inputs(mask, rows, causal=causal), heads)
+        out = self._run_kernel(query, key, value, build_kernel_inputs(mask, rows, causal=causal), heads)
         return out.unflatten(-1, (heads, -1)) if packed is None else out
 
-    def _over_ranks(
+    def _attend_over_ranks(
         self,
         query: Tensor,
         key: Tensor,
@@ -210,40 +219,48 @@ class CoreAttention(core_attention.CoreAttention):
         """`attend` where the ranks of `group` share the sequences: packed, whatever the layout was."""
         shape = query.shape
         if packed is None:  # rows of one length, one after the other
-            whole = shape[0] * group.size()
-            boundaries = tuple(range(0, whole * shape[1] + 1, whole))
+            full_length = shape[0] * group.size()
+            boundaries = tuple(range(0, full_length * shape[1] + 1, full_length))
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         else:
-            boundaries = _boundaries(packed, causal=causal)[1]
-        chunks = chunks_of(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
-        key, value = (gathered(x, chunks, group) for x in (key, value))
-        rows = Rows(query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys))
-        out = self._fused(query, key, value, kernel_inputs(mask, rows, causal=causal), query.shape[-2])
+            boundaries = _read_boundaries(packed, causal=causal)[1]
+        chunks = build_chunks(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
+        key, value = (gather_chunks(x, chunks, group) for x in (key, value))
+        rows = AttentionRows(
+            query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys)
+        )
+        out = self._run_kernel(
+            query, key, value, build_kernel_inputs(mask, rows, causal=causal), query.shape[-2]
+        )
         return out.unflatten(0, (shape[1], shape[0])).transpose(0, 1) if packed is None else out
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs, heads: int) -> Tensor:
-        return fused(query, key, value, inputs, heads=heads, scale=self.scale, dropout=self.dropped)
+    def _run_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs, heads: int
+    ) -> Tensor:
+        return call_fused_attention(
+            query, key, value, inputs, heads=heads, scale=self.scale, dropout=self.dropout_rate
+        )
 
 
-def _boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _read_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The boundaries of packed queries and keys.
 
     The kernel knows no gaps between sequences, so that their padding is rows like others: behind every real
     row, where a causal mask hides it. Without one they would be seen.
     """
-    found = []
+    boundaries = []
     for name in ("q", "kv"):
         real, padded = (getattr(packed, f"cu_seqlens_{name}{suffix}") for suffix in ("", "_padded"))
-        found.append(on_host(real if padded is None else padded))
-        if not causal and found[-1] != on_host(real):
+        boundaries.append(to_host(real if padded is None else padded))
+        if not causal and boundaries[-1] != to_host(real):
             raise UsageError(
                 "packed sequences with padding between them need a causal mask on ascend: the kernel takes"
                 " padding for keys; pack without it (context parallel size 1)"
             )
-    return found[0], found[1]
+    return boundaries[0], boundaries[1]
 
 
-def fused(
+def call_fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -259,8 +276,8 @@ def fused(
     dimensions, so nothing is copied. Raises EnvironmentUnfit where torch-npu is not loaded.
     """
     layout = "SBH" if inputs.actual_seq_qlen is None else "TND"
-    result = operator("npu_fusion_attention")(
-        query, key, value, heads, layout, scale=scale, keep_prob=1.0 - dropout, **inputs.keywords()
+    result = find_operator("npu_fusion_attention")(
+        query, key, value, heads, layout, scale=scale, keep_prob=1.0 - dropout, **inputs.to_keywords()
     )
     out: Tensor = result[0]
     return out

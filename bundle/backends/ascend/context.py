@@ -15,25 +15,25 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.sequences.packing import Ints, ramp, runs_of, starts
+from bundle.packing.packing import Ints, compute_runs, compute_starts, concatenate_ranges
 
 
 @dataclass(frozen=True)
-class Chunks:
+class SequenceChunks:
     """The sequences of a rank's call: their boundaries, 0, ..., rows, and the row of each key.
 
-    `places` [key rows] counts the rows of all ranks, one rank after the other.
+    `row_indices` [key rows] counts the rows of all ranks, one rank after the other.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    places: Tensor
+    row_indices: Tensor
 
 
 @lru_cache(maxsize=8)  # made once for a micro-batch, and not once for every layer
-def chunks_of(
+def build_chunks(
     boundaries: tuple[int, ...], cp: int, rank: int, *, causal: bool, device: torch.device
-) -> Chunks:
+) -> SequenceChunks:
     """The chunks of `rank` of whole sequences with these (padded) boundaries.
 
     Raises JobFailed for sequences that do not divide into 2 cp chunks.
@@ -45,19 +45,27 @@ def chunks_of(
             f"padded sequences of {', '.join(map(str, uneven[:8]))} rows are no multiples of {2 * cp}, twice"
             " the context parallel size (see recipe.alignment)"
         )
-    mine, first = runs_of(sizes, cp, rank), starts(sizes)
-    shards = (runs_of(sizes, cp, each) for each in range(cp))
-    held = np.concatenate([shard.ramp(first[shard.sequence] + shard.start) for shard in shards])
-    seen = mine.start + mine.rows if causal else sizes[mine.sequence]
-    places = np.argsort(held)[ramp(first[mine.sequence], seen)]
-    return Chunks(_ends(mine.rows), _ends(seen), torch.from_numpy(places).to(device))
+    rank_runs, sequence_starts = compute_runs(sizes, cp, rank), compute_starts(sizes)
+    shards = (compute_runs(sizes, cp, cp_rank) for cp_rank in range(cp))
+    stored_rows = np.concatenate(
+        [shard.concatenate_ranges(sequence_starts[shard.sequence] + shard.start) for shard in shards]
+    )
+    visible_keys = rank_runs.start + rank_runs.rows if causal else sizes[rank_runs.sequence]
+    row_indices = np.argsort(stored_rows)[
+        concatenate_ranges(sequence_starts[rank_runs.sequence], visible_keys)
+    ]
+    return SequenceChunks(
+        _compute_boundaries(rank_runs.rows),
+        _compute_boundaries(visible_keys),
+        torch.from_numpy(row_indices).to(device),
+    )
 
 
-def gathered(shard: Tensor, chunks: Chunks, group: dist.ProcessGroup) -> Tensor:
+def gather_chunks(shard: Tensor, chunks: SequenceChunks, group: dist.ProcessGroup) -> Tensor:
     """[key rows, ...] of every chunk from every rank's [rows, ...]; gradients go back to the rows' ranks."""
-    whole: Tensor = gather_from_sequence_parallel_region(shard, group=group)
-    return whole.index_select(0, chunks.places)
+    all_rows: Tensor = gather_from_sequence_parallel_region(shard, group=group)
+    return all_rows.index_select(0, chunks.row_indices)
 
 
-def _ends(rows: Ints) -> tuple[int, ...]:
+def _compute_boundaries(rows: Ints) -> tuple[int, ...]:
     return (0, *np.cumsum(rows).tolist())

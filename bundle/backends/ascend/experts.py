@@ -9,7 +9,7 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from bundle.backends.ascend.operators import operator
+from bundle.backends.ascend.operators import find_operator
 
 MOST_MATRICES = 128  # in one call; one tensor of matrices may hold 1,024
 # group_type: experts have rows of the left factor each, or parts of the dimension that is summed over.
@@ -34,8 +34,8 @@ class GroupedExperts(SequentialMLP):
             return result
         ends = tokens_per_expert.to(rows.device, torch.int64, non_blocking=True).cumsum(0)
         first, second = ([getattr(expert, name).weight for expert in self.local_experts] for name in _LAYERS)
-        gated = self._gate(product(rows, first, ends), permuted_probs.unsqueeze(-1))
-        return product(gated, second, ends), None
+        gated = self._gate(multiply_by_experts(rows, first, ends), permuted_probs.unsqueeze(-1))
+        return multiply_by_experts(gated, second, ends), None
 
     def _gate(self, rows: Tensor, weights: Tensor) -> Tensor:
         """silu of the first half times the second, times the router's weight."""
@@ -49,41 +49,41 @@ class GroupedExperts(SequentialMLP):
 _LAYERS = ("linear_fc1", "linear_fc2")
 
 
-def product(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+def multiply_by_experts(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
     """[rows, n] of rows [rows, k], those of each expert by its weight [n, k]; differentiable in both.
 
     `ends` [experts] int64: how many rows this expert and those before it have.
     """
-    result: Tensor = _Product.apply(rows, ends, *weights)
+    result: Tensor = _GroupedMatmul.apply(rows, ends, *weights)
     return result
 
 
-class _Product(torch.autograd.Function):
+class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         rows = rows.contiguous()  # backward gives the operator its transpose, and it takes no other
         ctx.save_for_backward(rows, ends, *weights)
-        return _grouped(rows, [weight.t() for weight in weights], ends)
+        return _multiply_grouped(rows, [weight.t() for weight in weights], ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, ends, *weights = ctx.saved_tensors
         gradient = gradient.contiguous()
-        by_rows = _grouped(gradient, weights, ends) if ctx.needs_input_grad[0] else None
+        by_rows = _multiply_grouped(gradient, weights, ends) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return by_rows, None, *(None for _ in weights)
-        (by_weights,) = operator("npu_grouped_matmul")(
+        (by_weights,) = find_operator("npu_grouped_matmul")(
             [gradient.t()], [rows], group_list=ends, split_item=ONE_RESULT, group_type=BY_SUMMED
         )
         return by_rows, None, *by_weights.unbind()
 
 
-def _grouped(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
+def _multiply_grouped(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
     """[rows, n] by matrices [k, n]; float32 is taken by one tensor of them only, others are not copied."""
     if rows.dtype == torch.float32 or len(matrices) > MOST_MATRICES:
         matrices = [torch.stack(list(matrices))]
-    (result,) = operator("npu_grouped_matmul")(
+    (result,) = find_operator("npu_grouped_matmul")(
         [rows], list(matrices), group_list=ends, split_item=ONE_RESULT, group_type=BY_ROWS
     )
-    found: Tensor = result
-    return found
+    output: Tensor = result
+    return output

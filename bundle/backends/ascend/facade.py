@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from bundle.backends.ascend import permutation
-from bundle.backends.ascend.operators import operator
-from bundle.backends.compiling import eager_for_megatron
+from bundle.backends.ascend.operators import find_operator
+from bundle.backends.compiling import skip_megatron_compile
 from bundle.capabilities.ascend import FACADE
 
-_GENERATION = (8, 0)  # the least that bf16 is asked for
+_COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
 _installed: list[str] = []
-_rotary = False
+_is_rotary_enabled = False
 
 
-def use_rotary(chosen: bool) -> None:
+def use_rotary(is_enabled: bool) -> None:
     """Has positions turned by torch-npu's operator from now on, or by torch: megatron has no switch."""
-    global _rotary
-    _rotary = chosen
+    global _is_rotary_enabled
+    _is_rotary_enabled = is_enabled
 
 
 def install(targets: Collection[str] = tuple(FACADE)) -> None:
@@ -52,21 +52,21 @@ def _replace(targets: Iterable[str]) -> None:
         _installed.append(target)
 
 
-def _generation(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda device=None: _GENERATION
+def _replace_capability(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda device=None: _COMPUTE_CAPABILITY
 
 
-def _swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
     """[.., f] from both halves [.., 2f]; the operator takes nothing empty, like an idle expert's rows."""
 
     @functools.wraps(original)
     def swiglu(y: torch.Tensor) -> Any:
-        return operator("npu_swiglu")(y.contiguous(), -1) if y.numel() else original(y)
+        return find_operator("npu_swiglu")(y.contiguous(), -1) if y.numel() else original(y)
 
     return swiglu
 
 
-def _swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
     """[.., 2f]; the gradient behind a router's weight is float32, and the operator takes one type."""
 
     @functools.wraps(original)
@@ -74,12 +74,12 @@ def _swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
         if not y.numel():
             return original(g, y)
         wide = torch.promote_types(g.dtype, y.dtype)
-        return operator("npu_swiglu_backward")(g.to(wide).contiguous(), y.to(wide).contiguous(), -1)
+        return find_operator("npu_swiglu_backward")(g.to(wide).contiguous(), y.to(wide).contiguous(), -1)
 
     return swiglu_back
 
 
-def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
     """Rows [s, b, n, d] turned by angles [s, 1 or b, 1, r], of which the operator takes r = d alone.
 
     It takes sines and cosines, so that what latent attention multiplies them by comes behind it, and no more
@@ -89,27 +89,27 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(original)
 
     @functools.wraps(original)
-    def rotated(*args: Any, **kwargs: Any) -> Any:
-        how = parameters.bind(*args, **kwargs).arguments
-        t, freqs = how["t"], how["freqs"]
+    def apply_rotary(*args: Any, **kwargs: Any) -> Any:
+        arguments = parameters.bind(*args, **kwargs).arguments
+        t, freqs = arguments["t"], arguments["freqs"]
         width = freqs.shape[-1]
-        if not _rotary or t.dim() != 4 or not t.numel() or width > _WIDEST_HEAD:
+        if not _is_rotary_enabled or t.dim() != 4 or not t.numel() or width > _WIDEST_HEAD:
             return original(*args, **kwargs)
-        turned, rest = t[..., :width], t[..., width:]
+        rotated_part, rest = t[..., :width], t[..., width:]
         # Channels of latent attention come in pairs; 0.19 has another name for that.
-        if how.get("mla_rotary_interleaved") or how.get("multi_latent_attention"):
-            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
-        mode = "interleave" if how.get("rotary_interleaved") else "half"
+        if arguments.get("mla_rotary_interleaved") or arguments.get("multi_latent_attention"):
+            rotated_part = torch.cat((rotated_part[..., ::2], rotated_part[..., 1::2]), -1)
+        mode = "interleave" if arguments.get("rotary_interleaved") else "half"
         angles = (freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
-        turned = operator("npu_rotary_mul")(turned.contiguous(), *angles, mode)
-        if (scale := how.get("mscale", 1.0)) != 1.0:
-            turned = turned * scale
-        return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+        rotated_part = find_operator("npu_rotary_mul")(rotated_part.contiguous(), *angles, mode)
+        if (scale := arguments.get("mscale", 1.0)) != 1.0:
+            rotated_part = rotated_part * scale
+        return torch.cat((rotated_part, rest), -1) if rest.shape[-1] else rotated_part
 
-    return rotated
+    return apply_rotary
 
 
-def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_type(original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensor.type with CUDA's names for an NPU's types, both ways."""
 
     @functools.wraps(original)
@@ -123,7 +123,7 @@ def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
-def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def _replace_with(function: Callable[..., Any]) -> Callable[[Any], Any]:
     """The replacement that is `function` itself."""
     return lambda original: function
 
@@ -140,12 +140,15 @@ _PERMUTATION = (
     permutation.fused_sort_chunks_by_index_with_probs,
 )
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    "torch:compile": lambda original: eager_for_megatron(original, lambda: True),
-    "torch:Tensor.type": _named_as_cuda,
-    "torch:cuda.get_device_capability": _generation,
-    f"{_SWIGLU}:swiglu": _swiglu,
-    f"{_SWIGLU}:swiglu_back": _swiglu_back,
-    f"{_ROPE}:_apply_rotary_pos_emb_bshd": _rotation,
+    "torch:compile": lambda original: skip_megatron_compile(original, lambda: True),
+    "torch:Tensor.type": _replace_type,
+    "torch:cuda.get_device_capability": _replace_capability,
+    f"{_SWIGLU}:swiglu": _replace_swiglu,
+    f"{_SWIGLU}:swiglu_back": _replace_swiglu_back,
+    f"{_ROPE}:_apply_rotary_pos_emb_bshd": _replace_rotary,
     f"{_EXPERTS}:HAVE_TE": lambda original: True,
-    **{f"{_EXPERTS}:{one.__name__}": _instead(one) for one in _PERMUTATION},
+    **{
+        f"{_EXPERTS}:{permute_function.__name__}": _replace_with(permute_function)
+        for permute_function in _PERMUTATION
+    },
 }

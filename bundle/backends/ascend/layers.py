@@ -3,15 +3,15 @@
 from torch import Tensor
 
 from bundle.backends import local
-from bundle.backends.ascend.operators import operator
+from bundle.backends.ascend.operators import find_operator
 
 
-class Norm(local.Norm):
+class AscendNorm(local.LocalNorm):
     """RMSNorm on npu_rms_norm: gamma in the input's type or float32; LayerNorm is torch's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
         if self.bias is not None:
             return super().forward(x)
-        out: Tensor = operator("npu_rms_norm")(x, self.weight, self.eps)[0]
+        out: Tensor = find_operator("npu_rms_norm")(x, self.weight, self.eps)[0]
         return out

@@ -8,12 +8,12 @@ import torch
 from bundle.errors import EnvironmentUnfit
 
 
-def operator(name: str) -> Callable[..., Any]:
+def find_operator(name: str) -> Callable[..., Any]:
     """torch.ops.npu's operator of that name. Raises EnvironmentUnfit where torch-npu is not loaded."""
-    found: Callable[..., Any] | None = getattr(torch.ops.npu, name, None)
-    if found is None:
+    function: Callable[..., Any] | None = getattr(torch.ops.npu, name, None)
+    if function is None:
         raise EnvironmentUnfit(
             f"torch has no operator npu::{name}: install the torch-npu that fits this torch and CANN, and"
             " import it before the model is built"
         )
-    return found
+    return function

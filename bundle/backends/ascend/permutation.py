@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bundle.backends.ascend.operators import operator
+from bundle.backends.ascend.operators import find_operator
 from bundle.errors import JobFailed
 
 
@@ -17,7 +17,7 @@ def fused_permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> t
 
     Every token has the same number of experts, out / t: the operator counts on it.
     """
-    permuted, _, places = operator("npu_moe_token_permute_with_routing_map")(
+    permuted, _, places = find_operator("npu_moe_token_permute_with_routing_map")(
         tokens, routing_map, num_out_tokens=num_out_tokens
     )
     return permuted, places
@@ -30,7 +30,7 @@ def fused_permute_with_probs(
 
     They are in the tokens' type, or float32.
     """
-    permuted, weights, places = operator("npu_moe_token_permute_with_routing_map")(
+    permuted, weights, places = find_operator("npu_moe_token_permute_with_routing_map")(
         tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens
     )
     return permuted, weights, places
@@ -48,25 +48,25 @@ def fused_unpermute(
             "On ascend npu_moe_token_unpermute_with_routing_map puts tokens back without weights and without"
             " padding, and this megatron-core asks for more: leave `permute` out of model.operators."
         )
-    unpermute = operator("npu_moe_token_unpermute_with_routing_map")
-    whole: Tensor = unpermute(permuted, places, list(restore_shape))
-    return whole
+    unpermute = find_operator("npu_moe_token_unpermute_with_routing_map")
+    tokens: Tensor = unpermute(permuted, places, list(restore_shape))
+    return tokens
 
 
 def fused_sort_chunks_by_index(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     """Rows [t, h] whose chunks, of `sizes` rows, come in another order; sizes are not read on the host."""
-    return rows.index_select(0, _source(rows, sizes, order))
+    return rows.index_select(0, _compute_source_rows(rows, sizes, order))
 
 
 def fused_sort_chunks_by_index_with_probs(
     rows: Tensor, probs: Tensor, sizes: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same, with the weight [t] of each row."""
-    source = _source(rows, sizes, order)
+    source = _compute_source_rows(rows, sizes, order)
     return rows.index_select(0, source), probs.index_select(0, source)
 
 
-def _source(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+def _compute_source_rows(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
     """[t]: the row that comes to each place."""
     sizes, order = (x.to(rows.device, torch.int64, non_blocking=True) for x in (sizes, order))
     moved = sizes[order]

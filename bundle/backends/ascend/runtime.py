@@ -10,11 +10,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices, local
 from bundle.backends.ascend import facade, vision
-from bundle.backends.ascend.attention import CoreAttention
+from bundle.backends.ascend.attention import AscendCoreAttention
 from bundle.backends.ascend.experts import GroupedExperts
-from bundle.backends.ascend.layers import Norm
+from bundle.backends.ascend.layers import AscendNorm
 from bundle.capabilities.ascend import ASCEND
-from bundle.environment.ascend import VISIBLE
+from bundle.environment.ascend import VISIBLE_DEVICES
 from bundle.errors import UsageError
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
@@ -24,52 +24,57 @@ class AscendRuntime:
     """Everything that megatron needs to know of an NPU, without MindSpeed."""
 
     collectives = ASCEND.collectives
-    can = ASCEND
-    packed_attention = staticmethod(vision.packed_attention)
+    capabilities = ASCEND
+    packed_attention = staticmethod(vision.attend_packed)
 
-    def device(self, local_rank: int) -> torch.device:
+    def select_device(self, local_rank: int) -> torch.device:
         """The NPU of this rank, made current."""
-        return devices.of_rank(ASCEND.device, local_rank, noun="NPU", visible=VISIBLE)
+        return devices.select_device(ASCEND.device, local_rank, noun="NPU", visible_variable=VISIBLE_DEVICES)
 
-    def megatron(self) -> AbstractContextManager[None]:
+    def megatron_calls(self) -> AbstractContextManager[None]:
         """The context in which megatron is called: nothing is needed here."""
         return nullcontext()
 
-    def options(self, recipe: Recipe) -> dict[str, Any]:
+    def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """TransformerConfig fields for this recipe: the fusions that torch-npu has operators for.
 
         Raises UsageError for attention and operators that are not here, and for FP8.
         """
-        self.refuse(recipe)
+        self.refuse_unsupported(recipe)
         return {
-            "bias_activation_fusion": ASCEND.computes(recipe, "swiglu"),
-            "moe_permute_fusion": ASCEND.computes(recipe, "permute"),
+            "bias_activation_fusion": ASCEND.uses_operator(recipe, "swiglu"),
+            "moe_permute_fusion": ASCEND.uses_operator(recipe, "permute"),
         }
 
-    def refuse(self, recipe: Recipe, generation: str | None = None) -> None:
+    def refuse_unsupported(self, recipe: Recipe, generation: str | None = None) -> None:
         """Raises UsageError for attention, operators and FP8 that an NPU of this generation has not."""
-        wrong = [f"model.attention: {why}" for why in self.can.attention_refusals(recipe, generation)]
-        wrong += [f"model.operators: {why}" for why in self.can.operator_refusals(recipe)]
+        wrong = [
+            f"model.attention: {reason}"
+            for reason in self.capabilities.list_attention_refusals(recipe, generation)
+        ]
+        wrong += [f"model.operators: {reason}" for reason in self.capabilities.list_operator_refusals(recipe)]
         fp8 = recipe.model.fp8
-        if fp8 is not None and (why := self.can.fp8_refusal(fp8.scaling, fp8.format, generation)):
-            wrong.append(f"model.fp8: {why}")
+        if fp8 is not None and (
+            reason := self.capabilities.explain_fp8_refusal(fp8.scaling, fp8.format, generation)
+        ):
+            wrong.append(f"model.fp8: {reason}")
         if wrong:
             raise UsageError("backend ascend cannot train this", wrong)
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Whether torch's Adam updates by its fused kernel."""
-        return ASCEND.computes(recipe, "adamw")
+        return ASCEND.uses_operator(recipe, "adamw")
 
-    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers.
 
         Rotation, which is no layer, is chosen here as well.
         """
-        unfused = ASCEND.attention(recipe, None).value == "unfused"
-        attention = DotProductAttention if unfused else CoreAttention
-        norm = Norm if ASCEND.computes(recipe, "rms_norm") else local.Norm
-        experts = GroupedExperts if ASCEND.computes(recipe, "grouped_experts") else SequentialMLP
-        facade.use_rotary(ASCEND.computes(recipe, "rotary"))
-        given = gpt.specs(config, chunk, transformer_engine=False)
-        both, classes = (given.decoder, given.mtp), {SequentialMLP: experts}
-        return gpt.Specs(*(local.adapted(spec, classes, attention=attention, norm=norm) for spec in both))
+        unfused = ASCEND.choose_attention(recipe, None).value == "unfused"
+        attention = DotProductAttention if unfused else AscendCoreAttention
+        norm = AscendNorm if ASCEND.uses_operator(recipe, "rms_norm") else local.LocalNorm
+        experts = GroupedExperts if ASCEND.uses_operator(recipe, "grouped_experts") else SequentialMLP
+        facade.use_rotary(ASCEND.uses_operator(recipe, "rotary"))
+        layer_specs = gpt.build_specs(config, chunk, transformer_engine=False)
+        both, classes = (layer_specs.decoder, layer_specs.mtp), {SequentialMLP: experts}
+        return gpt.Specs(*(local.adapt_spec(spec, classes, attention=attention, norm=norm) for spec in both))

@@ -3,10 +3,15 @@
 import torch
 from torch import Tensor
 
-from bundle.backends.ascend.attention import SEQUENCES, Rows, fused, kernel_inputs
+from bundle.backends.ascend.attention import (
+    MOST_SEQUENCES,
+    AttentionRows,
+    build_kernel_inputs,
+    call_fused_attention,
+)
 
 
-def packed_attention(
+def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
 ) -> Tensor:
     """[t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
@@ -15,13 +20,15 @@ def packed_attention(
     not compute.
     """
     parts = []
-    for first in range(0, len(boundaries) - 1, SEQUENCES):
-        ends = boundaries[first : first + SEQUENCES + 1]
-        last = first + SEQUENCES >= len(boundaries) - 1
+    for first in range(0, len(boundaries) - 1, MOST_SEQUENCES):
+        ends = boundaries[first : first + MOST_SEQUENCES + 1]
+        last = first + MOST_SEQUENCES >= len(boundaries) - 1
         begin, end = ends[0] if first else 0, len(query) if last else ends[-1]
-        own = tuple(place - begin for place in ends)
-        rows = Rows(end - begin, end - begin, query.device, boundaries=(own, own))
-        inputs = kernel_inputs(None, rows, causal=False)
+        part_boundaries = tuple(boundary - begin for boundary in ends)
+        rows = AttentionRows(
+            end - begin, end - begin, query.device, boundaries=(part_boundaries, part_boundaries)
+        )
+        inputs = build_kernel_inputs(None, rows, causal=False)
         q, k, v = (x[begin:end] for x in (query, key, value))
-        parts.append(fused(q, k, v, inputs, heads=query.shape[1], scale=scale, dropout=0.0))
+        parts.append(call_fused_attention(q, k, v, inputs, heads=query.shape[1], scale=scale, dropout=0.0))
     return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -18,7 +18,7 @@ from bundle.backends import core_attention
 from bundle.capabilities import AttentionKernel
 from bundle.capabilities.cpu import CPU
 from bundle.errors import JobFailed
-from bundle.sequences.packing import ramp, runs_of, starts
+from bundle.packing.packing import compute_runs, compute_starts, concatenate_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class MaskPattern:
     """What a query sees: all keys, or those up to its own place, or of these the last `window` ones."""
 
     causal: bool
@@ -39,7 +39,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """One attention call: `blocks` cover the rank's rows in order; `keys`: each sequence's rows on all ranks.
 
     `order` lists, for each row of the whole sequences, where the ranks' shards, one after the other, have it.
@@ -50,7 +50,7 @@ class Layout:
     order: Tensor | None  # None: one rank, nothing to put in order
 
 
-class CoreAttention(core_attention.CoreAttention):
+class CpuCoreAttention(core_attention.BaseCoreAttention):
     """`config.attention_backend` chooses the kernel whose refusals hold (capabilities.attention).
 
     Masks have Transformer Engine's meaning: with causal and no_mask a mask argument is not looked at, and
@@ -59,23 +59,23 @@ class CoreAttention(core_attention.CoreAttention):
     """
 
     name = "cpu"
-    sinks_and_windows = True
+    has_sinks_and_windows = True
 
     @staticmethod
-    def kernel_of(config: Any) -> AttentionKernel:
-        asked = getattr(getattr(config, "attention_backend", None), "name", "auto")
-        return CPU.kernel(asked if asked in ("flash", "fused", "unfused") else "auto")
+    def select_kernel(config: Any) -> AttentionKernel:
+        backend_name = getattr(getattr(config, "attention_backend", None), "name", "auto")
+        return CPU.find_kernel(backend_name if backend_name in ("flash", "fused", "unfused") else "auto")
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
     ) -> Tensor:
         if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        causal, group = kind in ("causal", "padding_causal"), self.context_group(packed)
-        layout = call_layout(query, key, packed, group, causal=causal)
+        causal, group = kind in ("causal", "padding_causal"), self.find_context_group(packed)
+        layout = build_call_layout(query, key, packed, group, causal=causal)
         hidden = None
         if packed is None and mask is not None and kind not in ("causal", "no_mask"):
-            hidden = hidden_keys(mask, layout, group)
+            hidden = build_key_mask(mask, layout, group)
         if group is not None and layout.order is not None:
             width = key.shape[-1]
             both = gather_in_order(torch.cat((key, value), -1), layout.order, group)
@@ -88,30 +88,30 @@ class CoreAttention(core_attention.CoreAttention):
             causal=causal,
             scale=self.scale,
             hidden=hidden,
-            dropout=self.dropped,
+            dropout=self.dropout_rate,
             window=self.window,
             sinks=self.softmax_offset,
         )
         return out if packed is None else out.squeeze(1)
 
 
-def call_layout(
+def build_call_layout(
     query: Tensor, key: Tensor, packed: Any, group: dist.ProcessGroup | None, *, causal: bool
-) -> Layout:
+) -> AttentionLayout:
     """The layout of a call with these rows; `packed`: megatron's PackedSeqParams of thd input, or None."""
     cp, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     rows, keys = query.shape[0], key.shape[0]
     if packed is None:
         if rows != keys and cp == 1:  # the last queries of longer keys, as in generation with a cache
-            return Layout((Block(rows, 0, keys),), (keys,), None)
-        return layout_of((keys * cp,), (keys * cp,), rows=rows, cp=cp, rank=rank, causal=causal)
-    lengths = padded = _lengths(packed.cu_seqlens_q, packed.cu_seqlens_kv)
+            return AttentionLayout((Block(rows, 0, keys),), (keys,), None)
+        return build_layout((keys * cp,), (keys * cp,), rows=rows, cp=cp, rank=rank, causal=causal)
+    lengths = padded = _read_lengths(packed.cu_seqlens_q, packed.cu_seqlens_kv)
     if packed.cu_seqlens_q_padded is not None:
-        padded = _lengths(packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
-    return layout_of(lengths, padded, rows=rows, cp=cp, rank=rank, causal=causal)
+        padded = _read_lengths(packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
+    return build_layout(lengths, padded, rows=rows, cp=cp, rank=rank, causal=causal)
 
 
-def _lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
+def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
     """The sequences' lengths from their boundaries, which must be the same for queries and keys."""
     ends = queries.tolist()
     if keys is not None and keys is not queries and keys.tolist() != ends:
@@ -122,7 +122,7 @@ def _lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
     return tuple(np.diff(ends).tolist())
 
 
-def hidden_keys(mask: Tensor, layout: Layout, group: dist.ProcessGroup | None) -> Tensor:
+def build_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.ProcessGroup | None) -> Tensor:
     """The mask [b or 1, n or 1, rows or 1, keys] over the keys of whole sequences; True = hidden.
 
     Under context parallelism a mask may come with the keys of this rank only: then the others' are fetched.
@@ -165,22 +165,22 @@ def gather_in_order(shard: Tensor, order: Tensor, group: dist.ProcessGroup) -> T
 
     `order` is `Layout.order`. The gradient is summed over the ranks and each gets back its own rows'.
     """
-    whole: Tensor = _GatherInOrder.apply(shard, order, group)
-    return whole
+    gathered: Tensor = _GatherInOrder.apply(shard, order, group)
+    return gathered
 
 
 @lru_cache(maxsize=64)
-def layout_of(
+def build_layout(
     lengths: tuple[int, ...], padded: tuple[int, ...], *, rows: int, cp: int, rank: int, causal: bool
-) -> Layout:
+) -> AttentionLayout:
     """The layout of sequences with these real and padded lengths for a rank that holds `rows` rows.
 
     Kept by its numbers, so that it is made once for a micro-batch and not once for every layer.
     Raises JobFailed for what the kernels of the accelerators do not take either.
     """
-    _check(lengths, padded, rows=rows, cp=cp)
+    _check_lengths(lengths, padded, rows=rows, cp=cp)
     sizes = np.asarray(padded)
-    shards = [runs_of(sizes, cp, each) for each in range(cp)]
+    shards = [compute_runs(sizes, cp, cp_rank) for cp_rank in range(cp)]
     blocks = []
     for sequence, start, size in zip(
         shards[rank].sequence, shards[rank].start, shards[rank].rows, strict=True
@@ -190,12 +190,15 @@ def layout_of(
         blocks.append(Block(int(size) - real, int(sequence), 0))
     order = None
     if cp > 1:
-        places = [ramp(starts(sizes)[shard.sequence] + shard.start, shard.rows) for shard in shards]
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
-    return Layout(tuple(block for block in blocks if block.rows), padded, order)
+        positions = [
+            concatenate_ranges(compute_starts(sizes)[shard.sequence] + shard.start, shard.rows)
+            for shard in shards
+        ]
+        order = torch.from_numpy(np.argsort(np.concatenate(positions)))
+    return AttentionLayout(tuple(block for block in blocks if block.rows), padded, order)
 
 
-def _check(lengths: Sequence[int], padded: Sequence[int], *, rows: int, cp: int) -> None:
+def _check_lengths(lengths: Sequence[int], padded: Sequence[int], *, rows: int, cp: int) -> None:
     wrong = []
     if len(lengths) != len(padded) or not all(0 <= n <= m for n, m in zip(lengths, padded, strict=False)):
         wrong.append(f"the lengths {list(lengths)} do not fit into the padded lengths {list(padded)}")
@@ -217,7 +220,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: Layout,
+    layout: AttentionLayout,
     *,
     causal: bool,
     scale: float,
@@ -236,12 +239,12 @@ def attend(
     heads, out_dim = query.shape[2], value.shape[-1]
     # The fused kernel takes one head dim for all three; zeros change no product and cost little.
     width = max(query.shape[-1], out_dim)
-    q, k, v = (_heads_first(x, heads, width) for x in (query, key, value))
+    q, k, v = (_move_heads_first(x, heads, width) for x in (query, key, value))
     sink = None
     if sinks is not None:
         q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
         sink = F.pad(sinks.to(q.dtype)[:, None, None] / scale, (width, 0))
-    order = Order(causal, window)
+    pattern = MaskPattern(causal, window)
     pieces = q.split([block.rows for block in layout.blocks], 2)
     keys, values = k.split(layout.keys, 2), v.split(layout.keys, 2)
     outputs, first = [], 0
@@ -252,18 +255,20 @@ def attend(
             mask = hidden[:, :, rows, : block.keys]
         if block.keys:
             k_block, v_block = (x[block.sequence][:, :, : block.keys] for x in (keys, values))
-            outputs.append(_block(piece, k_block, v_block, mask, order, sink, scale=scale, dropout=dropout))
+            outputs.append(
+                _attend_block(piece, k_block, v_block, mask, pattern, sink, scale=scale, dropout=dropout)
+            )
         else:
             outputs.append(torch.zeros_like(piece))
         first += block.rows
-    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     if not any(block.keys for block in layout.blocks):
         # A rank that holds nothing but padding still takes its part in the collectives of the gradient.
-        whole = whole + sum(x[:, :, :0].sum() for x in (q, k, v))
-    return whole[..., :out_dim].permute(2, 0, 1, 3).to(query.dtype)
+        output = output + sum(x[:, :, :0].sum() for x in (q, k, v))
+    return output[..., :out_dim].permute(2, 0, 1, 3).to(query.dtype)
 
 
-def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
+def _move_heads_first(x: Tensor, heads: int, width: int) -> Tensor:
     """[b, n, s, width], float32 or wider, from [s, b, groups, d]."""
     x = x.permute(1, 2, 0, 3)
     if x.dtype not in (torch.float32, torch.float64):
@@ -275,12 +280,12 @@ def _heads_first(x: Tensor, heads: int, width: int) -> Tensor:
     return x
 
 
-def _block(
+def _attend_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     hidden: Tensor | None,
-    order: Order,
+    pattern: MaskPattern,
     sink: Tensor | None,
     *,
     scale: float,
@@ -288,27 +293,27 @@ def _block(
 ) -> Tensor:
     """`sink`: the key [n, 1, d] in front of all others; None: there is none."""
     rows, keys = q.shape[2], k.shape[2]
-    square = order == Order(causal=True) and rows == keys
-    if hidden is None and sink is None and (square or not order.causal):
+    square = pattern == MaskPattern(causal=True) and rows == keys
+    if hidden is None and sink is None and (square or not pattern.causal):
         return F.scaled_dot_product_attention(q, k, v, is_causal=square, scale=scale, dropout_p=dropout)
-    seen, blind = _seen(rows, keys, order), None
+    visible, empty_rows = _build_visible_mask(rows, keys, pattern), None
     if hidden is not None:
-        seen = ~hidden & seen
-        blind = ~seen.any(-1, keepdim=True)
-        seen = seen | blind
+        visible = ~hidden & visible
+        empty_rows = ~visible.any(-1, keepdim=True)
+        visible = visible | empty_rows
     if sink is not None:
         k, v = torch.cat((sink.expand(k.shape[0], -1, -1, -1), k), 2), F.pad(v, (0, 0, 1, 0))
-        seen = F.pad(seen, (1, 0), value=True)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
-    return out if blind is None else out.masked_fill(blind, 0.0)
+        visible = F.pad(visible, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, dropout_p=dropout)
+    return out if empty_rows is None else out.masked_fill(empty_rows, 0.0)
 
 
 @lru_cache(maxsize=16)
-def _seen(rows: int, keys: int, order: Order) -> Tensor:
+def _build_visible_mask(rows: int, keys: int, pattern: MaskPattern) -> Tensor:
     """Bool [rows, keys], True = seen, of the last `rows` queries of `keys` positions."""
-    everything = torch.ones(rows, keys, dtype=torch.bool)
-    if not order.causal:
-        return everything
-    last = keys - rows
-    seen = everything.tril(last)
-    return seen if order.window is None else seen.triu(last - order.window + 1)
+    all_visible = torch.ones(rows, keys, dtype=torch.bool)
+    if not pattern.causal:
+        return all_visible
+    diagonal = keys - rows
+    visible = all_visible.tril(diagonal)
+    return visible if pattern.window is None else visible.triu(diagonal - pattern.window + 1)

@@ -60,7 +60,7 @@ class Event:
         return (end._seconds - self._seconds) * 1e3
 
 
-class Device(nullcontext):
+class DeviceContext(nullcontext):
     """`torch.cuda.device(index)`: there is one device, so entering it changes nothing."""
 
 
@@ -77,7 +77,7 @@ class Generators:
         return iter((torch.default_generator,))
 
 
-_ORDER = Stream()
+_STREAM = Stream()
 
 
 def current_device() -> torch.device:
@@ -88,7 +88,7 @@ def synchronize(device: Any = None) -> None: ...
 
 
 def current_stream(device: Any = None) -> Stream:
-    return _ORDER
+    return _STREAM
 
 
 def stream(stream: Stream | None) -> AbstractContextManager[Stream | None]:
@@ -114,7 +114,7 @@ def lazy_call(callback: Callable[[], Any], **options: Any) -> None:
 def lazy_init() -> None: ...
 
 
-def _means_device(value: Any) -> bool:
+def _is_cuda_device(value: Any) -> bool:
     """True for what names a CUDA device: "cuda", "cuda:1", torch.device("cuda"), or an index."""
     if isinstance(value, str):
         return value.startswith("cuda")
@@ -130,56 +130,56 @@ class _CudaMeansCpu(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if kwargs:
-            if _means_device(kwargs.get("device")):
+            if _is_cuda_device(kwargs.get("device")):
                 kwargs = {**kwargs, "device": CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(*args, **(kwargs or {}))
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            return replacement(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _return_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.to(*(CPU if _means_device(a) else a for a in args), **kwargs)
+def _convert_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.to(*(CPU if _is_cuda_device(a) else a for a in args), **kwargs)
 
 
-def _type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+def _convert_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
     # The optimizers compare type() with "torch.cuda.FloatTensor" and refuse any other name.
     if dtype is None:
         return tensor.type().replace("torch.", "torch.cuda.", 1)
     return tensor.type(dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, **kwargs)
 
 
-def _device(*args: Any, **kwargs: Any) -> torch.device:
+def _make_device(*args: Any, **kwargs: Any) -> torch.device:
     named = args[0] if args else kwargs.get("type")
-    return CPU if _means_device(named) else torch.device(*args, **kwargs)
+    return CPU if _is_cuda_device(named) else torch.device(*args, **kwargs)
 
 
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.cuda: _same_tensor,
-    torch.Tensor.pin_memory: _same_tensor,
-    torch.Tensor.record_stream: _nothing,
-    torch.Tensor.to: _to,
-    torch.Tensor.type: _type,
-    torch.device: _device,
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.cuda: _return_tensor,
+    torch.Tensor.pin_memory: _return_tensor,
+    torch.Tensor.record_stream: _do_nothing,
+    torch.Tensor.to: _convert_to,
+    torch.Tensor.type: _convert_type,
+    torch.device: _make_device,
 }
 _MODE = _CudaMeansCpu()
 _thread = threading.local()
 
 
-def _on() -> bool:
+def _is_mode_on() -> bool:
     return _MODE in _get_current_function_mode_stack()
 
 
-def active() -> bool:
+def is_active() -> bool:
     """True inside `megatron_calls` (in this thread)."""
     return getattr(_thread, "inside", False)
 
@@ -195,7 +195,7 @@ def megatron_calls() -> Iterator[None]:
     It belongs to the thread: a thread of one's own that calls megatron enters it itself; autograd's threads
     take it along.
     """
-    if active():
+    if is_active():
         yield
         return
     _thread.inside = True
@@ -206,7 +206,7 @@ def megatron_calls() -> Iterator[None]:
         _thread.inside = False
 
 
-def kept_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def keep_mode_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd's way into its engine, with the mode on if this is a call of megatron.
 
     A mode is off inside its own handler, and `backward` arrives here through the handler, but gradient hooks,
@@ -215,7 +215,7 @@ def kept_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _MODE if active() and not _on() else nullcontext():
+        with _MODE if is_active() and not _is_mode_on() else nullcontext():
             return original(*args, **kwargs)
 
     return run

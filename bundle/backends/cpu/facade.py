@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.backends.compiling import eager_for_megatron
+from bundle.backends.compiling import skip_megatron_compile
 from bundle.backends.cpu import collectives, emulation
-from bundle.backends.cpu.emulation import active, kept_in_backward, megatron_calls
+from bundle.backends.cpu.emulation import is_active, keep_mode_in_backward, megatron_calls
 from bundle.capabilities.cpu import FACADE
 from bundle.errors import EnvironmentUnfit
 
-__all__ = ["hide_gpu_libraries", "install", "installed", "megatron_calls", "uninstall"]
+__all__ = ["hide_gpu_libraries", "install", "is_installed", "megatron_calls", "uninstall"]
 
 # Megatron takes their optimizer and gradient clipping wherever they can be imported; none takes a cpu tensor.
 _GPU_LIBRARIES = ("transformer_engine", "apex")
@@ -33,51 +33,55 @@ _originals: dict[str, Any] = {}
 _LOG = logging.getLogger("megatron.core.tensor_parallel.random")
 
 
-def _unless_of_two_generators(record: logging.LogRecord) -> bool:
+def _is_not_rng_warning(record: logging.LogRecord) -> bool:
     return "RNG state changed" not in record.msg
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """True between `install` and `uninstall`."""
     return bool(_originals)
 
 
-def _for_megatron(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatch_megatron_calls(
+    stand_in: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
     """`stand_in` in megatron's calls, `original` outside: for what means something without a GPU too."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (stand_in if active() else original)(*args, **kwargs)
+        return (stand_in if is_active() else original)(*args, **kwargs)
 
     return call
 
 
 @functools.cache
-def _replacements() -> dict[str, Any]:
+def _build_replacements() -> dict[str, Any]:
     """Target -> stand-in: the same objects at every installation, since megatron binds some at import."""
     return {
         "torch.cuda:current_device": emulation.current_device,
-        "torch.cuda:device": emulation.Device,
+        "torch.cuda:device": emulation.DeviceContext,
         "torch.cuda:synchronize": emulation.synchronize,
         "torch.cuda:Stream": emulation.Stream,
         "torch.cuda:Event": emulation.Event,
         "torch.cuda:current_stream": emulation.current_stream,
         "torch.cuda:stream": emulation.stream,
         "torch.cuda:default_generators": emulation.Generators(),
-        "torch.cuda:manual_seed": _for_megatron(emulation.manual_seed, torch.cuda.manual_seed),
+        "torch.cuda:manual_seed": _dispatch_megatron_calls(emulation.manual_seed, torch.cuda.manual_seed),
         "torch.cuda:get_rng_state": emulation.get_rng_state,
         "torch.cuda:set_rng_state": emulation.set_rng_state,
         "torch.cuda.random:get_rng_state": emulation.get_rng_state,
-        "torch.cuda:_lazy_call": _for_megatron(emulation.lazy_call, torch.cuda._lazy_call),
-        "torch.cuda:_lazy_init": _for_megatron(emulation.lazy_init, torch.cuda._lazy_init),
-        "torch.autograd:_engine_run_backward": kept_in_backward(torch.autograd._engine_run_backward),
-        "torch.distributed:all_gather": _for_megatron(collectives.all_gather, dist.all_gather),
-        "torch.distributed:reduce_scatter": _for_megatron(collectives.reduce_scatter, dist.reduce_scatter),
-        "torch:compile": eager_for_megatron(torch.compile, installed),
+        "torch.cuda:_lazy_call": _dispatch_megatron_calls(emulation.lazy_call, torch.cuda._lazy_call),
+        "torch.cuda:_lazy_init": _dispatch_megatron_calls(emulation.lazy_init, torch.cuda._lazy_init),
+        "torch.autograd:_engine_run_backward": keep_mode_in_backward(torch.autograd._engine_run_backward),
+        "torch.distributed:all_gather": _dispatch_megatron_calls(collectives.all_gather, dist.all_gather),
+        "torch.distributed:reduce_scatter": _dispatch_megatron_calls(
+            collectives.reduce_scatter, dist.reduce_scatter
+        ),
+        "torch:compile": skip_megatron_compile(torch.compile, is_installed),
     }
 
 
-def _owner(target: str) -> tuple[Any, str]:
+def _find_owner(target: str) -> tuple[Any, str]:
     module, _, name = target.partition(":")
     return sys.modules[module], name  # parts of torch, which has imported them
 
@@ -87,7 +91,7 @@ def install() -> None:
 
     Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
     """
-    if installed():
+    if is_installed():
         return
     if torch.cuda.is_available():
         raise EnvironmentUnfit(
@@ -95,7 +99,7 @@ def install() -> None:
             "set CUDA_VISIBLE_DEVICES to the empty string before torch is imported"
         )
     jit = sys.modules.get("megatron.core.jit")
-    if jit is not None and jit.jit_fuser is not _replacements()["torch:compile"]:
+    if jit is not None and jit.jit_fuser is not _build_replacements()["torch:compile"]:
         raise EnvironmentUnfit(
             "backend cpu: megatron.core was imported before the facade and has bound torch.compile and parts "
             "of torch.cuda already; install the facade first"
@@ -103,10 +107,10 @@ def install() -> None:
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
     from torch import _dynamo  # noqa: F401
 
-    _originals.update((target, getattr(*_owner(target))) for target in FACADE)
-    for target, replacement in _replacements().items():
-        setattr(*_owner(target), replacement)
-    _LOG.addFilter(_unless_of_two_generators)
+    _originals.update((target, getattr(*_find_owner(target))) for target in FACADE)
+    for target, replacement in _build_replacements().items():
+        setattr(*_find_owner(target), replacement)
+    _LOG.addFilter(_is_not_rng_warning)
 
 
 def uninstall() -> None:
@@ -114,15 +118,17 @@ def uninstall() -> None:
 
     Raises EnvironmentUnfit, changing nothing, where another hand has replaced one of our stand-ins meanwhile.
     """
-    foreign = [t for t, ours in _replacements().items() if _originals and getattr(*_owner(t)) is not ours]
+    foreign = [
+        t for t, ours in _build_replacements().items() if _originals and getattr(*_find_owner(t)) is not ours
+    ]
     if foreign:
         raise EnvironmentUnfit(
             "the facade cannot be taken off torch.cuda: others have replaced these since; undo that first",
             foreign,
         )
     for target, original in _originals.items():
-        setattr(*_owner(target), original)
-    _LOG.removeFilter(_unless_of_two_generators)
+        setattr(*_find_owner(target), original)
+    _LOG.removeFilter(_is_not_rng_warning)
     _originals.clear()
 
 

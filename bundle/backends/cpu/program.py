@@ -23,9 +23,9 @@ from bundle.backends.cpu.emulation import megatron_calls
 
 __all__ = ["megatron_calls", "start"]
 
-_GENERATION = (8, 0)  # the least that bf16 is asked for
+_COMPUTE_CAPABILITY = (8, 0)  # the least that bf16 is asked for
 # Kernels that are compiled with nvcc at the start (to 0.16), although nothing is left that calls them.
-_COMPILED = "megatron.legacy.fused_kernels"
+_KERNEL_MODULE = "megatron.legacy.fused_kernels"
 
 
 def start() -> None:
@@ -35,66 +35,73 @@ def start() -> None:
     """
     facade.hide_gpu_libraries()
     facade.install()
-    for name, stand_in in _DEVICES.items():
+    for name, stand_in in _DEVICE_FUNCTIONS.items():
         setattr(torch.cuda, name, stand_in)
     for name in ("init_process_group", "new_group"):
-        setattr(dist, name, _over_gloo(getattr(dist, name)))
-    sys.modules.setdefault(_COMPILED, _no_kernels())
-    _take_layers()
+        setattr(dist, name, _use_gloo(getattr(dist, name)))
+    sys.modules.setdefault(_KERNEL_MODULE, _build_kernel_stub())
+    _replace_layers()
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-_DEVICES: dict[str, Callable[..., Any]] = {
+_DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    "set_device": _nothing,
-    "set_stream": _nothing,
-    "empty_cache": _nothing,
-    "get_device_capability": lambda device=None: _GENERATION,
+    "set_device": _do_nothing,
+    "set_stream": _do_nothing,
+    "empty_cache": _do_nothing,
+    "get_device_capability": lambda device=None: _COMPUTE_CAPABILITY,
     "get_device_properties": lambda device=None: SimpleNamespace(
-        name="cpu", major=_GENERATION[0], minor=_GENERATION[1], multi_processor_count=1, total_memory=0
+        name="cpu",
+        major=_COMPUTE_CAPABILITY[0],
+        minor=_COMPUTE_CAPABILITY[1],
+        multi_processor_count=1,
+        total_memory=0,
     ),
 }
 
 
-def _over_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+def _use_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch.distributed that makes a group: gloo where NCCL is asked for, and no device."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        said = bound.arguments
-        if "nccl" in str(said.get("backend") or ""):
-            said["backend"] = "gloo"
-        said.pop("device_id", None)
+        arguments = bound.arguments
+        if "nccl" in str(arguments.get("backend") or ""):
+            arguments["backend"] = "gloo"
+        arguments.pop("device_id", None)
         return original(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _no_kernels() -> ModuleType:
+def _build_kernel_stub() -> ModuleType:
     """A module in the place of the one that compiles kernels."""
-    module = ModuleType(_COMPILED)
-    module.load = _nothing  # type: ignore[attr-defined]
+    module = ModuleType(_KERNEL_MODULE)
+    module.load = _do_nothing  # type: ignore[attr-defined]
     return module
 
 
-def _take_layers() -> None:
+def _replace_layers() -> None:
     """Puts the cpu's layers under the names of megatron's: attention over ranks and packs, split norms.
 
     They import megatron, which must meet the facade.
     """
     from megatron.core.transformer import dot_product_attention, torch_norm
 
-    from bundle.backends.cpu.attention import CoreAttention
-    from bundle.backends.local import Norm
+    from bundle.backends.cpu.attention import CpuCoreAttention
+    from bundle.backends.local import LocalNorm
 
-    taken = {dot_product_attention.DotProductAttention: CoreAttention, torch_norm.WrappedTorchNorm: Norm}
+    replacements = {
+        dot_product_attention.DotProductAttention: CpuCoreAttention,
+        torch_norm.WrappedTorchNorm: LocalNorm,
+    }
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron":
             for attribute, value in list(vars(module).items()):
-                if isinstance(value, type) and value in taken:
-                    setattr(module, attribute, taken[value])
+                if isinstance(value, type) and value in replacements:
+                    setattr(module, attribute, replacements[value])

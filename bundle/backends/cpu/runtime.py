@@ -9,10 +9,10 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import local
-from bundle.backends.cpu.attention import CoreAttention
+from bundle.backends.cpu.attention import CpuCoreAttention
 from bundle.backends.cpu.emulation import megatron_calls
-from bundle.backends.cpu.layers import in_fp8
-from bundle.backends.local import DuplicatedLinear, Norm
+from bundle.backends.cpu.layers import make_fp8_layer
+from bundle.backends.local import DuplicatedLinear, LocalNorm
 from bundle.capabilities.cpu import CPU
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
@@ -25,38 +25,40 @@ class CpuRuntime:
     collectives = CPU.collectives
     packed_attention = None
 
-    def device(self, local_rank: int) -> torch.device:
+    def select_device(self, local_rank: int) -> torch.device:
         """The cpu, for every rank of this machine."""
         return torch.device(CPU.device)
 
-    def megatron(self) -> AbstractContextManager[None]:
+    def megatron_calls(self) -> AbstractContextManager[None]:
         """The context in which megatron is called."""
         return megatron_calls()
 
-    def options(self, recipe: Recipe) -> dict[str, Any]:
+    def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """TransformerConfig fields for this recipe: the attention kernel; fusions stay off, as by default.
 
         FP8 is not told to megatron, which would look for Transformer Engine's contexts and checkpoints: it is
         in the layers of the specs.
         """
-        return {"attention_backend": AttnBackend[CPU.attention(recipe, None).value]}
+        return {"attention_backend": AttnBackend[CPU.choose_attention(recipe, None).value]}
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Not here: one order of operations, whatever is fused elsewhere."""
         return False
 
-    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
-        given = gpt.specs(config, chunk, transformer_engine=False)
-        return gpt.Specs(*(adapted(spec, recipe.model.fp8) for spec in (given.decoder, given.mtp)))
+        layer_specs = gpt.build_specs(config, chunk, transformer_engine=False)
+        return gpt.Specs(
+            *(adapt_spec(spec, recipe.model.fp8) for spec in (layer_specs.decoder, layer_specs.mtp))
+        )
 
 
-def adapted(spec: Any, fp8: FP8 | None = None) -> Any:
-    """`local.adapted` with the cpu's attention; with `fp8` its linear layers multiply in FP8.
+def adapt_spec(spec: Any, fp8: FP8 | None = None) -> Any:
+    """`local.adapt_spec` with the cpu's attention; with `fp8` its linear layers multiply in FP8.
 
     That is all that Transformer Engine's spec has, the experts' and the projection of an MTP layer too.
     Routers, norms, attention, embedding and output layer do not.
     """
     linear = (ColumnParallelLinear, RowParallelLinear, DuplicatedLinear) if fp8 is not None else ()
-    classes = {layer: in_fp8(layer, fp8) for layer in linear}
-    return local.adapted(spec, classes, attention=CoreAttention, norm=Norm)
+    classes = {layer: make_fp8_layer(layer, fp8) for layer in linear}
+    return local.adapt_spec(spec, classes, attention=CpuCoreAttention, norm=LocalNorm)

@@ -35,42 +35,44 @@ Scale = Callable[[Tensor, torch.dtype], Tensor]
 _EXPONENT, _MANTISSA = -0x800000, 0x7FFFFF  # the bits of a float32 (sign included in the first)
 
 
-def exact_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_exact_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale that takes `amax` to the largest number of `dtype`; float32, as all scales."""
     scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
 
 
-def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The exact scale, rounded down to a power of two."""
-    return (exact_scale(amax, dtype).view(torch.int32) & _EXPONENT).view(torch.float32)
+    return (compute_exact_scale(amax, dtype).view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
-def e8m0_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def compute_e8m0_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of amax / largest, rounded up to a power of two."""
     ratio = (amax * (1.0 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
     upper = ((ratio.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
     return torch.where(torch.isfinite(amax) & (amax > 0), upper.reciprocal(), 1.0)
 
 
-def largest(x: Tensor) -> Tensor:
+def find_amax(x: Tensor) -> Tensor:
     """The largest magnitude in `x`; 0 where there is none (an expert without tokens)."""
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
-def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` as `dtype` holds it under `scale`, to nearest, ties to even; float32."""
     limit = torch.finfo(dtype).max
     return (x * scale).clamp(-limit, limit).to(dtype).to(torch.float32) * scale.reciprocal()
 
 
-def rounded_in_blocks(x: Tensor, block: tuple[int, int], scale: Scale, dtype: torch.dtype) -> Tensor:
+def round_blocks_to_fp8(x: Tensor, block: tuple[int, int], scale: Scale, dtype: torch.dtype) -> Tensor:
     """`x` [rows, columns] with a scale for every block of (rows, columns); the last ones may be smaller."""
-    (rows, columns), (high, wide) = x.shape, block
-    whole = F.pad(x, (0, -columns % wide, 0, -rows % high))
-    tiles = whole.reshape(whole.shape[0] // high, high, whole.shape[1] // wide, wide)
+    (rows, columns), (block_rows, block_columns) = x.shape, block
+    padded = F.pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
+    tiles = padded.reshape(
+        padded.shape[0] // block_rows, block_rows, padded.shape[1] // block_columns, block_columns
+    )
     scales = scale(tiles.abs().amax((1, 3), keepdim=True), dtype)
-    return rounded(tiles, scales, dtype).reshape(whole.shape)[:rows, :columns]
+    return round_to_fp8(tiles, scales, dtype).reshape(padded.shape)[:rows, :columns]
 
 
 class Phase(Enum):
@@ -82,19 +84,19 @@ class Phase(Enum):
     EVALUATED = auto()
 
 
-def phase_of(*, training: bool) -> Phase:
+def find_phase(*, training: bool) -> Phase:
     """The phase of the forward pass that is running; `training` is the module's.
 
     Megatron's checkpoints run the first pass without gradients, and the second one inside the backward pass.
     """
-    if context.in_backward():
+    if context.is_in_backward():
         return Phase.RECOMPUTED
     if not training:
         return Phase.EVALUATED
     return Phase.TRAINED if torch.is_grad_enabled() else Phase.CHECKPOINTED
 
 
-class Delayed:
+class DelayedQuantiser:
     """The quantiser of one operand: scale 1 at first, then by the largest value of the last 1024 calls.
 
     As Transformer Engine's: `group` (megatron's amax reduction group) shares each call's largest value, a
@@ -106,35 +108,35 @@ class Delayed:
         self.dtype, self.group = dtype, group
         self.scale = torch.ones(())
         self.history: deque[float] = deque(maxlen=HISTORY)
-        self._promised: deque[Tensor] = deque()
+        self._pending_scales: deque[Tensor] = deque()
 
     def __call__(self, x: Tensor, phase: Phase) -> Callable[[Tensor, int], Tensor]:
         """Rounds `x` by this call's scale in both of its products, whatever calls come in between."""
-        scale = self._scale_of(x, phase)
-        return lambda x, contracted: rounded(x, scale, self.dtype)
+        scale = self._take_scale(x, phase)
+        return lambda x, summed_dim: round_to_fp8(x, scale, self.dtype)
 
-    def _scale_of(self, x: Tensor, phase: Phase) -> Tensor:
-        scale = self._promised.popleft() if phase is Phase.RECOMPUTED else self.scale
+    def _take_scale(self, x: Tensor, phase: Phase) -> Tensor:
+        scale = self._pending_scales.popleft() if phase is Phase.RECOMPUTED else self.scale
         if phase is Phase.CHECKPOINTED:
-            self._promised.append(scale)
+            self._pending_scales.append(scale)
         if phase in (Phase.CHECKPOINTED, Phase.TRAINED):
-            self._remember(self._largest_of_group(x))
+            self._record_amax(self._find_group_amax(x))
         return scale
 
-    def _largest_of_group(self, x: Tensor) -> float:
-        amax = largest(x)
+    def _find_group_amax(self, x: Tensor) -> float:
+        amax = find_amax(x)
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return float(amax)
 
-    def _remember(self, amax: float) -> None:
+    def _record_amax(self, amax: float) -> None:
         self.history.append(amax)
         latest = torch.tensor(max(self.history))
         if 0 < latest < torch.inf:
-            self.scale = exact_scale(latest, self.dtype)
+            self.scale = compute_exact_scale(latest, self.dtype)
 
 
-class DelayedWeight(Delayed):
+class DelayedWeightQuantiser(DelayedQuantiser):
     """The quantiser of a weight: cast by the first micro-batch of a schedule's run, for all of that run.
 
     As Transformer Engine's `is_first_microbatch`, which megatron's schedules set: later micro-batches, and
@@ -145,18 +147,18 @@ class DelayedWeight(Delayed):
     def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         super().__init__(dtype, group)
         self._run: object | None = None
-        self._cast = self.scale
+        self._run_scale = self.scale
 
-    def _scale_of(self, x: Tensor, phase: Phase) -> Tensor:
-        run = context.run.get()
+    def _take_scale(self, x: Tensor, phase: Phase) -> Tensor:
+        run = context.schedule_run.get()
         if run is None or phase is Phase.EVALUATED:
-            return super()._scale_of(x, phase)
+            return super()._take_scale(x, phase)
         if run is not self._run:
-            self._run, self._cast = run, self.scale
-            self._remember(self._largest_of_group(x))
+            self._run, self._run_scale = run, self.scale
+            self._record_amax(self._find_group_amax(x))
         elif phase is not Phase.RECOMPUTED:
-            self._remember(0.0)
-        return self._cast
+            self._record_amax(0.0)
+        return self._run_scale
 
 
 # (matrix, the dimension that the product sums over) -> the matrix as FP8 holds it, float32
@@ -166,55 +168,64 @@ Quantiser = Callable[[Tensor, Phase], Rounding]
 
 
 @dataclass(frozen=True)
-class Operands:
+class LayerQuantisers:
     """The quantisers of one layer."""
 
     input: Quantiser
     weight: Quantiser
     gradient: Quantiser
 
-    def state(self) -> list[tuple[Tensor, list[float]]]:
+    def get_state(self) -> list[tuple[Tensor, list[float]]]:
         """What a checkpoint must keep to go on alike: scale and history of every delayed operand."""
-        return [(operand.scale, list(operand.history)) for operand in self._delayed()]
+        return [(operand.scale, list(operand.history)) for operand in self._list_delayed()]
 
     def restore(self, state: list[tuple[Tensor, list[float]]]) -> None:
         """Takes up what `state` gave; that of a model without delayed scaling is empty."""
-        for operand, (scale, history) in zip(self._delayed(), state, strict=False):
+        for operand, (scale, history) in zip(self._list_delayed(), state, strict=False):
             operand.scale = scale
             operand.history.extend(history)
 
-    def _delayed(self) -> list[Delayed]:
-        return [each for each in (self.input, self.weight, self.gradient) if isinstance(each, Delayed)]
+    def _list_delayed(self) -> list[DelayedQuantiser]:
+        return [
+            quantiser
+            for quantiser in (self.input, self.weight, self.gradient)
+            if isinstance(quantiser, DelayedQuantiser)
+        ]
 
 
-def operands(fp8: FP8, amax_group: dist.ProcessGroup | None) -> Operands:
+def build_quantisers(fp8: FP8, amax_group: dist.ProcessGroup | None) -> LayerQuantisers:
     """The quantisers of one layer under a recipe; delayed ones remember, and share amaxes in `amax_group`."""
     backward = E5M2 if fp8.format == "hybrid" else E4M3
     dtypes = (E4M3, E4M3, backward)
     if fp8.scaling == "delayed":
-        kinds = (Delayed, DelayedWeight, Delayed)
-        return Operands(*(kind(dtype, amax_group) for kind, dtype in zip(kinds, dtypes, strict=True)))
+        kinds = (DelayedQuantiser, DelayedWeightQuantiser, DelayedQuantiser)
+        return LayerQuantisers(*(kind(dtype, amax_group) for kind, dtype in zip(kinds, dtypes, strict=True)))
     if fp8.scaling == "tensorwise":
-        return Operands(*(partial(_current, dtype) for dtype in dtypes))
+        return LayerQuantisers(*(partial(_round_by_current_scale, dtype) for dtype in dtypes))
     if fp8.scaling == "blockwise":
-        scale, along, across = power_of_two_scale, 128, (1, 128, 1)
+        scale, along, across = compute_power_of_two_scale, 128, (1, 128, 1)
     else:
-        scale, along, across = e8m0_scale, 32, (1, 1, 1)
-    return Operands(
-        *(partial(_blocks, dtype, scale, along, wide) for dtype, wide in zip(dtypes, across, strict=True))
+        scale, along, across = compute_e8m0_scale, 32, (1, 1, 1)
+    return LayerQuantisers(
+        *(
+            partial(_round_by_blocks, dtype, scale, along, wide)
+            for dtype, wide in zip(dtypes, across, strict=True)
+        )
     )
 
 
-def _current(dtype: torch.dtype, x: Tensor, phase: Phase) -> Rounding:
-    now = exact_scale(largest(x), dtype)
-    return lambda x, contracted: rounded(x, now, dtype)
+def _round_by_current_scale(dtype: torch.dtype, x: Tensor, phase: Phase) -> Rounding:
+    scale = compute_exact_scale(find_amax(x), dtype)
+    return lambda x, summed_dim: round_to_fp8(x, scale, dtype)
 
 
-def _blocks(dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: Phase) -> Rounding:
+def _round_by_blocks(
+    dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: Phase
+) -> Rounding:
     """Rounds the matrix itself, not its rounded form, once for each direction in which it is summed over."""
 
-    def rounding(x: Tensor, contracted: int) -> Tensor:
-        block = (across, along) if contracted == 1 else (along, across)
-        return rounded_in_blocks(x, block, scale, dtype)
+    def round_matrix(x: Tensor, summed_dim: int) -> Tensor:
+        block = (across, along) if summed_dim == 1 else (along, across)
+        return round_blocks_to_fp8(x, block, scale, dtype)
 
-    return rounding
+    return round_matrix

@@ -37,7 +37,7 @@ def load_libraries() -> None:
             f"backend cuda: torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees no GPU;"
             " `mcore-bundle doctor` says why, `backend: cpu` runs without one"
         )
-    for library in cudnn_libraries(_search_path("nvidia")):
+    for library in find_cudnn_libraries(_find_search_path("nvidia")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     try:
         import transformer_engine.pytorch  # noqa: F401
@@ -49,7 +49,7 @@ def load_libraries() -> None:
         ) from error
 
 
-def cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
+def find_cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
     """The cuDNN libraries of torch's own package below `search_path`; none where torch uses the system's.
 
     Transformer Engine prefers a cuDNN of the system to the one that torch has loaded, and its parts load one
@@ -60,6 +60,6 @@ def cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
     return sorted(file for root in search_path for file in Path(root, "cudnn/lib").glob("libcudnn*.so.9"))
 
 
-def _search_path(package: str) -> list[str]:
-    found = importlib.util.find_spec(package)
-    return list(found.submodule_search_locations or ()) if found else []
+def _find_search_path(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec else []

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from bundle.backends import devices
 from bundle.backends.cuda import vision
 from bundle.capabilities.cuda import CUDA
-from bundle.environment.nvidia import VISIBLE
+from bundle.environment.nvidia import VISIBLE_DEVICES
 from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.mcore import accepts, gpt
 from bundle.recipe import Recipe
@@ -24,54 +24,54 @@ class CudaRuntime:
     """Everything that megatron needs to know of an NVIDIA GPU."""
 
     collectives = CUDA.collectives
-    packed_attention = staticmethod(vision.packed_attention)
+    packed_attention = staticmethod(vision.attend_packed)
 
-    def device(self, local_rank: int) -> torch.device:
+    def select_device(self, local_rank: int) -> torch.device:
         """The GPU of this rank, made current."""
-        return devices.of_rank(CUDA.device, local_rank, noun="GPU", visible=VISIBLE)
+        return devices.select_device(CUDA.device, local_rank, noun="GPU", visible_variable=VISIBLE_DEVICES)
 
-    def megatron(self) -> AbstractContextManager[None]:
+    def megatron_calls(self) -> AbstractContextManager[None]:
         """The context in which megatron is called: nothing is needed here."""
         return nullcontext()
 
-    def options(self, recipe: Recipe) -> dict[str, Any]:
+    def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """TransformerConfig fields for this recipe: attention, grouped GEMM, fusions, FP8."""
         major, minor = torch.cuda.get_device_capability()
-        return options(recipe, generation=f"{major}.{minor}")
+        return build_config_options(recipe, generation=f"{major}.{minor}")
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Not torch's: megatron takes Transformer Engine's FusedAdam."""
         return False
 
-    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk` (None without interleaving), of Transformer Engine."""
-        return gpt.specs(config, chunk, transformer_engine=True)
+        return gpt.build_specs(config, chunk, transformer_engine=True)
 
 
-def options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
+def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     """The fields for `recipe` on a GPU of compute capability `generation`.
 
     Raises UsageError for FP8 that this GPU has not, EnvironmentUnfit for kernels that are not installed.
     """
-    chosen: dict[str, Any] = {
-        "attention_backend": _attention(recipe, generation),
-        "apply_rope_fusion": _rope_fusion(recipe),
+    fields: dict[str, Any] = {
+        "attention_backend": _select_attention_backend(recipe, generation),
+        "apply_rope_fusion": _can_fuse_rope(recipe),
         # SwiGLU as one kernel, and the loss: both keep less for the backward pass. The loss is megatron's own
         # kernel, since newer releases warn of the stability of Transformer Engine's; but it returns its
         # gradient in bf16, whatever the logits are (first gradient of an fp32 model: 6e-4 off).
         "bias_activation_fusion": True,
         "cross_entropy_loss_fusion": recipe.model.dtype == "bf16",
-        "gradient_accumulation_fusion": _accumulates_in_gemm(),
+        "gradient_accumulation_fusion": _can_accumulate_in_gemm(),
     }
     if recipe.architecture.moe is not None:
         # All experts of a rank in one GroupedLinear (TEGroupedMLP), and the sorting of tokens in one kernel.
-        chosen |= {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+        fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": True}
     if recipe.model.fp8 is not None:
-        chosen |= _fp8(recipe.model.fp8, generation)
-    return chosen
+        fields |= _build_fp8_options(recipe.model.fp8, generation)
+    return fields
 
 
-def _attention(recipe: Recipe, generation: str) -> AttnBackend:
+def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
     """Megatron's name of the planned kernel.
 
     Where several take the job, that is `auto`, and Transformer Engine chooses call by call: megatron would
@@ -79,10 +79,14 @@ def _attention(recipe: Recipe, generation: str) -> AttnBackend:
     the next. What is refused here would end in "No dot product attention backend is available" at the first
     layer.
     """
-    if refusals := CUDA.attention_refusals(recipe, generation):
+    if refusals := CUDA.list_attention_refusals(recipe, generation):
         raise UsageError("model.attention: no kernel takes this job", refusals)
-    name = CUDA.attention(recipe, generation).value
-    flash = (found for package in ("flash-attn", "flash-attn-3") for found in distributions(name=package))
+    name = CUDA.choose_attention(recipe, generation).value
+    flash = (
+        distribution
+        for package in ("flash-attn", "flash-attn-3")
+        for distribution in distributions(name=package)
+    )
     if name == "flash" and not any(flash):
         raise EnvironmentUnfit(
             "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
@@ -90,7 +94,7 @@ def _attention(recipe: Recipe, generation: str) -> AttnBackend:
     return AttnBackend[name]
 
 
-def _rope_fusion(recipe: Recipe) -> bool:
+def _can_fuse_rope(recipe: Recipe) -> bool:
     """Whether rotary positions are one kernel.
 
     Latent attention has one for the class of embedding that megatron calls yarn only, here with any
@@ -108,7 +112,7 @@ def _rope_fusion(recipe: Recipe) -> bool:
     return accepts(fused_apply_mla_rope_for_q, "cp_rank")
 
 
-def _accumulates_in_gemm() -> bool:
+def _can_accumulate_in_gemm() -> bool:
     """Whether weight gradients are added to the fp32 gradient inside the matrix product.
 
     Transformer Engine's layers could always, but the field is one for all layers, and megatron's own output
@@ -117,14 +121,14 @@ def _accumulates_in_gemm() -> bool:
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
-def _fp8(fp8: FP8, generation: str) -> dict[str, Any]:
+def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:
     """FP8 products in Transformer Engine's layers; the output layer, router and attention stay in bf16.
 
     Experts need no padding of the router's (moe_router_padding_for_fp8): the grouped layer pads each expert's
     rows by itself. Weights stay in bf16 and are cast at the first micro-batch of each step
     (`set_is_first_microbatch`, which megatron's schedules call).
     """
-    refusal = CUDA.fp8_refusal(fp8.scaling, fp8.format, generation)
+    refusal = CUDA.explain_fp8_refusal(fp8.scaling, fp8.format, generation)
     if refusal is not None:
         raise UsageError(f"model.fp8: {refusal}")
     if fp8.scaling not in Fp8Recipe.__members__:
@@ -132,8 +136,8 @@ def _fp8(fp8: FP8, generation: str) -> dict[str, Any]:
             f"model.fp8.scaling: this megatron-core has no {fp8.scaling}, it has"
             f" {', '.join(Fp8Recipe.__members__)}; install a newer one or choose another scaling"
         )
-    chosen: dict[str, Any] = {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
+    fields: dict[str, Any] = {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
     if fp8.scaling == "delayed":
         # Transformer Engine's own defaults. Megatron's scale by the last step alone.
-        chosen |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-    return chosen
+        fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    return fields

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def packed_attention(
+def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
 ) -> Tensor:
     """[t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
@@ -15,24 +15,31 @@ def packed_attention(
     One call of the kernel that Transformer Engine chooses, which is told the longest sequence and so reads
     nothing of the device.
     """
-    ends, longest = _told(boundaries, query.device)
-    attend = _attention(*query.shape[1:], scale)
-    said = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
-    given = (x.contiguous() for x in (query, key, value))
-    out: Tensor = attend(*given, qkv_format="thd", attn_mask_type="padding", **said)
+    ends, longest = _to_device_boundaries(boundaries, query.device)
+    attend = _build_attention(*query.shape[1:], scale)
+    boundary_options = {
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    inputs = (x.contiguous() for x in (query, key, value))
+    out: Tensor = attend(*inputs, qkv_format="thd", attn_mask_type="padding", **boundary_options)
     return out.view_as(query)
 
 
 @cache
-def _attention(heads: int, wide: int, scale: float) -> Any:
+def _build_attention(heads: int, head_width: int, scale: float) -> Any:
     """Transformer Engine's attention of this shape; it has no weights."""
     from transformer_engine.pytorch import DotProductAttention
 
-    return DotProductAttention(heads, wide, softmax_scale=scale, qkv_format="thd", attn_mask_type="padding")
+    return DotProductAttention(
+        heads, head_width, softmax_scale=scale, qkv_format="thd", attn_mask_type="padding"
+    )
 
 
 @lru_cache(maxsize=4)  # of images and of windows, for all layers of a step and of what is recomputed of it
-def _told(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+def _to_device_boundaries(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Boundaries as the kernel reads them, and the length of the longest sequence."""
     ends = torch.tensor(boundaries, dtype=torch.int32)
     return ends.to(device, non_blocking=True), int(ends.diff().max())

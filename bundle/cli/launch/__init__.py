@@ -12,20 +12,20 @@ from bundle.cli.launch.kubernetes import kubernetes
 from bundle.cli.launch.local import local
 from bundle.cli.launch.ray import ray
 from bundle.cli.launch.slurm import slurm
-from bundle.cli.launch.submission import Handle, found
-from bundle.cli.request import spread
+from bundle.cli.launch.submission import Handle, find_target
+from bundle.cli.request import expand_options
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 for target in (local, docker, slurm, kubernetes, ray):
-    app.command()(spread(target))
+    app.command()(expand_options(target))
 
 
 @app.command()
 def status(handle: Handle) -> None:
     """How a job is: its state, and why it waits."""
-    target, name = found(handle)
-    now = target.state(name)
-    print(handle, now.name, *([] if now.reason in ("", "None") else [f"({now.reason})"]))
+    target, name = find_target(handle)
+    state = target.query_state(name)
+    print(handle, state.name, *([] if state.reason in ("", "None") else [f"({state.reason})"]))
 
 
 @app.command()
@@ -34,20 +34,20 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
 ) -> None:
     """What a job wrote; a line of a rank of several nodes begins with [node/rank]."""
-    target, name = found(handle)
-    for text in target.follow(name) if follow else [target.written(name)]:
+    target, name = find_target(handle)
+    for text in target.follow(name) if follow else [target.read_log(name)]:
         print(text, end="", flush=True)
 
 
 @app.command()
 def stop(handle: Handle) -> None:
     """Have a job save and end; one that waits does not begin."""
-    target, name = found(handle)
+    target, name = find_target(handle)
     target.stop(name)
 
 
 @app.command()
 def wait(handle: Handle) -> None:
     """Wait until a job has ended, and end with its code."""
-    target, name = found(handle)
+    target, name = find_target(handle)
     raise typer.Exit(target.wait(name))

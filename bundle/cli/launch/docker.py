@@ -14,10 +14,10 @@ from bundle.cli.launch.submission import (
     NodeRank,
     Registry,
     Rendezvous,
-    decided_here,
-    read_record_of_one,
-    say_hidden,
-    submitted,
+    decide_job_with_paths,
+    follow_submitted_job,
+    read_image_record,
+    warn_hidden_inputs,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import docker as engine
@@ -31,8 +31,8 @@ def docker(
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
     container_image: Image = "",
-    registry: Registry = images.REGISTRY,
-    record: options.RunsIn = "",
+    registry: Registry = images.DEFAULT_REGISTRY,
+    record: options.ImageRecordOrNone = "",
     mounts: Annotated[
         list[str] | None,
         typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="What it sees, beside here and the run."),
@@ -61,29 +61,31 @@ def docker(
     detach: Detach = False,
 ) -> None:
     """Run a job in a container of this machine; shows what it writes and ends as it does."""
-    job = decided_here(
+    job = decide_job_with_paths(
         recipe,
         request,
         machines,
-        read_record_of_one(container_image, record),
-        looks=not dry_run,
+        read_image_record(container_image, record),
+        checks_paths=not dry_run,
         in_image=True,
     )
-    wanted = engine.Options(
-        image=container_image or images.default(job, registry),
+    docker_options = engine.DockerOptions(
+        image=container_image or images.choose_image(job, registry),
         mounts=tuple(mounts or ()),
         environment=tuple(variables or ()),
         user=user or f"{os.getuid()}:0",
-        groups=tuple(groups or ()) or (engine.npu_groups() if job.backend == "ascend" else ()),
+        groups=tuple(groups or ()) or (engine.find_npu_groups() if job.backend == "ascend" else ()),
         shared_memory=shared_memory,
         rdma=rdma,
         restarts=restarts,
         preflight=preflight,
         grace_seconds=grace,
     )
-    say_hidden(job, engine.mounts(job, wanted, Path.cwd()), Path.cwd(), "say --mount {0}:{0}")
+    warn_hidden_inputs(
+        job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"
+    )
     if dry_run:
-        print(engine.dry_run(job, wanted, Path.cwd(), rendezvous), end="")
+        print(engine.render_dry_run(job, docker_options, Path.cwd(), rendezvous), end="")
         return
-    name = engine.submit(job, wanted, Path.cwd(), node_rank, rendezvous)
-    submitted(f"docker:{name}", detach=detach)
+    name = engine.submit(job, docker_options, Path.cwd(), node_rank, rendezvous)
+    follow_submitted_job(f"docker:{name}", detach=detach)

@@ -12,20 +12,20 @@ from bundle.cli.launch.submission import (
     Grace,
     Image,
     Registry,
-    decided,
-    read_record_of_one,
-    say_absent,
-    say_epochs,
-    say_hidden,
-    submitted,
+    decide_job,
+    follow_submitted_job,
+    read_image_record,
+    warn_absent_inputs,
+    warn_hidden_inputs,
+    warn_unknown_steps,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.errors import UsageError
-from bundle.planning.inputs import absent_inputs
+from bundle.planning.inputs import find_absent_inputs
 from bundle.targets import images
 from bundle.targets import kubernetes as objects
-from bundle.targets.kubernetes import pod, running
-from bundle.targets.kubernetes.options import CLAIM, Options
+from bundle.targets.kubernetes import jobs, pod
+from bundle.targets.kubernetes.options import DEFAULT_CLAIM, KubernetesOptions
 
 _log = logging.getLogger(__name__)
 
@@ -36,15 +36,15 @@ def kubernetes(
     machines: Machines,
     claim: Annotated[
         str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
-    ] = CLAIM,
+    ] = DEFAULT_CLAIM,
     container_image: Image = "",
-    registry: Registry = images.REGISTRY,
-    record: options.RunsIn = "",
+    registry: Registry = images.DEFAULT_REGISTRY,
+    record: options.ImageRecordOrNone = "",
     form: Annotated[
         str,
         typer.Option(
-            callback=options.one_of(tuple(objects.FORMS)),
-            help="; ".join(f"{name} {form.what}" for name, form in objects.FORMS.items()) + ".",
+            callback=options.allow_only(tuple(objects.FORMS)),
+            help="; ".join(f"{name} {form.help_text}" for name, form in objects.FORMS.items()) + ".",
         ),
     ] = next(iter(objects.FORMS)),
     name: Annotated[str, typer.Option(help="Of the objects; without it, the recipe's.")] = "",
@@ -95,13 +95,13 @@ def kubernetes(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print them, even so.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
-    if not container_image and (wrong := objects.image(form)):
-        raise UsageError(wrong)
-    job = decided(recipe, request, machines, read_record_of_one(container_image, record))
+    if not container_image and (missing_image := objects.explain_missing_image(form)):
+        raise UsageError(missing_image)
+    job = decide_job(recipe, request, machines, read_image_record(container_image, record))
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
         _log.warning("planned for cpu, all that this machine has: say --hardware where nodes have more")
-    wanted = Options(
-        image=container_image or images.default(job, registry),
+    kubernetes_options = KubernetesOptions(
+        image=container_image or images.choose_image(job, registry),
         claim=claim,
         name=name,
         form=form,
@@ -123,11 +123,11 @@ def kubernetes(
         grace_seconds=grace,
         keep_seconds=keep,
     )
-    say_epochs(job, recipe)
-    claims = "say --mount CLAIM:{}, of a claim that holds it"
-    say_absent(absent_inputs(job.recipe))
-    say_hidden(job, pod.mounts(wanted), Path(pod.HOME), claims)
+    warn_unknown_steps(job, recipe)
+    mount_advice = "say --mount CLAIM:{}, of a claim that holds it"
+    warn_absent_inputs(find_absent_inputs(job.recipe))
+    warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(pod.HOME), mount_advice)
     if apply and not dry_run:
-        submitted(f"kubernetes:{running.submit(job, wanted)}", detach=detach)
+        follow_submitted_job(f"kubernetes:{jobs.submit(job, kubernetes_options)}", detach=detach)
     else:
-        print(objects.documents(job, wanted), end="")
+        print(objects.render_documents(job, kubernetes_options), end="")

@@ -7,7 +7,13 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Detach, NodeRank, Rendezvous, decided_here, submitted
+from bundle.cli.launch.submission import (
+    Detach,
+    NodeRank,
+    Rendezvous,
+    decide_job_with_paths,
+    follow_submitted_job,
+)
 from bundle.cli.request import JobRequest, Machines
 from bundle.environment import image
 from bundle.targets import local as machine
@@ -25,10 +31,12 @@ def local(
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""
-    job = decided_here(recipe, request, machines, None, looks=not machines.hardware)
-    job = replace(job, image=image.own())
-    wanted = machine.Options(restarts, request.mcore, preflight)
+    job = decide_job_with_paths(recipe, request, machines, None, checks_paths=not machines.hardware)
+    job = replace(job, image=image.read_own_record())
+    local_options = machine.LocalOptions(restarts, request.mcore, preflight)
     if dry_run:
-        print(machine.dry_run(job, wanted, rendezvous), end="")
+        print(machine.render_dry_run(job, local_options, rendezvous), end="")
         return
-    submitted(f"local:{machine.submit(job, wanted, Path.cwd(), node_rank, rendezvous)}", detach=detach)
+    follow_submitted_job(
+        f"local:{machine.submit(job, local_options, Path.cwd(), node_rank, rendezvous)}", detach=detach
+    )

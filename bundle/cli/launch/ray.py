@@ -7,15 +7,20 @@ from typing import Annotated
 
 import typer
 
-from bundle.cli import may_fail, options
-from bundle.cli.launch.submission import Detach, decided_here, say_epochs, submitted
+from bundle.cli import ignore_lost_output, options
+from bundle.cli.launch.submission import (
+    Detach,
+    decide_job_with_paths,
+    follow_submitted_job,
+    warn_unknown_steps,
+)
 from bundle.cli.request import JobRequest, Machines
 from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
 from bundle.launch.command import WAIT_SECONDS
 from bundle.launch.rendezvous import discover
-from bundle.runs.directory import newest_checkpoint
+from bundle.runs.directory import find_newest_checkpoint
 from bundle.targets import ray as cluster
 from bundle.targets import raycluster, raylets
 
@@ -57,29 +62,36 @@ def ray(
         raise UsageError("--detach: name the cluster that takes the job with --address")
     if start and (job is None or address):
         raise UsageError("--start: say --job FILE with it, and no --address")
-    wanted = cluster.Options(address, restarts, wait, preflight=preflight)
+    ray_options = cluster.RayOptions(address, restarts, wait, preflight=preflight)
     if job is None:
-        built = image.named(record) if record else None
-        decided = decided_here(
-            recipe, request, machines, built, looks=not dry_run, in_image=built is not None
+        image_record = image.read_record(record) if record else None
+        planned_job = decide_job_with_paths(
+            recipe,
+            request,
+            machines,
+            image_record,
+            checks_paths=not dry_run,
+            in_image=image_record is not None,
         )
-        say_epochs(decided, recipe)
-        decided = replace(decided, image=built or image.own())
+        warn_unknown_steps(planned_job, recipe)
+        planned_job = replace(planned_job, image=image_record or image.read_own_record())
         if dry_run:
-            print(cluster.dry_run(decided, wanted, Path.cwd()), end="")
+            print(cluster.render_dry_run(planned_job, ray_options, Path.cwd()), end="")
             return
         if address:
-            submitted(f"ray:{cluster.submit(decided, wanted, Path.cwd())}", detach=detach)
+            follow_submitted_job(f"ray:{cluster.submit(planned_job, ray_options, Path.cwd())}", detach=detach)
             return
-        job = cluster.write(decided)
-    told = job_file.load(job)
-    may_fail()  # the run directory has it all
-    file = job.absolute()
+        job = cluster.write_job_file(planned_job)
+    loaded_job = job_file.load(job)
+    ignore_lost_output()  # the run directory has it all
+    job_path = job.absolute()
 
     def drive() -> int:
-        return raylets.run(told, file, wanted, lambda: newest_checkpoint(told.directory))
+        return raylets.run(
+            loaded_job, job_path, ray_options, lambda: find_newest_checkpoint(loaded_job.directory)
+        )
 
     if start:
-        where = discover(os.environ, planned=told.nodes)
-        raise typer.Exit(raycluster.run(told, file, where, drive, wait))
+        rendezvous = discover(os.environ, planned_nodes=loaded_job.nodes)
+        raise typer.Exit(raycluster.run(loaded_job, job_path, rendezvous, drive, wait))
     raise typer.Exit(drive())

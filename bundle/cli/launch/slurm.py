@@ -6,18 +6,25 @@ from typing import Annotated
 import typer
 
 from bundle.cli import options
-from bundle.cli.launch.submission import Detach, decided_here, read_record, say_epochs, say_hidden, submitted
+from bundle.cli.launch.submission import (
+    Detach,
+    decide_job_with_paths,
+    follow_submitted_job,
+    read_optional_record,
+    warn_hidden_inputs,
+    warn_unknown_steps,
+)
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import slurm as scheduler
 from bundle.targets.slurm import batch, containers
-from bundle.targets.slurm.options import CONTAINERS, Options
+from bundle.targets.slurm.options import CONTAINERS, SlurmOptions
 
 
 def slurm(
     recipe: options.Recipe,
     request: JobRequest,
     machines: Machines,
-    record: options.RunsIn = "",
+    record: options.ImageRecordOrNone = "",
     sbatch: Annotated[
         list[str] | None,
         typer.Option(
@@ -29,7 +36,7 @@ def slurm(
     ] = "",
     container: Annotated[
         str,
-        typer.Option(callback=options.one_of(CONTAINERS), help=f"One of {', '.join(CONTAINERS)}."),
+        typer.Option(callback=options.allow_only(CONTAINERS), help=f"One of {', '.join(CONTAINERS)}."),
     ] = CONTAINERS[0],
     mounts: Annotated[
         list[str] | None,
@@ -48,15 +55,15 @@ def slurm(
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""
-    job = decided_here(
+    job = decide_job_with_paths(
         recipe,
         request,
         machines,
-        read_record(container_image, record),
-        looks=not dry_run,
+        read_optional_record(container_image, record),
+        checks_paths=not dry_run,
         in_image=bool(container_image),
     )
-    wanted = Options(
+    slurm_options = SlurmOptions(
         sbatch=tuple(sbatch or ()),
         image=container_image,
         container=container,
@@ -67,10 +74,12 @@ def slurm(
         ray=ray,
         rdma=rdma,
     )
-    say_epochs(job, recipe)
+    warn_unknown_steps(job, recipe)
     if container_image:
-        say_hidden(job, containers.mounts(job, wanted, Path.cwd()), Path.cwd(), "say --mount {0}:{0}")
+        warn_hidden_inputs(
+            job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"
+        )
     if dry_run:
-        print(batch.script(job, wanted, Path.cwd()), end="")
+        print(batch.build_script(job, slurm_options, Path.cwd()), end="")
         return
-    submitted(f"slurm:{scheduler.submit(job, wanted, Path.cwd())}", detach=detach)
+    follow_submitted_job(f"slurm:{scheduler.submit(job, slurm_options, Path.cwd())}", detach=detach)

@@ -3,197 +3,203 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.definitions import Definition, SourceEvidence
 from bundle.patches.entry import (
     MEGATRONS_BALANCING,
-    NOTHING,
+    NO_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
     Replacement,
     Trap,
-    asks,
-    called,
-    reads,
+    detect_in_definitions,
+    detect_in_source,
+    replace_by_signature,
 )
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
-_ATTACH = f"{_ROUTER}.attach_and_log_load_balancing_loss"  # from 0.14
-_APPLY = f"{_ROUTER}.apply_load_balancing_loss"  # to 0.13
+_ATTACH_LOSS = f"{_ROUTER}.attach_and_log_load_balancing_loss"  # from 0.14
+_APPLY_LOSS = f"{_ROUTER}.apply_load_balancing_loss"  # to 0.13
 _Z_LOSS = f"{_ROUTER}.apply_z_loss"
-_SEQUENCES = f"{_ROUTER}._apply_seq_aux_loss"  # from 0.14
-_SEQUENCES_THEN = f"{_ROUTER}.seq_aux_loss_load_balancing"  # to 0.13
-_MAINTAIN = f"{_ROUTER}._maintain_float32_expert_bias"
+_SEQ_AUX_LOSS = f"{_ROUTER}._apply_seq_aux_loss"  # from 0.14
+_OLD_SEQ_AUX_LOSS = f"{_ROUTER}.seq_aux_loss_load_balancing"  # to 0.13
+_MAINTAIN_BIAS = f"{_ROUTER}._maintain_float32_expert_bias"
 _INIT = f"{_ROUTER}.__init__"
 _ROUTING = f"{_ROUTER}.routing"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_STEP = f"{_SCHEDULES}:forward_step"  # sets the scale to 0.13
-_LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
-_BIAS = f"{_ROUTER}._apply_expert_bias"
-_GLOBAL = f"{_ROUTER}._apply_global_aux_loss"
-_BALANCE = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
+_FORWARD_STEP = f"{_SCHEDULES}:forward_step"  # sets the scale to 0.13
+_CALC_LOSS = f"{_SCHEDULES}:forward_step_calc_loss"  # from 0.14
+_APPLY_EXPERT_BIAS = f"{_ROUTER}._apply_expert_bias"
+_GLOBAL_AUX_LOSS = f"{_ROUTER}._apply_global_aux_loss"
+_BALANCING_LOSS = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
-_COUNT = f"{_UTILS}:get_tokens_per_expert_and_token_count"
+_COUNT_TOKENS = f"{_UTILS}:get_tokens_per_expert_and_token_count"
 _REDUCE = f"{_UTILS}:reduce_from_tensor_model_parallel_region"
-_IN_PLACE = "megatron.core.tensor_parallel.mappings:_reduce"
-_PREPARED = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
+_REDUCE_IN_PLACE = "megatron.core.tensor_parallel.mappings:_reduce"
+_PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 
-def _over_ranks(wrapper: str) -> tuple[Replacement, ...]:
+def _replace_loss_scale(wrapper: str) -> tuple[Replacement, ...]:
     """The function that sets the scale: from 0.14 one of its own, which both schedules call."""
-    return called(_STEP, f"moe:{wrapper}"), called(_LOSS, f"moe:{wrapper}", optional=True)
+    return replace_by_signature(_FORWARD_STEP, f"moe:{wrapper}"), replace_by_signature(
+        _CALC_LOSS, f"moe:{wrapper}", optional=True
+    )
 
 
-@reads((_ATTACH, _APPLY), _Z_LOSS, also=((_LOSS, _STEP),))
-def _own_tokens(attach: Definition, z_loss: Definition, setting: Definition | None) -> Presence:
+@detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS), _Z_LOSS, optional=((_CALC_LOSS, _FORWARD_STEP),))
+def _weighs_by_own_tokens(attach: Definition, z_loss: Definition, setting: Definition | None) -> Presence:
     """Whether the weight is the number of tokens on this rank, and not of all that share a micro-batch."""
     all_ranks = "_ * num_local_tokens * self.tp_cp_group.size()"
     if attach.has(all_ranks) and z_loss.has(all_ranks):
         return Presence.ABSENT
-    counted = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
-    of_logits = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
-    own = any(map(attach.has, counted)) and any(map(z_loss.has, of_logits))
+    aux_weights = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
+    z_weights = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
+    is_local = any(map(attach.has, aux_weights)) and any(map(z_loss.has, z_weights))
     # The wrapper multiplies the scale, which is to be set anew each time.
-    anew = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
-    return Presence.told(own and anew)
+    is_reset = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
+    return Presence.from_matches(is_local and is_reset)
 
 
-@reads((_LOSS, _STEP))
-def _mean_without_context(setting: Definition) -> Presence:
+@detect_in_definitions((_CALC_LOSS, _FORWARD_STEP))
+def _ignores_context_ranks(setting: Definition) -> Presence:
     """Whether the scale of a mean is divided by micro-batches and knows no context-parallel ranks."""
     scaled = ("loss_scale", "loss_scale * cp_group_size", "loss_scale * cp_size_for_scaling")
-    plain, *minding = (
+    plain, *context_aware = (
         setting.has(f"MoEAuxLossAutoScaler.set_loss_scale({by} / num_microbatches)") for by in scaled
     )
-    return Presence.told(plain, any(minding))
+    return Presence.from_matches(plain, any(context_aware))
 
 
-@asks(_SEQUENCES, _ATTACH, _APPLY)
-def _one_row(source: Evidence) -> Presence:
+@detect_in_source(_SEQ_AUX_LOSS, _ATTACH_LOSS, _APPLY_LOSS)
+def _weighs_one_sequence(source: SourceEvidence) -> Presence:
     """Whether the loss over sequences is weighed by the tokens of one of them."""
-    apply, attach = source[_SEQUENCES], source[_ATTACH]
+    apply, attach = source[_SEQ_AUX_LOSS], source[_ATTACH_LOSS]
     if apply is None or attach is None:
-        return Presence.told(absent=source[_APPLY] is not None and attach is None)
+        return Presence.from_matches(absent=source[_APPLY_LOSS] is not None and attach is None)
     if "valid_token_count" not in attach.parameters:
-        return Presence.told(absent=attach.has("aux_loss * activation.shape[0]"))
+        return Presence.from_matches(absent=attach.has("aux_loss * activation.shape[0]"))
     weights, scales = (
-        apply.given("attach_and_log_load_balancing_loss", keyword)
+        apply.find_keyword_values("attach_and_log_load_balancing_loss", keyword)
         for keyword in ("valid_token_count", "aux_loss_scale_num_tokens")
     )
     # of one of them, over the ranks
-    own = weights == ("local_num_tokens",) and set(scales) <= {"total_num_tokens"}
-    counted = bool(apply.calls("get_tokens_per_expert_and_token_count"))
-    return Presence.told(own and counted, absent=weights == ("local_num_tokens * bsz",))
+    is_local = weights == ("local_num_tokens",) and set(scales) <= {"total_num_tokens"}
+    counted = bool(apply.find_calls("get_tokens_per_expert_and_token_count"))
+    return Presence.from_matches(is_local and counted, absent=weights == ("local_num_tokens * bsz",))
 
 
-@reads(_MAINTAIN, _INIT)
+@detect_in_definitions(_MAINTAIN_BIAS, _INIT)
 def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
     """Whether the counts are a buffer, which mixed precision casts, that nobody casts back."""
     counts = "self.local_tokens_per_expert"
-    if maintain.assigned(counts) or maintain.assigned(f"{counts}.data"):
+    if maintain.find_assigned_values(counts) or maintain.find_assigned_values(f"{counts}.data"):
         return Presence.ABSENT
-    if "local_tokens_per_expert" in maintain.names:
+    if "local_tokens_per_expert" in maintain.identifiers:
         return Presence.UNKNOWN
     buffer = init.has('self.register_buffer("local_tokens_per_expert", _, persistent=False)')
-    return Presence.told(buffer and "expert_bias" in maintain.names)
+    return Presence.from_matches(buffer and "expert_bias" in maintain.identifiers)
 
 
-@reads((_ATTACH, _APPLY))
-def _weighed_by_all_tokens(attach: Definition) -> Presence:
+@detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS))
+def _weighs_by_all_tokens(attach: Definition) -> Presence:
     """Whether the weight of a loss per token is tokens that the router sees, learned or not."""
-    if "calculate_per_token_loss" not in attach.names:  # it is not weighed at all
-        return Presence.told(absent=attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)"))
-    attached = [call.args[1] for call in attach.calls("apply") if len(call.args) == 2]
+    if "calculate_per_token_loss" not in attach.identifiers:  # it is not weighed at all
+        return Presence.from_matches(absent=attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)"))
+    attached = [call.args[1] for call in attach.find_calls("apply") if len(call.args) == 2]
     weights = [weighed.right for weighed in attached if isinstance(weighed, ast.BinOp)]
     seen = ("activation.shape[0]", "num_tokens", "self.tp_cp_group.size()", "aux_loss_scale_num_tokens")
-    return Presence.told(bool(weights) and all(ast.unparse(weight) in seen for weight in weights))
+    return Presence.from_matches(bool(weights) and all(ast.unparse(weight) in seen for weight in weights))
 
 
-@reads(_ROUTING, (_SEQUENCES, _SEQUENCES_THEN))
-def _rows_are_sequences(routing: Definition, loss: Definition) -> Presence:
+@detect_in_definitions(_ROUTING, (_SEQ_AUX_LOSS, _OLD_SEQ_AUX_LOSS))
+def _treats_rows_as_sequences(routing: Definition, loss: Definition) -> Presence:
     """Whether a sequence is a row of the logits, and nobody looks for boundaries inside it."""
-    bounded = any("cu_seqlens" in name for name in routing.names | loss.names)
-    return Presence.told(routing.has("seq_length, bsz = logits.shape[:2]") and not bounded)
+    bounded = any("cu_seqlens" in name for name in routing.identifiers | loss.identifiers)
+    return Presence.from_matches(routing.has("seq_length, bsz = logits.shape[:2]") and not bounded)
 
 
-@reads(_ROUTING)
-def _every_row_is_counted(routing: Definition) -> Presence:
+@detect_in_definitions(_ROUTING)
+def _counts_padding_rows(routing: Definition) -> Presence:
     """Whether a router cannot be told of padding."""
-    told = any("mask" in name or "valid" in name for name in routing.names | routing.parameters)
-    return Presence.told(not told, absent="padding_mask" in routing.parameters)
+    knows_padding = any(
+        "mask" in name or "valid" in name for name in routing.identifiers | routing.parameters
+    )
+    return Presence.from_matches(not knows_padding, absent="padding_mask" in routing.parameters)
 
 
-_LOSSES = frozenset({"moe", MEGATRONS_BALANCING})
+_BALANCING_FEATURES = frozenset({"moe", MEGATRONS_BALANCING})
 
 
-@reads(_ROUTING, also=(_BIAS,))
-def _mask_of_another_shape(routing: Definition, bias: Definition | None) -> Presence:
+@detect_in_definitions(_ROUTING, optional=(_APPLY_EXPERT_BIAS,))
+def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence:
     """Whether the map [tokens, experts] is combined with the mask [tokens] as it is."""
     if "padding_mask" not in routing.parameters:
         return Presence.ABSENT  # nobody can tell a router of padding
     if bias is None:
         return Presence.UNKNOWN
-    both = (node for node in bias.each(ast.BinOp) if isinstance(node.op, ast.BitAnd | ast.Mult))
-    combined = {ast.unparse(node.right) for node in both}
+    combinations = (node for node in bias.iter_nodes(ast.BinOp) if isinstance(node.op, ast.BitAnd | ast.Mult))
+    combined = {ast.unparse(node.right) for node in combinations}
     if combined == {"~padding_mask"}:
-        given = routing.has("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
-        return Presence.told(given and not bias.assigned("padding_mask"))
-    return Presence.told(absent=any("unsqueeze" in right for right in combined))
+        passes_mask = routing.has("self._apply_expert_bias(routing_map, padding_mask=padding_mask)")
+        return Presence.from_matches(passes_mask and not bias.find_assigned_values("padding_mask"))
+    return Presence.from_matches(absent=any("unsqueeze" in right for right in combined))
 
 
-@asks(_COUNT, _IN_PLACE, _ROUTING)
-def _own_count_is_overwritten(source: Evidence) -> Presence:
+@detect_in_source(_COUNT_TOKENS, _REDUCE_IN_PLACE, _ROUTING)
+def _overwrites_own_count(source: SourceEvidence) -> Presence:
     """Whether a count is summed over the ranks in place, and the rank's own is read from it afterwards."""
-    count, reduce = source[_COUNT], source[_IN_PLACE]
+    count, reduce = source[_COUNT_TOKENS], source[_REDUCE_IN_PLACE]
     if count is None:
         routing = source[_ROUTING]
-        return Presence.told(absent=routing and "padding_mask" not in routing.parameters)
-    summed = [call.args[0] for call in count.calls("reduce_from_tensor_model_parallel_region") if call.args]
-    if len(summed) != 1 or reduce is None or not reduce.calls("all_reduce"):
+        return Presence.from_matches(absent=routing and "padding_mask" not in routing.parameters)
+    summed = [
+        call.args[0] for call in count.find_calls("reduce_from_tensor_model_parallel_region") if call.args
+    ]
+    if len(summed) != 1 or reduce is None or not reduce.find_calls("all_reduce"):
         return Presence.UNKNOWN
     if not isinstance(summed[0], ast.Name):
-        return Presence.told(absent=ast.unparse(summed[0]).endswith(".clone()"))
+        return Presence.from_matches(absent=ast.unparse(summed[0]).endswith(".clone()"))
     name = summed[0].id
     # Its sum is taken under an `if`, behind the call that has changed it.
-    after = (node for branch in count.each(ast.If) for node in ast.walk(branch))
-    again = any(isinstance(node, ast.Attribute) and ast.unparse(node) == f"{name}.sum" for node in after)
-    read = [n for n in count.each(ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
-    return Presence.told(again, absent=len(read) == 1)
+    after = (node for branch in count.iter_nodes(ast.If) for node in ast.walk(branch))
+    is_reread = any(isinstance(node, ast.Attribute) and ast.unparse(node) == f"{name}.sum" for node in after)
+    read = [n for n in count.iter_nodes(ast.Name) if n.id == name and isinstance(n.ctx, ast.Load)]
+    return Presence.from_matches(is_reread, absent=len(read) == 1)
 
 
-@asks(_GLOBAL, _ROUTING)
-def _divided_by_other_tokens(source: Evidence) -> Presence:
+@detect_in_source(_GLOBAL_AUX_LOSS, _ROUTING)
+def _divides_by_last_tokens(source: SourceEvidence) -> Presence:
     """Whether the experts' counts, and no count of tokens, are added up over micro-batches."""
-    loss = source[_GLOBAL]
+    loss = source[_GLOBAL_AUX_LOSS]
     if loss is None:
-        return Presence.told(absent=source[_ROUTING])
-    summed = {ast.unparse(node.target) for node in loss.each(ast.AugAssign)}
+        return Presence.from_matches(absent=source[_ROUTING])
+    summed = {ast.unparse(node.target) for node in loss.iter_nodes(ast.AugAssign)}
     known = summed == {"self.global_tokens_per_expert", "self.ga_steps"}
-    return Presence.told(known and loss.calls("switch_load_balancing_loss_func"))
+    return Presence.from_matches(known and loss.find_calls("switch_load_balancing_loss_func"))
 
 
-@asks(_PREPARED, mtp.FORWARD)
-def _mask_of_the_first_stage(source: Evidence) -> Presence:
+@detect_in_source(_PREPROCESS, mtp.MODEL_FORWARD)
+def _shares_mask_in_first_stage(source: SourceEvidence) -> Presence:
     """Whether a mask of padding is shared out by the stage that has the embedding, and by no other."""
-    prepared = source[_PREPARED]
+    prepared = source[_PREPROCESS]
     if prepared is None or "padding_mask" not in prepared.parameters:
-        older = source[mtp.FORWARD]
-        return Presence.told(absent=older and "padding_mask" not in older.names)
+        older = source[mtp.MODEL_FORWARD]
+        return Presence.from_matches(absent=older and "padding_mask" not in older.identifiers)
     sharing = [
         node
-        for node in prepared.each(ast.Assign)
+        for node in prepared.iter_nodes(ast.Assign)
         if ast.unparse(node.targets[0]) == "padding_mask"
         and "scatter_to_sequence_parallel_region" in ast.unparse(node.value)
     ]
-    first = [n for n in prepared.each(ast.If) if ast.unparse(n.test) == "self.pre_process"]
+    first = [n for n in prepared.iter_nodes(ast.If) if ast.unparse(n.test) == "self.pre_process"]
     inside = {id(node) for branch in first for statement in branch.body for node in ast.walk(statement)}
-    return Presence.told(sharing and all(id(node) in inside for node in sharing))
+    return Presence.from_matches(sharing and all(id(node) in inside for node in sharing))
 
 
 PATCHES = (
     Patch(
         id="balancing-per-token-ranks",
-        replacements=_over_ranks("per_token_over_ranks"),
+        replacements=_replace_loss_scale("scale_token_losses_over_ranks"),
         why=(
             "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided by "
             "tensor and context parallel ranks: half of the coefficient at TP2 or CP2, silently."
@@ -201,17 +207,17 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
         range="<0.19",
-        when=_LOSSES,
+        when=_BALANCING_FEATURES,
         assumes=(
             "calculate_per_token_loss, with a loss function that returns three values: a sum, this rank's "
             "own token count, and what is reported; and sequence parallelism wherever tensor parallel ranks "
             "are several"
         ),
-        defect=_own_tokens,
+        defect=_weighs_by_own_tokens,
     ),
     Patch(
         id="balancing-mean-context-parallel",
-        replacements=_over_ranks("mean_over_context"),
+        replacements=_replace_loss_scale("scale_mean_losses_over_context"),
         why=(
             "Under a mean loss the gradients of the experts' balancing loss and z-loss are divided by "
             "context parallel ranks: half of the coefficient at CP2, silently."
@@ -219,13 +225,13 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
         range="<0.16",
-        when=_LOSSES | {"cp"},
+        when=_BALANCING_FEATURES | {"cp"},
         assumes="a mean loss: calculate_per_token_loss is off",
-        defect=_mean_without_context,
+        defect=_ignores_context_ranks,
     ),
     Patch(
         id="balancing-per-token-rows",
-        replacements=(Replacement(_SEQUENCES, "moe:every_sequence"),),
+        replacements=(Replacement(_SEQ_AUX_LOSS, "moe:scale_by_sequences"),),
         why=(
             "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the rows "
             "of a micro-batch, silently."
@@ -233,13 +239,13 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
         range=">=0.16,<0.19",
-        when=_LOSSES,
-        assumes=NOTHING,
-        defect=_one_row,
+        when=_BALANCING_FEATURES,
+        assumes=NO_ASSUMPTION,
+        defect=_weighs_one_sequence,
     ),
     Patch(
         id="expert-bias-counts",
-        replacements=(Replacement(_MAINTAIN, "moe:exact_counts"),),
+        replacements=(Replacement(_MAINTAIN_BIAS, "moe:keep_float32_counts"),),
         why=(
             "In bf16 the tokens of each expert are counted in bf16, which has no 257: the bias that steers "
             "the choice moves the wrong way."
@@ -248,12 +254,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7081",
         range="",
         when=frozenset({"expert-bias", "bf16"}),
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_counts_in_bf16,
     ),
     Patch(
         id="padding-mask-expert-bias",
-        replacements=(called(_BIAS, "moe:one_mask_for_all_experts"),),
+        replacements=(replace_by_signature(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
             "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
             "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
@@ -262,12 +268,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
         range=">=0.16",
         when=frozenset({"moe", "expert-bias", "padding-mask"}),
-        assumes=NOTHING,
-        defect=_mask_of_another_shape,
+        assumes=NO_ASSUMPTION,
+        defect=_mixes_mask_shapes,
     ),
     Patch(
         id="padding-mask-own-count",
-        replacements=(called(_REDUCE, "moe:sum_of_a_copy"),),
+        replacements=(replace_by_signature(_REDUCE, "moe:sum_copy"),),
         why=(
             "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
             "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
@@ -280,13 +286,13 @@ PATCHES = (
             "below 0.19 the loss of a rank is brought to the scale of the tokens of all tp x cp ranks by "
             "someone: there this defect makes up for that one in sequence-parallel jobs"
         ),
-        defect=_own_count_is_overwritten,
+        defect=_overwrites_own_count,
     ),
     Patch(
         id="global-aux-loss-tokens",
         replacements=(
-            called(_GLOBAL, "moe:over_the_window"),
-            Replacement(_BALANCE, "moe:counts_like_these_tokens"),
+            replace_by_signature(_GLOBAL_AUX_LOSS, "moe:mark_window_loss"),
+            Replacement(_BALANCING_LOSS, "moe:rescale_window_counts"),
         ),
         why=(
             "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
@@ -296,16 +302,16 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
         range=">=0.15",
         when=frozenset({"moe", "global-aux-loss"}),
-        assumes=NOTHING,
-        defect=_divided_by_other_tokens,
+        assumes=NO_ASSUMPTION,
+        defect=_divides_by_last_tokens,
     ),
 )
 TRAPS = (
     Trap(
         id="balancing-of-prompts",
         range="",
-        defect=_weighed_by_all_tokens,
-        when=_LOSSES | {"per-token-loss"},
+        defect=_weighs_by_all_tokens,
+        when=_BALANCING_FEATURES | {"per-token-loss"},
         why=(
             "Under a loss per token the coefficients of the experts' balancing loss and z-loss count as many "
             "times as there are tokens to a learned one: four times where a quarter is learned, silently."
@@ -320,8 +326,8 @@ TRAPS = (
     Trap(
         id="balancing-of-packs",
         range="",
-        defect=_rows_are_sequences,
-        when=_LOSSES | {"seq-aux-loss", "packed"},
+        defect=_treats_rows_as_sequences,
+        when=_BALANCING_FEATURES | {"seq-aux-loss", "packed"},
         why="The balancing loss over sequences (seq_aux_loss) takes a pack for one sequence.",
         cause=(
             "TopKRouter.routing takes rows of the logits for sequences, and a pack is one; #6108, #6115 "
@@ -333,8 +339,8 @@ TRAPS = (
     Trap(
         id="balancing-of-padding",
         range="<0.16",
-        defect=_every_row_is_counted,
-        when=_LOSSES | {"padding"},
+        defect=_counts_padding_rows,
+        when=_BALANCING_FEATURES | {"padding"},
         why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
         cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
         kind=DefectKind.SILENT,
@@ -343,7 +349,7 @@ TRAPS = (
     Trap(
         id="padding-mask-stages",
         range=">=0.16",
-        defect=_mask_of_the_first_stage,
+        defect=_shares_mask_in_first_stage,
         when=frozenset({"moe", "padding-mask", "sp", "pp"}),
         why="From the second stage on routers get the mask of the whole sequence, not of their share.",
         cause=(

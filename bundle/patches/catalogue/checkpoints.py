@@ -2,74 +2,78 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.definitions import Definition, SourceEvidence
 from bundle.patches.entry import (
     MEGATRONS_TIED_HEAD,
-    NOTHING,
+    NO_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
     Replacement,
     Trap,
-    asks,
-    called,
-    reads,
+    detect_in_definitions,
+    detect_in_source,
+    replace_by_signature,
 )
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _WRITE = f"{_CHECKPOINTING}.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
 _COMMON = f"{_CHECKPOINTING}.strategies.common"
-_LOADS = (
+_LOAD_FUNCTIONS = (
     f"{_COMMON}:load_common",
     f"{_COMMON}:TorchCommonLoadStrategy.load_common",
     f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects",
 )
-_COUNTING = {  # the modules that count elements with numpy, and where they do
+_COUNTING_NAMES = {  # the modules that count elements with numpy, and where they do
     "mapping": "ShardedTensor.local_coordinates",
     "validation": "_validate_sharding_for_key_flattened",
     "exchange_utils": "_shard_size",
 }
-_COUNTS = tuple(f"{_CHECKPOINTING}.{module}:{name}" for module, name in _COUNTING.items())
+_COUNTING_FUNCTIONS = tuple(f"{_CHECKPOINTING}.{module}:{name}" for module, name in _COUNTING_NAMES.items())
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _STATE = f"{_OPTIMIZER}.sharded_state_dict"
-_SHARDS = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
+_RESHARDABLE_STATE = f"{_OPTIMIZER}.sharded_param_state_dp_reshardable"
 _LOAD_STATE = f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable"
 _SET_STATE = f"{_OPTIMIZER}._set_main_param_and_optimizer_states"
-_CHECKED = f"{_CHECKPOINTING}.mapping:ShardedTensor.validate_metadata_integrity"
+_VALIDATE_METADATA = f"{_CHECKPOINTING}.mapping:ShardedTensor.validate_metadata_integrity"
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel.__init__"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
-_TIES = f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict"
+_TIE_EMBEDDINGS = f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict"
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 
-@reads(_WRITE)
-def _format_unnamed(write: Definition) -> Presence:
+@detect_in_definitions(_WRITE)
+def _omits_format(write: Definition) -> Presence:
     """Whether an item is written with the five arguments that torch wanted before 2.8."""
-    calls = write.calls("_write_item")
+    calls = write.find_calls("_write_item")
     if not calls:
         return Presence.UNKNOWN
     plain = all(not call.keywords and len(call.args) == 5 for call in calls)
     starred = any(isinstance(arg, ast.Starred) for call in calls for arg in call.args)
-    named = bool({"SerializationFormat", "serialization_format"} & write.names)
-    return Presence.told((plain or starred) and not named, absent=named)
+    named = bool({"SerializationFormat", "serialization_format"} & write.identifiers)
+    return Presence.from_matches((plain or starred) and not named, absent=named)
 
 
-@asks(*_COUNTS)
-def _by_product(source: Evidence) -> Presence:
+@detect_in_source(*_COUNTING_FUNCTIONS)
+def _uses_numpy_product(source: SourceEvidence) -> Presence:
     """Whether elements are counted by `numpy.product`, which numpy 2 does not have."""
-    counting = source.there(*_COUNTS)
-    removed = any(code.calls("product") for code in counting)
-    return Presence.told(removed, absent=any(code.calls("prod") for code in counting))
+    counting = source.find_existing(*_COUNTING_FUNCTIONS)
+    removed = any(code.find_calls("product") for code in counting)
+    return Presence.from_matches(removed, absent=any(code.find_calls("prod") for code in counting))
 
 
-@asks(*_LOADS)
-def _unrestricted(source: Evidence) -> Presence:
+@detect_in_source(*_LOAD_FUNCTIONS)
+def _loads_unrestricted(source: SourceEvidence) -> Presence:
     """Whether any of the loads asks torch to run whatever the file says."""
-    asked = [_asked(call, "weights_only") for code in source.there(*_LOADS) for call in code.calls("load")]
-    return Presence.told(False in asked, absent=bool(asked) and None not in asked)
+    flags = [
+        _read_flag(call, "weights_only")
+        for code in source.find_existing(*_LOAD_FUNCTIONS)
+        for call in code.find_calls("load")
+    ]
+    return Presence.from_matches(False in flags, absent=bool(flags) and None not in flags)
 
 
-def _asked(call: ast.Call, name: str) -> bool | None:
+def _read_flag(call: ast.Call, name: str) -> bool | None:
     """What a call gives for a flag that is on where it gives nothing; None where that cannot be read."""
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -80,84 +84,89 @@ def _asked(call: ast.Call, name: str) -> bool | None:
     return True
 
 
-@reads(_STATE, _CHECKED)
-def _default_is_refused(state: Definition, checked: Definition) -> Presence:
+@detect_in_definitions(_STATE, _VALIDATE_METADATA)
+def _refuses_default(state: Definition, checked: Definition) -> Presence:
     """Whether the form that nobody asked for is one of flat ranges, and shards of flat ranges are refused."""
-    refusing = {ast.unparse(node.test) for node in checked.each(ast.If) if _raises(node)}
+    refusing = {ast.unparse(node.test) for node in checked.iter_nodes(ast.If) if _only_raises(node)}
     if "self.flattened_range is not None" not in refusing:
-        said = any("flattened_range" in ast.unparse(node) for node in checked.each(ast.Raise))
-        return Presence.told(absent=not said and "has_flattened_range" not in refusing)
+        is_mentioned = any("flattened_range" in ast.unparse(node) for node in checked.iter_nodes(ast.Raise))
+        return Presence.from_matches(absent=not is_mentioned and "has_flattened_range" not in refusing)
     defaults = [
         call.args[1].value
-        for call in state.calls("get")
+        for call in state.find_calls("get")
         if len(call.args) == 2 and isinstance(call.args[1], ast.Constant)
     ]
     if not any(isinstance(default, str) and "shard" in default for default in defaults):
         return Presence.UNKNOWN
-    return Presence.of("fully_sharded_model_space" in defaults)
+    return Presence.from_bool("fully_sharded_model_space" in defaults)
 
 
-def _raises(branch: ast.If) -> bool:
+def _only_raises(branch: ast.If) -> bool:
     """Whether the branch does nothing but raise that this is not supported."""
-    (only, *others) = branch.body
-    return not others and isinstance(only, ast.Raise) and "not supported" in ast.unparse(only)
+    (only, *rest) = branch.body
+    return not rest and isinstance(only, ast.Raise) and "not supported" in ast.unparse(only)
 
 
-@asks(_STATE, _SHARDS, _LOAD_STATE, _SET_STATE)
-def _steps_of_another_time(source: Evidence) -> Presence:
+@detect_in_source(_STATE, _RESHARDABLE_STATE, _LOAD_STATE, _SET_STATE)
+def _overwrites_loaded_steps(source: SourceEvidence) -> Presence:
     """Whether shards keep a rank's own step, and loading copies it over the one that was loaded."""
-    shards, load, set_states = source[_SHARDS], source[_LOAD_STATE], source[_SET_STATE]
+    shards, load, set_states = source[_RESHARDABLE_STATE], source[_LOAD_STATE], source[_SET_STATE]
     if shards is None or load is None:
-        return Presence.told(absent=source[_STATE] is not None)
+        return Presence.from_matches(absent=source[_STATE] is not None)
     if set_states is None:
         return Presence.UNKNOWN
-    if not shards.says("step"):
+    if not shards.has_string("step"):
         return Presence.ABSENT  # to 0.15 a step cannot be saved
     if shards.has("if key == 'step':\n    continue"):
         return Presence.ABSENT  # it is saved with what is common to all ranks
-    kept = shards.has(
+    keeps_step = shards.has(
         "if key == 'step':\n    tensors[key] = LocalNonpersistentObject(tensors[key])\n    continue"
     )
-    if not kept or not set_states.has("dst_tensors[key].copy_(tensors[key])"):
+    if not keeps_step or not set_states.has("dst_tensors[key].copy_(tensors[key])"):
         return Presence.UNKNOWN
-    return Presence.of(not load.says("step") and not set_states.says("step"))
+    return Presence.from_bool(not load.has_string("step") and not set_states.has_string("step"))
 
 
-@reads(_FSDP, where=_FSDP)
-def _names_of_a_stage(init: Definition) -> Presence:
+@detect_in_definitions(_FSDP, required_module=_FSDP)
+def _numbers_layers_by_stage(init: Definition) -> Presence:
     """Whether layers are saved under the numbers that they have in their stage."""
     saving = "self.module.state_dict_for_save_checkpoint"
-    return Presence.told(init.assigned(saving) == {"self.module.state_dict"})
+    return Presence.from_matches(init.find_assigned_values(saving) == {"self.module.state_dict"})
 
 
-@reads(_TIES, _MODEL)
-def _refuses_the_head_that_it_made(ties: Definition, model: Definition) -> Presence:
+@detect_in_definitions(_TIE_EMBEDDINGS, _MODEL)
+def _refuses_tied_head(ties: Definition, model: Definition) -> Presence:
     """Whether a stage with MTP may have no head of its own, and is given one that is left out on others."""
-    asserts = len(tuple(ties.each(ast.Assert)))
+    asserts = len(tuple(ties.iter_nodes(ast.Assert)))
     classes = ("ColumnParallelLinear", "output_layer_cls")
-    left_out = [given for each in classes for given in model.given(each, "skip_weight_param_allocation")]
-    if not left_out or not ties.says("mtp_process"):
+    left_out = [
+        argument
+        for class_name in classes
+        for argument in model.find_keyword_values(class_name, "skip_weight_param_allocation")
+    ]
+    if not left_out or not ties.has_string("mtp_process"):
         return Presence.UNKNOWN
-    return Presence.of(asserts > 1 and not any("mtp" in expression for expression in left_out))
+    return Presence.from_bool(asserts > 1 and not any("mtp" in expression for expression in left_out))
 
 
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
-        replacements=(called(_WRITE, "checkpoints:name_the_format"),),
+        replacements=(replace_by_signature(_WRITE, "checkpoints:pass_serialization_format"),),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6322",
         range="<0.13",
         requires=(("torch", ">=2.8"),),
         when=frozenset({"distributed-checkpoint"}),
-        assumes=NOTHING,
-        defect=_format_unnamed,
+        assumes=NO_ASSUMPTION,
+        defect=_omits_format,
     ),
     Patch(
         id="dist-checkpoint-numpy-product",
         replacements=tuple(
-            Replacement(f"{_CHECKPOINTING}.{module}:np", "checkpoints:with_product") for module in _COUNTING
+            Replacement(f"{_CHECKPOINTING}.{module}:np", "checkpoints:with_product")
+            for module in _COUNTING_NAMES
         ),
         why="The first checkpoint fails with numpy 2: module 'numpy' has no attribute 'product'.",
         kind=DefectKind.ERROR,
@@ -165,12 +174,15 @@ PATCHES = (
         range="<0.16",
         requires=(("numpy", ">=2"),),
         when=frozenset({"distributed-checkpoint"}),
-        assumes=NOTHING,
-        defect=_by_product,
+        assumes=NO_ASSUMPTION,
+        defect=_uses_numpy_product,
     ),
     Patch(
         id="restricted-unpickle",
-        replacements=tuple(called(load, "checkpoints:data_only", optional=True) for load in _LOADS),
+        replacements=tuple(
+            replace_by_signature(load, "checkpoints:unpickle_data_only", optional=True)
+            for load in _LOAD_FUNCTIONS
+        ),
         why="Loading a checkpoint runs whatever code its common state holds.",
         kind=DefectKind.SILENT,
         upstream=(
@@ -183,11 +195,11 @@ PATCHES = (
             "common state holds nothing but data and Megatron's own classes; others are to be put "
             "among torch's safe globals"
         ),
-        defect=_unrestricted,
+        defect=_loads_unrestricted,
     ),
     Patch(
         id="optimizer-checkpoint-default",
-        replacements=(Replacement(_STATE, "checkpoints:reshardable_by_default"),),
+        replacements=(Replacement(_STATE, "checkpoints:default_to_reshardable"),),
         why=(
             "Saving the optimizer fails where its form is not asked for: the default, "
             "fully_sharded_model_space, makes shards of flat ranges, which are refused."
@@ -197,11 +209,11 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"optimizer-default-sharding"}),
         assumes="a form that is asked for, in metadata or as sharding_type, is meant",
-        defect=_default_is_refused,
+        defect=_refuses_default,
     ),
     Patch(
         id="dp-reshardable-steps",
-        replacements=(Replacement(_LOAD_STATE, "checkpoints:steps_as_loaded"),),
+        replacements=(Replacement(_LOAD_STATE, "checkpoints:keep_loaded_steps"),),
         why=(
             "After a resume from a checkpoint of the optimizer by buckets (dp_reshardable) Adam counts its "
             "steps from the start again, without Transformer Engine's or with the optimizer on the host: the "
@@ -211,15 +223,15 @@ PATCHES = (
         upstream="NovaSky-AI/SkyRL#1403",
         range=">=0.16",
         when=frozenset({"dp-reshardable"}),
-        assumes=NOTHING,
-        defect=_steps_of_another_time,
+        assumes=NO_ASSUMPTION,
+        defect=_overwrites_loaded_steps,
     ),
 )
 TRAPS = (
     Trap(
         id="tied-mtp-checkpoint",
         range="",
-        defect=_refuses_the_head_that_it_made,
+        defect=_refuses_tied_head,
         when=frozenset({"mtp", "tied-embeddings", "pp", "distributed-checkpoint", MEGATRONS_TIED_HEAD}),
         why="No checkpoint can be saved: an assertion at the first one.",
         cause=(
@@ -233,7 +245,7 @@ TRAPS = (
     Trap(
         id="fsdp-checkpoint-stages",
         range=">=0.14",
-        defect=_names_of_a_stage,
+        defect=_numbers_layers_by_stage,
         when=frozenset({"megatron-fsdp", "pp", "resume-other-layout"}),
         why="Megatron-FSDP's checkpoints give later stages the layers of the first if stages change.",
         cause="the adapter saves layers by their number in the stage; #7452 (finding 12)",

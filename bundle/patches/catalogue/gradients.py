@@ -6,16 +6,16 @@ from bundle.patches.definitions import Definition
 from bundle.patches.entry import (
     LOCAL_LAYERS,
     MEGATRONS_TIED_HEAD,
-    NOTHING,
+    NO_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
     Replacement,
     Trap,
-    called,
-    reads,
+    detect_in_definitions,
+    replace_by_signature,
 )
-from bundle.patches.syntax import found
+from bundle.patches.syntax import find_matches
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads:finalize_model_grads"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__"
@@ -24,9 +24,11 @@ _LINEAR = f"{_TE}:TELinear.__init__"
 _GROUPED_LINEAR = f"{_TE}:TEGroupedLinear.__init__"
 _EXPERT_ATTRIBUTES = f"{_TE}:_set_expert_parameter_attributes"
 _COLUMN = "megatron.core.tensor_parallel.layers:ColumnParallelLinear.__init__"
-_READY = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready"
-_BATCHED = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
-_FROZEN = "megatron.core.tensor_parallel.layers:LinearWithFrozenWeight.backward"
+_REGISTER_READY = (
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready"
+)
+_BATCHED_P2P = "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops"
+_FROZEN_BACKWARD = "megatron.core.tensor_parallel.layers:LinearWithFrozenWeight.backward"
 _CROSS_ENTROPY_MODULE = "megatron.core.tensor_parallel.cross_entropy"
 _CROSS_ENTROPY = f"{_CROSS_ENTROPY_MODULE}:vocab_parallel_cross_entropy"
 _CROSS_ENTROPY_FORWARD = f"{_CROSS_ENTROPY_MODULE}:_VocabParallelCrossEntropy.forward"
@@ -34,27 +36,27 @@ _LOSS = (
     "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
 )
 _FP8 = "megatron.core.fp8_utils"
-_IMPLEMENTATION = f"{_FP8}:_quantize_param_shard_impl"
+_QUANTIZE_IMPLEMENTATION = f"{_FP8}:_quantize_param_shard_impl"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-_RELOAD = f"{_DISTRIBUTED}._copy_model_params_to_main_params"
+_RELOAD_MAIN_PARAMS = f"{_DISTRIBUTED}._copy_model_params_to_main_params"
 _STEP = f"{_DISTRIBUTED}.step_with_ready_grads"
-_FILL = f"{_DISTRIBUTED}._copy_main_params_to_param_buffer"
+_FILL_PARAM_BUFFER = f"{_DISTRIBUTED}._copy_main_params_to_param_buffer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
 _NEW_STATE = f"{_HYBRID}._update_fp32_params_by_new_state"
-_OFFLOADED = frozenset({"optimizer-cpu-offload"})
+_OFFLOAD_FEATURES = frozenset({"optimizer-cpu-offload"})
 
 
-@reads(_FINALIZE)
-def _tokens_of_data_ranks(finalize: Definition) -> Presence:
+@detect_in_definitions(_FINALIZE)
+def _counts_data_ranks_only(finalize: Definition) -> Presence:
     """Whether the token count is summed over a data-parallel group without the context-parallel ranks."""
-    counted = [call for call in finalize.calls("all_reduce") if call.args and _is_count(call.args[0])]
+    counted = [call for call in finalize.find_calls("all_reduce") if call.args and _is_count(call.args[0])]
     if len(counted) != 1:
         return Presence.UNKNOWN
     group = next((keyword.value for keyword in counted[0].keywords if keyword.arg == "group"), counted[0])
-    over_all = found("parallel_state.get_data_parallel_group(with_context_parallel=True)", [group])
-    return Presence.told(
-        found("parallel_state.get_data_parallel_group()", [group]),
-        absent=over_all or found("dp_cp_group", [group]),
+    over_all = find_matches("parallel_state.get_data_parallel_group(with_context_parallel=True)", [group])
+    return Presence.from_matches(
+        find_matches("parallel_state.get_data_parallel_group()", [group]),
+        absent=over_all or find_matches("dp_cp_group", [group]),
     )
 
 
@@ -62,102 +64,108 @@ def _is_count(argument: ast.expr) -> bool:
     return isinstance(argument, ast.Name) and argument.id == "num_tokens"
 
 
-@reads(_BUFFER)
-def _start_padded_sometimes(buffer: Definition) -> Presence:
+@detect_in_definitions(_BUFFER)
+def _pads_start_conditionally(buffer: Definition) -> Presence:
     """Whether a shared parameter starts behind padding only where ranks do not divide its start."""
     sometimes = buffer.has("param_start_index % self.data_parallel_world_size != 0")
-    remainders = [n for n in buffer.each(ast.BinOp) if isinstance(n.op, ast.Mod)]
-    asked = any(
+    remainders = [n for n in buffer.iter_nodes(ast.BinOp) if isinstance(n.op, ast.Mod)]
+    is_tested = any(
         isinstance(n, ast.Name) and n.id == "param_start_index" for r in remainders for n in ast.walk(r)
     )
     closes = buffer.has("param_start_index = _update_bucket_metadata(param_start_index)")
-    given = buffer.has("self.param_index_map = param_layout.param_index_map")  # worked out elsewhere
-    return Presence.told(sometimes, absent=(closes or given) and not asked)
+    is_precomputed = buffer.has("self.param_index_map = param_layout.param_index_map")  # worked out elsewhere
+    return Presence.from_matches(sometimes, absent=(closes or is_precomputed) and not is_tested)
 
 
-@reads(_LINEAR)
-def _whole_weights_stay_marked(linear: Definition) -> Presence:
+@detect_in_definitions(_LINEAR)
+def _marks_whole_weights(linear: Definition) -> Presence:
     """Whether duplicated weights keep the mark that Transformer Engine gives to every weight."""
-    if "sequence_parallel" not in _set_by_name(linear):
+    if "sequence_parallel" not in _collect_set_attributes(linear):
         return Presence.UNKNOWN
     unmarked = linear.has('setattr(param, "tensor_model_parallel", False)')
-    return Presence.told(not unmarked and not _mentions_mark(linear), absent=unmarked)
+    return Presence.from_matches(not unmarked and not _mentions_mark(linear), absent=unmarked)
 
 
-@reads(_GROUPED_LINEAR, also=(_EXPERT_ATTRIBUTES,))
-def _expert_weights_unmarked(grouped: Definition, attributes: Definition | None) -> Presence:
+@detect_in_definitions(_GROUPED_LINEAR, optional=(_EXPERT_ATTRIBUTES,))
+def _leaves_experts_unmarked(grouped: Definition, attributes: Definition | None) -> Presence:
     """Whether the grouped layer says where its weights are reduced, but not that they are split."""
-    if attributes is not None and grouped.calls("_set_expert_parameter_attributes"):
-        return Presence.told(absent=attributes.has("param.tensor_model_parallel = is_partitioned"))
-    return Presence.told("allreduce" in _set_by_name(grouped) and not _mentions_mark(grouped))
-
-
-def _mentions_mark(code: Definition) -> bool:
-    return "tensor_model_parallel" in code.names | _set_by_name(code)
-
-
-def _set_by_name(code: Definition) -> set[object]:
-    """The attributes that the code gives to something by `setattr`."""
-    names = (call.args[1] for call in code.calls("setattr") if len(call.args) == 3)
-    return {name.value for name in names if isinstance(name, ast.Constant)}
-
-
-@reads(_COLUMN)
-def _marked_without_expert_tensor_parallel(column: Definition) -> Presence:
-    """Whether expert parallelism alone decides over which ranks an expert's gradient is summed."""
-    marked = 'setattr(self.weight, "allreduce", not {})'.format
-    minds = "expert_tensor_parallel_size" in column.names
-    return Presence.told(
-        column.has(marked("(self.is_expert and self.expert_parallel)")),
-        absent=minds and column.has(marked("use_expert_pgs")),
+    if attributes is not None and grouped.find_calls("_set_expert_parameter_attributes"):
+        return Presence.from_matches(absent=attributes.has("param.tensor_model_parallel = is_partitioned"))
+    return Presence.from_matches(
+        "allreduce" in _collect_set_attributes(grouped) and not _mentions_mark(grouped)
     )
 
 
-@reads(_READY)
+def _mentions_mark(code: Definition) -> bool:
+    return "tensor_model_parallel" in code.identifiers | _collect_set_attributes(code)
+
+
+def _collect_set_attributes(code: Definition) -> set[object]:
+    """The attributes that the code gives to something by `setattr`."""
+    names = (call.args[1] for call in code.find_calls("setattr") if len(call.args) == 3)
+    return {name.value for name in names if isinstance(name, ast.Constant)}
+
+
+@detect_in_definitions(_COLUMN)
+def _ignores_expert_tp(column: Definition) -> Presence:
+    """Whether expert parallelism alone decides over which ranks an expert's gradient is summed."""
+    marked = 'setattr(self.weight, "allreduce", not {})'.format
+    knows_expert_tp = "expert_tensor_parallel_size" in column.identifiers
+    return Presence.from_matches(
+        column.has(marked("(self.is_expert and self.expert_parallel)")),
+        absent=knows_expert_tp and column.has(marked("use_expert_pgs")),
+    )
+
+
+@detect_in_definitions(_REGISTER_READY)
 def _waits_for_every_weight(ready: Definition) -> Presence:
     """Whether a bucket is sent only when every one of its weights has a gradient."""
     counts = ready.has("self.per_param_grad_ready_counts == self.golden_per_param_grad_ready_counts")
-    return Presence.told(ready.has("len(self.params_with_grad) == len(self.params)"), absent=counts)
+    return Presence.from_matches(ready.has("len(self.params_with_grad) == len(self.params)"), absent=counts)
 
 
-@reads(_BATCHED)
-def _told_apart_by_order(batched: Definition) -> Presence:
+@detect_in_definitions(_BATCHED_P2P)
+def _omits_message_tags(batched: Definition) -> Presence:
     """Whether the messages of a batch carry no tag."""
-    messages = batched.calls("P2POp")
-    if not messages or not batched.calls("batch_isend_irecv"):
+    messages = batched.find_calls("P2POp")
+    if not messages or not batched.find_calls("batch_isend_irecv"):
         return Presence.UNKNOWN
-    return Presence.of(any(len(m.args) < 5 and all(k.arg != "tag" for k in m.keywords) for m in messages))
+    return Presence.from_bool(
+        any(len(m.args) < 5 and all(k.arg != "tag" for k in m.keywords) for m in messages)
+    )
 
 
-@reads(_FROZEN)
+@detect_in_definitions(_FROZEN_BACKWARD)
 def _multiplies_gradient_as_is(backward: Definition) -> Presence:
     """Return whether the gradient reaches its product without being made a matrix first."""
-    reshaped = {"reshape", "view", "flatten"} & backward.names
-    return Presence.told(backward.has("grad_output.matmul(weight)") and not reshaped, absent=reshaped)
+    reshaped = {"reshape", "view", "flatten"} & backward.identifiers
+    return Presence.from_matches(backward.has("grad_output.matmul(weight)") and not reshaped, absent=reshaped)
 
 
-@reads(_CROSS_ENTROPY_FORWARD)
-def _columns_of_one_rank(forward: Definition) -> Presence:
+@detect_in_definitions(_CROSS_ENTROPY_FORWARD)
+def _divides_by_local_columns(forward: Definition) -> Presence:
     """Whether smoothing divides by the columns of `exp_logits`, which are those of one rank."""
     if "label_smoothing" not in forward.parameters:
         return Presence.UNKNOWN
-    sizes = forward.assigned("vocab_size")
-    of_all = any("world_size" in size for size in sizes)
-    return Presence.told(sizes == {"exp_logits.size(-1)"}, absent=of_all)
+    sizes = forward.find_assigned_values("vocab_size")
+    is_global = any("world_size" in size for size in sizes)
+    return Presence.from_matches(sizes == {"exp_logits.size(-1)"}, absent=is_global)
 
 
-@reads(_LOSS)
-def _taken_for_a_share(loss: Definition) -> Presence:
+@detect_in_definitions(_LOSS)
+def _treats_logits_as_shard(loss: Definition) -> Presence:
     """Whether logits go into a loss over shared columns as they come."""
-    given = [ast.unparse(call.args[0]) for call in loss.calls("vocab_parallel_cross_entropy") if call.args]
-    if "logits" not in loss.parameters or given != ["logits"]:
+    arguments = [
+        ast.unparse(call.args[0]) for call in loss.find_calls("vocab_parallel_cross_entropy") if call.args
+    ]
+    if "logits" not in loss.parameters or arguments != ["logits"]:
         return Presence.UNKNOWN
-    changed = loss.assigned("logits")
+    changed = loss.find_assigned_values("logits")
     shared_out = any("scatter_to_tensor_model_parallel_region(" in value for value in changed)
-    return Presence.told(not changed, absent=shared_out)
+    return Presence.from_matches(not changed, absent=shared_out)
 
 
-@reads(_IMPLEMENTATION)
+@detect_in_definitions(_QUANTIZE_IMPLEMENTATION)
 def _always_raises(implementation: Definition) -> Presence:
     """Whether the last alternative, without Transformer Engine, only raises, even for no parameters."""
     functions = [node for node in implementation.nodes if isinstance(node, ast.FunctionDef)]
@@ -165,14 +173,14 @@ def _always_raises(implementation: Definition) -> Presence:
         return Presence.UNKNOWN
     last = functions[-1]
     raises = isinstance(last.body[0], ast.Raise)
-    return Presence.told(raises, absent=found("len(model_params) == 0", ast.walk(last)))
+    return Presence.from_matches(raises, absent=find_matches("len(model_params) == 0", ast.walk(last)))
 
 
-@reads(_RELOAD)
-def _left_early(reload: Definition) -> Presence:
+@detect_in_definitions(_RELOAD_MAIN_PARAMS)
+def _returns_early(reload: Definition) -> Presence:
     """Whether a hybrid optimizer ends the function with its fp32 copies filled at most."""
-    branches = [node for node in reload.each(ast.If) if _is_hybrid(node.test)]
-    if len(branches) != 1 or _other_uses(reload, branches[0]):
+    branches = [node for node in reload.iter_nodes(ast.If) if _is_hybrid(node.test)]
+    if len(branches) != 1 or _has_other_uses(reload, branches[0]):
         return Presence.UNKNOWN
     *filling, last = branches[0].body
     if not isinstance(last, ast.Return):
@@ -180,14 +188,14 @@ def _left_early(reload: Definition) -> Presence:
     known = {"self.optimizer.update_fp32_param_by_new_param()"}
     calls = [node for statement in filling for node in ast.walk(statement) if isinstance(node, ast.Call)]
     reloads = any("reload_model_params" in ast.unparse(call.func) for call in calls)
-    return Presence.told({ast.unparse(statement) for statement in filling} <= known, absent=reloads)
+    return Presence.from_matches({ast.unparse(statement) for statement in filling} <= known, absent=reloads)
 
 
 def _is_hybrid(test: ast.expr) -> bool:
     return ast.unparse(test).startswith("isinstance(self.optimizer, Hybrid")
 
 
-def _other_uses(reload: Definition, branch: ast.If) -> bool:
+def _has_other_uses(reload: Definition, branch: ast.If) -> bool:
     """Whether anything runs before the branch, or what is behind it reads the inner optimizer.
 
     The wrapper has the rest run as if there were none.
@@ -199,31 +207,31 @@ def _other_uses(reload: Definition, branch: ast.If) -> bool:
     documentation = all(
         isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in before
     )
-    own = {id(node) for node in ast.walk(branch)}
-    used = found("self.optimizer", (node for node in reload.walk() if id(node) not in own))
+    branch_nodes = {id(node) for node in ast.walk(branch)}
+    used = find_matches("self.optimizer", (node for node in reload.walk() if id(node) not in branch_nodes))
     return bool(used) or not documentation
 
 
-@reads(_NEW_STATE)
-def _copy_of_every_parameter(new_state: Definition) -> Presence:
+@detect_in_definitions(_NEW_STATE)
+def _assumes_fp32_copies(new_state: Definition) -> Presence:
     """Whether the fp32 copy of a parameter is looked up as if each had one."""
-    asked = new_state.has("self.param_to_fp32_param.get(param)")
-    tests = [ast.unparse(node.test) for node in new_state.each(ast.If)]
+    uses_get = new_state.has("self.param_to_fp32_param.get(param)")
+    tests = [ast.unparse(node.test) for node in new_state.iter_nodes(ast.If)]
     guarded = any("param_to_fp32_param" in test for test in tests) or "try:" in ast.unparse(
         new_state.nodes[0]
     )
-    plain = new_state.assigned("fp32_param") == {"self.param_to_fp32_param[param]"}
-    return Presence.told(plain and not guarded and not asked, absent=asked)
+    plain = new_state.find_assigned_values("fp32_param") == {"self.param_to_fp32_param[param]"}
+    return Presence.from_matches(plain and not guarded and not uses_get, absent=uses_get)
 
 
-@reads(_STEP, also=(_FILL,))
-def _gathered_by_each(step: Definition, fill: Definition | None) -> Presence:
+@detect_in_definitions(_STEP, optional=(_FILL_PARAM_BUFFER,))
+def _gathers_per_optimizer(step: Definition, fill: Definition | None) -> Presence:
     """Whether each optimizer gathers weights from buffers that others have not filled yet."""
     if fill is None:
         return Presence.ABSENT  # weights do not go through the gradients' buffers yet
-    waits = "_defer_param_sync" in step.names or step.has("getattr(self, '_defer_param_sync', False)")
-    alone = step.has("not self.ddp_config.overlap_param_gather") and step.calls("start_param_sync")
-    return Presence.told(alone and not waits, absent=waits)
+    waits = "_defer_param_sync" in step.identifiers or step.has("getattr(self, '_defer_param_sync', False)")
+    alone = step.has("not self.ddp_config.overlap_param_gather") and step.find_calls("start_param_sync")
+    return Presence.from_matches(alone and not waits, absent=waits)
 
 
 PATCHES = (
@@ -240,7 +248,7 @@ PATCHES = (
             "Megatron's pretrain_gpt.py of 0.12 returns one summed over context-parallel ranks, and "
             "with it gradients become too small"
         ),
-        defect=_tokens_of_data_ranks,
+        defect=_counts_data_ranks_only,
     ),
     Patch(
         id="shared-embedding-bucket",
@@ -253,12 +261,12 @@ PATCHES = (
         upstream="fixed upstream in 0.13",
         range="<0.13",
         when=frozenset({"pp"}),
-        assumes=NOTHING,
-        defect=_start_padded_sometimes,
+        assumes=NO_ASSUMPTION,
+        defect=_pads_start_conditionally,
     ),
     Patch(
         id="cuda-norm-of-whole-weights",
-        replacements=(called(_LINEAR, "gradients:count_whole_weights_once"),),
+        replacements=(replace_by_signature(_LINEAR, "gradients:count_whole_weights_once"),),
         why=(
             "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
             "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
@@ -269,12 +277,12 @@ PATCHES = (
         range="<0.17",
         backends=("cuda",),
         when=frozenset({"mla", "tp"}),
-        assumes=NOTHING,
-        defect=_whole_weights_stay_marked,
+        assumes=NO_ASSUMPTION,
+        defect=_marks_whole_weights,
     ),
     Patch(
         id="cuda-norm-of-expert-weights",
-        replacements=(called(_GROUPED_LINEAR, "gradients:count_expert_weights"),),
+        replacements=(replace_by_signature(_GROUPED_LINEAR, "gradients:count_expert_weights"),),
         why=(
             "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "
             "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "
@@ -285,13 +293,13 @@ PATCHES = (
         range="<0.19",
         backends=("cuda",),
         when=frozenset({"moe", "tp"}),
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         requires=(("transformer-engine", ">=2.13"),),
-        defect=_expert_weights_unmarked,
+        defect=_leaves_experts_unmarked,
     ),
     Patch(
         id="frozen-weight-product",
-        replacements=(called(_FROZEN, "gradients:fold_gradient_of_frozen_weight"),),
+        replacements=(replace_by_signature(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),),
         why=(
             "A frozen output layer multiplies its gradient token by token instead of at once where a"
             " micro-batch has one row or pack: torch does not fold a gradient whose size-1 dimension has an"
@@ -301,12 +309,12 @@ PATCHES = (
         upstream="fixed upstream in 0.19; found by a profile of a LoRA run",
         range="<0.19",
         when=frozenset({"lora"}),
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_multiplies_gradient_as_is,
     ),
     Patch(
         id="label-smoothing-over-ranks",
-        replacements=(called(_CROSS_ENTROPY, "gradients:smoothed_over_all_columns"),),
+        replacements=(replace_by_signature(_CROSS_ENTROPY, "gradients:smooth_over_all_columns"),),
         why=(
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
@@ -315,12 +323,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
         range="",
         when=frozenset({"tp", "label-smoothing"}),
-        assumes=NOTHING,
-        defect=_columns_of_one_rank,
+        assumes=NO_ASSUMPTION,
+        defect=_divides_by_local_columns,
     ),
     Patch(
         id="loss-of-gathered-logits",
-        replacements=(called(_LOSS, "gradients:own_columns"),),
+        replacements=(replace_by_signature(_LOSS, "gradients:select_rank_columns"),),
         why=(
             "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
@@ -331,22 +339,24 @@ PATCHES = (
         range="",
         when=frozenset({"tp", "gathered-logits"}),
         assumes="labels are given to the model; logits that it returns without labels stay as they are",
-        defect=_taken_for_a_share,
+        defect=_treats_logits_as_shard,
     ),
     Patch(
         id="optimizer-without-fp8-quantize",
-        replacements=(called(f"{_FP8}:quantize_param_shard", "gradients:quantize_only_what_there_is"),),
+        replacements=(
+            replace_by_signature(f"{_FP8}:quantize_param_shard", "gradients:skip_empty_quantization"),
+        ),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
         range="<0.13",
         backends=LOCAL_LAYERS,
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_always_raises,
     ),
     Patch(
         id="offload-stale-weights",
-        replacements=(called(_RELOAD, "gradients:every_copy"),),
+        replacements=(replace_by_signature(_RELOAD_MAIN_PARAMS, "gradients:fill_every_copy"),),
         why=(
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
@@ -356,13 +366,13 @@ PATCHES = (
             "NVIDIA/Megatron-LM#1842, #5071 (open); NVIDIA-NeMo/RL#2371, NVIDIA-NeMo/Megatron-Bridge#4082"
         ),
         range="",
-        when=_OFFLOADED,
+        when=_OFFLOAD_FEATURES,
         assumes="reload_model_params() is called when weights have been loaded, as without offload",
-        defect=_left_early,
+        defect=_returns_early,
     ),
     Patch(
         id="offload-resume-fp32",
-        replacements=(called(_NEW_STATE, "gradients:those_with_a_copy"),),
+        replacements=(replace_by_signature(_NEW_STATE, "gradients:update_existing_copies"),),
         why=(
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
             "parameters is fp32, as the shards of the distributed optimizer are."
@@ -370,16 +380,16 @@ PATCHES = (
         kind=DefectKind.ERROR,
         upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",
         range="",
-        when=_OFFLOADED,
-        assumes=NOTHING,
-        defect=_copy_of_every_parameter,
+        when=_OFFLOAD_FEATURES,
+        assumes=NO_ASSUMPTION,
+        defect=_assumes_fp32_copies,
     ),
 )
 TRAPS = (
     Trap(
         id="moe-tensor-without-expert-parallel",
         range="<0.19",
-        defect=_marked_without_expert_tensor_parallel,
+        defect=_ignores_expert_tp,
         when=frozenset({"moe", "etp-unlike-tp"}),
         unless=frozenset({"ep"}),
         why=(
@@ -409,7 +419,7 @@ TRAPS = (
     Trap(
         id="interleaved-batched-exchange",
         range="",
-        defect=_told_apart_by_order,
+        defect=_omits_message_tags,
         when=frozenset({"vpp", "batched-exchange"}),
         why="With two stages, activations and gradients of interleaved chunks are swapped: silently wrong.",
         cause=(
@@ -422,7 +432,7 @@ TRAPS = (
     Trap(
         id="mxfp8-gather-of-experts",
         range=">=0.13,<0.18",
-        defect=_gathered_by_each,
+        defect=_gathers_per_optimizer,
         when=frozenset({"moe", "mxfp8-param-gather"}),
         unless=frozenset({"overlap-param-gather"}),
         why="Weights become NaN in the second step: they are gathered before all optimizers are done.",

@@ -2,20 +2,20 @@
 
 import ast
 
-from bundle.patches.definitions import Definition, Evidence
+from bundle.patches.definitions import Definition, SourceEvidence
 from bundle.patches.entry import (
     MEGATRONS_MTP_LOSS,
-    NOTHING,
+    NO_ASSUMPTION,
     DefectKind,
     Patch,
     Presence,
     Replacement,
     Trap,
-    asks,
-    called,
-    reads,
+    detect_in_definitions,
+    detect_in_source,
+    replace_by_signature,
 )
-from bundle.patches.syntax import found
+from bundle.patches.syntax import find_matches
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
 _GPT = "megatron.core.models.gpt.gpt_model"
@@ -23,194 +23,213 @@ ROLL = f"{MODULE}:roll_tensor"
 _ROLL_PACKED = f"{MODULE}:_roll_tensor_packed_seq"
 _LOSS = f"{MODULE}:process_mtp_loss"
 _POSTPROCESS = f"{_GPT}:GPTModel._postprocess"
-FORWARD = f"{_GPT}:GPTModel.forward"
+MODEL_FORWARD = f"{_GPT}:GPTModel.forward"
 _BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"  # where the loss was computed to 0.13
-_PLACES = (_LOSS, _POSTPROCESS, FORWARD, _BLOCK)  # where the loss has been computed
-_CHOSEN_BOUNDARIES = f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
+_LOSS_FUNCTIONS = (_LOSS, _POSTPROCESS, MODEL_FORWARD, _BLOCK)  # where the loss has been computed
+_PACKED_BOUNDARIES = f"{MODULE}:_get_packed_roll_cu_seqlens"  # where they are chosen in newer code
 LAYER = f"{MODULE}:MultiTokenPredictionLayer"
 LAYER_FORWARD = f"{LAYER}.forward"
 _EMBEDDINGS = f"{LAYER}._get_embeddings"
 _BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"
-_ROLLED = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
+_OLD_ROLL_PARAMETERS = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
 
-@asks(ROLL, FORWARD)
-def _roll_within_rank(source: Evidence) -> Presence:
+@detect_in_source(ROLL, MODEL_FORWARD)
+def _rolls_within_rank(source: SourceEvidence) -> Presence:
     """Whether a roll cannot be told of other ranks."""
     roll = source[ROLL]
     if roll is None:
-        return Presence.told(absent=without_prediction(source))
-    return Presence.told(roll.parameters == _ROLLED, absent="cp_group" in roll.parameters)
+        return Presence.from_matches(absent=lacks_prediction(source))
+    return Presence.from_matches(
+        roll.parameters == _OLD_ROLL_PARAMETERS, absent="cp_group" in roll.parameters
+    )
 
 
-def without_prediction(source: Evidence) -> bool:
+def lacks_prediction(source: SourceEvidence) -> bool:
     """Whether the model knows of no further tokens at all, as before 0.12."""
-    model = source[FORWARD]
-    return model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.names)
+    model = source[MODEL_FORWARD]
+    return (
+        model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.identifiers)
+    )
 
 
-@asks(ROLL, _ROLL_PACKED, _CHOSEN_BOUNDARIES)
-def _boundaries(source: Evidence) -> Presence:
+@detect_in_source(ROLL, _ROLL_PACKED, _PACKED_BOUNDARIES)
+def _rolls_at_unpadded_boundaries(source: SourceEvidence) -> Presence:
     """Whether packs are rolled at their boundaries without padding."""
-    roll, codes = source[ROLL], source.there(_ROLL_PACKED, _CHOSEN_BOUNDARIES)
+    roll, codes = source[ROLL], source.find_existing(_ROLL_PACKED, _PACKED_BOUNDARIES)
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
     knows_none = not codes and roll is not None and "packed_seq_params" not in roll.parameters
-    return Presence.told(
-        any(code.has("cu_seqlens = packed_seq_params.cu_seqlens_q") for code in source.there(_ROLL_PACKED)),
+    return Presence.from_matches(
+        any(
+            code.has("cu_seqlens = packed_seq_params.cu_seqlens_q")
+            for code in source.find_existing(_ROLL_PACKED)
+        ),
         absent=knows_none or any(code.has(prefers) for code in codes),
     )
 
 
-@asks(*_PLACES)
-def _count_of_one_rank(source: Evidence) -> Presence:
+@detect_in_source(*_LOSS_FUNCTIONS)
+def _scales_by_local_counts(source: SourceEvidence) -> Presence:
     """Whether the loss is scaled by two token counts of which neither is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:  # the model, or the block of layers, divides by one count: no ratio
-        return Presence.told(absent=_dividing(source))
-    if "original_num_tokens" not in loss.names:
-        return Presence.told(absent=loss.has("_ / num_tokens"))
-    return Presence.told(loss.has("original_num_tokens / _") and not loss.calls("all_reduce"))
+        return Presence.from_matches(absent=_divides_loss(source))
+    if "original_num_tokens" not in loss.identifiers:
+        return Presence.from_matches(absent=loss.has("_ / num_tokens"))
+    return Presence.from_matches(loss.has("original_num_tokens / _") and not loss.find_calls("all_reduce"))
 
 
-@asks(ROLL, *_PLACES)
-def _count_of_one_rank_divides(source: Evidence) -> Presence:
+@detect_in_source(ROLL, *_LOSS_FUNCTIONS)
+def _divides_by_local_count(source: SourceEvidence) -> Presence:
     """Whether a depth's loss is divided by the count that the roll of one rank returns, and by that alone."""
     roll, loss = source[ROLL], source[_LOSS]
     if roll is None:
-        return Presence.told(absent=without_prediction(source))
-    if roll.parameters == _ROLLED or (loss and "original_num_tokens" in loss.names):
+        return Presence.from_matches(absent=lacks_prediction(source))
+    if roll.parameters == _OLD_ROLL_PARAMETERS or (loss and "original_num_tokens" in loss.identifiers):
         return Presence.ABSENT  # there is no count over ranks yet, or a ratio of two
-    counts = "cp_group" in roll.parameters and not roll.calls("all_reduce")
-    return Presence.told(counts and _dividing(source))
+    counts = "cp_group" in roll.parameters and not roll.find_calls("all_reduce")
+    return Presence.from_matches(counts and _divides_loss(source))
 
 
-def _dividing(source: Evidence) -> bool:
+def _divides_loss(source: SourceEvidence) -> bool:
     """Whether one of the places where the loss has been computed divides it by what its roll returns."""
-    return any(p.calls("roll_tensor") and p.has("_ / num_tokens") for p in source.there(*_PLACES))
+    return any(
+        p.find_calls("roll_tensor") and p.has("_ / num_tokens")
+        for p in source.find_existing(*_LOSS_FUNCTIONS)
+    )
 
 
-@asks(ROLL, *_PLACES)
-def _rolled_sum(source: Evidence) -> Presence:
+@detect_in_source(ROLL, *_LOSS_FUNCTIONS)
+def _underweights_rolled_sum(source: SourceEvidence) -> Presence:
     """Whether the sum over the tokens that a roll leaves is weighted as if none had gone."""
-    scaling = [place for place in source.there(*_PLACES) if "MTPLossAutoScaler" in place.names]
+    scaling = [
+        place for place in source.find_existing(*_LOSS_FUNCTIONS) if "MTPLossAutoScaler" in place.identifiers
+    ]
     if not scaling:
-        return Presence.told(absent=without_prediction(source))
+        return Presence.from_matches(absent=lacks_prediction(source))
     weighted = all(p.has("mtp_loss_scale * mtp_loss * (original_num_tokens / _)") for p in scaling)
     plain = any(p.has("MTPLossAutoScaler.apply(_, mtp_loss_scale * mtp_loss)") for p in scaling)
-    return Presence.told(plain and not weighted, absent=weighted)
+    return Presence.from_matches(plain and not weighted, absent=weighted)
 
 
-@reads((_POSTPROCESS, FORWARD))
-def _zero_is_some(model: Definition) -> Presence:
+@detect_in_definitions((_POSTPROCESS, MODEL_FORWARD))
+def _runs_for_zero_layers(model: Definition) -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
-    asked = [n for n in model.each(ast.If) if any(map(_is_gate, _all_of(n.test)))]
-    gated = {inner for node in asked for inner in ast.walk(node)}
-    mentioned = set(found("self.config.mtp_num_layers", model.walk()))
+    gates = [n for n in model.iter_nodes(ast.If) if any(map(_is_gate, _split_conjunction(n.test)))]
+    gated = {inner for node in gates for inner in ast.walk(node)}
+    mentioned = set(find_matches("self.config.mtp_num_layers", model.walk()))
     # elsewhere than behind the gate it may be asked in a way that is not seen here
-    return Presence.told(
-        model.has("self.config.mtp_num_layers is not None"), absent=mentioned <= gated | _truths(model)
+    return Presence.from_matches(
+        model.has("self.config.mtp_num_layers is not None"),
+        absent=mentioned <= gated | _collect_conditions(model),
     )
 
 
 def _is_gate(test: ast.expr) -> bool:
     gates = ("self.config.mtp_num_layers", "self.mtp_process", "mtp_in_postprocess")
-    return any(found(gate, [test]) for gate in gates)
+    return any(find_matches(gate, [test]) for gate in gates)
 
 
-def _all_of(test: ast.expr) -> list[ast.expr]:
+def _split_conjunction(test: ast.expr) -> list[ast.expr]:
     """The conditions that must all hold."""
     return list(test.values) if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
 
 
-def _truths(model: Definition) -> set[ast.AST]:
+def _collect_conditions(model: Definition) -> set[ast.AST]:
     """What stands where only its truth counts."""
-    branches: list[ast.If | ast.IfExp] = [*model.each(ast.If), *model.each(ast.IfExp)]
-    return {condition for branch in branches for condition in _all_of(branch.test)}
+    branches: list[ast.If | ast.IfExp] = [*model.iter_nodes(ast.If), *model.iter_nodes(ast.IfExp)]
+    return {condition for branch in branches for condition in _split_conjunction(branch.test)}
 
 
-@asks(_POSTPROCESS, FORWARD, _LOSS, ROLL)
-def _runs_without_labels(source: Evidence) -> Presence:
+@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
+def _runs_without_labels(source: SourceEvidence) -> Presence:
     """Whether the MTP block is called under no condition that asks for labels, and none are made up."""
-    return Presence.ABSENT if _labels_made_up(source) else _called_without_labels(source)
+    return Presence.ABSENT if _derives_labels(source) else _calls_without_labels(source)
 
 
-@asks(_POSTPROCESS, FORWARD, _LOSS, ROLL)
-def _trains_on_the_input(source: Evidence) -> Presence:
+@detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
+def _trains_on_the_input(source: SourceEvidence) -> Presence:
     """Whether it is called so, and labels are made of the input."""
-    return _called_without_labels(source) if _labels_made_up(source) else Presence.ABSENT
+    return _calls_without_labels(source) if _derives_labels(source) else Presence.ABSENT
 
 
-def _labels_made_up(source: Evidence) -> bool:
+def _derives_labels(source: SourceEvidence) -> bool:
     """Whether the loss is given the input, which it needs for nothing but labels that are not given."""
-    loss, model = source[_LOSS], source[_POSTPROCESS] or source[FORWARD]
-    given = model is not None and bool(model.given("process_mtp_loss", "input_ids"))
-    return given and loss is not None and "input_ids" in loss.parameters
+    loss, model = source[_LOSS], source[_POSTPROCESS] or source[MODEL_FORWARD]
+    passes_input = model is not None and bool(model.find_keyword_values("process_mtp_loss", "input_ids"))
+    return passes_input and loss is not None and "input_ids" in loss.parameters
 
 
-def _called_without_labels(source: Evidence) -> Presence:
-    calling = [code for code in source.there(_POSTPROCESS, FORWARD) if code.calls("mtp")]
-    return _asked_for(calling[0]) if calling else Presence.told(absent=without_prediction(source))
+def _calls_without_labels(source: SourceEvidence) -> Presence:
+    calling = [code for code in source.find_existing(_POSTPROCESS, MODEL_FORWARD) if code.find_calls("mtp")]
+    return _classify_gate(calling[0]) if calling else Presence.from_matches(absent=lacks_prediction(source))
 
 
-def _asked_for(code: Definition) -> Presence:
+def _classify_gate(code: Definition) -> Presence:
     """By what is asked on the way to the call: labels of some kind, only what is known, or something else."""
-    calls = set(code.calls("mtp"))
+    calls = set(code.find_calls("mtp"))
     tests = [
         node.test
-        for node in code.each(ast.If)
+        for node in code.iter_nodes(ast.If)
         if calls & {n for statement in node.body for n in ast.walk(statement)}
     ]
-    words = {word for test in tests for node in ast.walk(test) for word in _words(node)}
-    return Presence.told(words <= _KNOWN_GATES, absent=any("labels" in word for word in words))
+    words = {word for test in tests for node in ast.walk(test) for word in _extract_identifiers(node)}
+    return Presence.from_matches(words <= _KNOWN_GATES, absent=any("labels" in word for word in words))
 
 
-def _words(node: ast.AST) -> tuple[str, ...]:
+def _extract_identifiers(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Constant):
         return (node.value,) if isinstance(node.value, str) else ()
     return tuple(getattr(node, field) for field in ("id", "attr") if hasattr(node, field))
 
 
-_LOSS_OF_MEGATRON = frozenset({"mtp", MEGATRONS_MTP_LOSS})
-_LOSS_OVER_RANKS = _LOSS_OF_MEGATRON | {"cp"}
+_MEGATRON_LOSS_FEATURES = frozenset({"mtp", MEGATRONS_MTP_LOSS})
+_MEGATRON_LOSS_CP_FEATURES = _MEGATRON_LOSS_FEATURES | {"cp"}
 
 
-@asks(LAYER_FORWARD, FORWARD, ROLL)
-def _packs_refused(source: Evidence) -> Presence:
-    if without_prediction(source):
+@detect_in_source(LAYER_FORWARD, MODEL_FORWARD, ROLL)
+def _refuses_packs(source: SourceEvidence) -> Presence:
+    if lacks_prediction(source):
         return Presence.ABSENT
     forward = source[LAYER_FORWARD]
     if forward is None or "packed_seq_params" not in forward.parameters:
         return Presence.UNKNOWN
     asserted = ("assert packed_seq_params is None", "assert packed_seq_params is None, _")
-    tests = [node.test for node in forward.each(ast.Assert)]
-    tests += [n.test for n in forward.each(ast.If) if any(isinstance(of, ast.Raise) for of in ast.walk(n))]
-    refusing = any(found("packed_seq_params", ast.walk(test)) for test in tests)
-    return Presence.told(any(map(forward.has, asserted)), absent=not refusing)
+    tests = [node.test for node in forward.iter_nodes(ast.Assert)]
+    tests += [
+        n.test
+        for n in forward.iter_nodes(ast.If)
+        if any(isinstance(statement, ast.Raise) for statement in ast.walk(n))
+    ]
+    refusing = any(find_matches("packed_seq_params", ast.walk(test)) for test in tests)
+    return Presence.from_matches(any(map(forward.has, asserted)), absent=not refusing)
 
 
-@asks(LAYER, FORWARD, ROLL)
-def _gather_that_reduces(source: Evidence) -> Presence:
+@detect_in_source(LAYER, MODEL_FORWARD, ROLL)
+def _reduces_in_gather(source: SourceEvidence) -> Presence:
     """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
-    if without_prediction(source):
+    if lacks_prediction(source):
         return Presence.ABSENT
     layer = source[LAYER]
     if layer is None:
         return Presence.UNKNOWN
-    return Presence.told(
-        layer.calls("all_gather_last_dim_from_tensor_parallel_region"),
-        absent=layer.calls("gather_from_tensor_model_parallel_region"),
+    return Presence.from_matches(
+        layer.find_calls("all_gather_last_dim_from_tensor_parallel_region"),
+        absent=layer.find_calls("gather_from_tensor_model_parallel_region"),
     )
 
 
-@reads((_EMBEDDINGS, _BLOCK))  # to 0.13 the block takes them itself
-def _embeddings_of_the_whole_sequence(code: Definition) -> Presence:
+@detect_in_definitions((_EMBEDDINGS, _BLOCK))  # to 0.13 the block takes them itself
+def _keeps_embeddings_unscattered(code: Definition) -> Presence:
     """Whether the embeddings of the prediction layers are taken as the embedding returns them."""
-    if not code.calls("embedding"):
+    if not code.find_calls("embedding"):
         return Presence.UNKNOWN
     known = {"embedding(input_ids=input_ids, position_ids=position_ids)", "decoder_input.detach()"}
-    scattered = code.calls("scatter_to_sequence_parallel_region")
-    return Presence.told(not scattered and code.assigned("decoder_input") <= known, absent=scattered)
+    scattered = code.find_calls("scatter_to_sequence_parallel_region")
+    return Presence.from_matches(
+        not scattered and code.find_assigned_values("decoder_input") <= known, absent=scattered
+    )
 
 
 PATCHES = (
@@ -226,11 +245,11 @@ PATCHES = (
             "ids, labels and loss mask arrive cut for context parallel, two chunks a rank, and no "
             "token count has been summed over those ranks"
         ),
-        defect=_roll_within_rank,
+        defect=_rolls_within_rank,
     ),
     Patch(
         id="mtp-packed-roll-boundaries",
-        replacements=(Replacement(_ROLL_PACKED, "mtp:rolled_by_one_gather"),),
+        replacements=(Replacement(_ROLL_PACKED, "mtp:roll_by_one_gather"),),
         why=(
             "Tokens are rolled at the unpadded boundaries of packed sequences, and so across sequences as "
             "soon as there is padding between them: wrong gradients, silently. And every boundary is read "
@@ -241,7 +260,7 @@ PATCHES = (
         range=">=0.16",
         when=frozenset({"mtp", "packed"}),
         assumes="a pack with padding comes with its padded boundaries, cu_seqlens_*_padded",
-        defect=_boundaries,
+        defect=_rolls_at_unpadded_boundaries,
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
@@ -253,12 +272,12 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
         range=">=0.14,<0.17",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
-        when=_LOSS_OVER_RANKS,
+        when=_MEGATRON_LOSS_CP_FEATURES,
         assumes=(
             "no token count has been summed over context-parallel ranks, and gradients are averaged "
             "over them, or divided by all tokens under a loss per token"
         ),
-        defect=_count_of_one_rank_divides,
+        defect=_divides_by_local_count,
     ),
     Patch(
         id="mtp-loss-context-parallel-normalisation",
@@ -273,16 +292,16 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
         range=">=0.17",
-        when=_LOSS_OVER_RANKS,
+        when=_MEGATRON_LOSS_CP_FEATURES,
         assumes=(
             "no token count has been summed over context-parallel ranks; under a loss per token the "
             "loss function returns three values"
         ),
-        defect=_count_of_one_rank,
+        defect=_scales_by_local_counts,
     ),
     Patch(
         id="mtp-per-token-weight",
-        replacements=(Replacement(ROLL, "mtp:as_heavy_as_before"),),
+        replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
         why=(
             "Under a loss per token the prediction of further tokens weighs too little, much too little in "
             "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
@@ -291,28 +310,28 @@ PATCHES = (
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
         range="<0.17",
-        when=_LOSS_OF_MEGATRON,
+        when=_MEGATRON_LOSS_FEATURES,
         assumes="the loss mask is of floats, and labels and mask arrive cut for context parallel",
-        defect=_rolled_sum,
+        defect=_underweights_rolled_sum,
     ),
     Patch(
         id="mtp-zero-layers",
         replacements=(
-            called(
+            replace_by_signature(
                 "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-                "mtp:no_layers",
+                "mtp:disable_empty_mtp",
             ),
         ),
         why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
-        assumes=NOTHING,
-        defect=_zero_is_some,
+        assumes=NO_ASSUMPTION,
+        defect=_runs_for_zero_layers,
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(called(FORWARD, "mtp:only_with_labels"),),
+        replacements=(replace_by_signature(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
             "Logits without labels, as reinforcement learning wants them, are an error to 0.16; in 0.17 and "
             "0.18 the prediction layers run for nothing."
@@ -321,12 +340,12 @@ PATCHES = (
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
         range="<0.19",  # where mtp-labels-from-input begins
         when=frozenset({"mtp"}),
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_runs_without_labels,
     ),
     Patch(
         id="mtp-labels-from-input",
-        replacements=(called(FORWARD, "mtp:only_with_labels"),),
+        replacements=(replace_by_signature(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
             "Logits without labels, as reinforcement learning wants them: the prediction layers are trained "
             "on the input all the same, prompts too, and their loss is logged in evaluation."
@@ -343,7 +362,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-whole-embeddings",
-        replacements=(called(_BLOCK, "mtp:scattered_embeddings"),),
+        replacements=(replace_by_signature(_BLOCK, "mtp:scatter_embeddings"),),
         why=(
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
@@ -353,14 +372,14 @@ PATCHES = (
         range="",
         when=frozenset({"mtp", "sp", "multimodal"}),
         assumes="the caller shares out what it gives the model as decoder_input",
-        defect=_embeddings_of_the_whole_sequence,
+        defect=_keeps_embeddings_unscattered,
     ),
 )
 TRAPS = (
     Trap(
         id="mtp-packed",
         range="<0.16",
-        defect=_packs_refused,
+        defect=_refuses_packs,
         when=frozenset({"mtp", "packed"}),
         why="Multi-token prediction refuses packed sequences.",
         cause="MultiTokenPredictionLayer.forward asserts packed_seq_params is None; lifted in 0.16.0",
@@ -370,7 +389,7 @@ TRAPS = (
     Trap(
         id="mtp-tensor-parallel",
         range="<0.13",
-        defect=_gather_that_reduces,
+        defect=_reduces_in_gather,
         when=frozenset({"mtp", "tp"}),
         why="The gradients of multi-token prediction are reduced once too often over tensor-parallel ranks.",
         cause=(

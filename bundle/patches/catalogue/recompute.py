@@ -3,112 +3,124 @@
 import ast
 
 from bundle.patches.catalogue import mtp
-from bundle.patches.definitions import Definition, Evidence
-from bundle.patches.entry import NOTHING, DefectKind, Patch, Presence, Replacement, Trap, asks, called, reads
+from bundle.patches.definitions import Definition, SourceEvidence
+from bundle.patches.entry import (
+    NO_ASSUMPTION,
+    DefectKind,
+    Patch,
+    Presence,
+    Replacement,
+    Trap,
+    detect_in_definitions,
+    detect_in_source,
+    replace_by_signature,
+)
 
-_CHECKPOINTED = f"{mtp.LAYER}._checkpointed_forward"
+_CHECKPOINTED_FORWARD = f"{mtp.LAYER}._checkpointed_forward"
 _CHECKPOINTED_BY_BLOCK = f"{mtp.MODULE}:MultiTokenPredictionBlock._checkpointed_forward"  # a time in 2025
-_CHECKPOINTING = (_CHECKPOINTED, _CHECKPOINTED_BY_BLOCK, mtp.LAYER, mtp.FORWARD, mtp.ROLL)
+_EVIDENCE = (_CHECKPOINTED_FORWARD, _CHECKPOINTED_BY_BLOCK, mtp.LAYER, mtp.MODEL_FORWARD, mtp.ROLL)
 _GLOBAL_GROUP = "parallel_state.get_tensor_model_parallel_group()"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
-@reads(mtp.LAYER_FORWARD, also=(_CHECKPOINTED,))
+@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
 def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether every argument goes to save_for_backward while packed sequences are let in."""
     if forward.has("assert packed_seq_params is None, _"):
         return Presence.ABSENT
     if checkpointed is None:
-        return Presence.told(absent=not any("checkpoint" in name for name in forward.names))
+        return Presence.from_matches(absent=not any("checkpoint" in name for name in forward.identifiers))
     saves = checkpointed.has("tensor_parallel.checkpoint(forward_func, _, *args, *kwargs.values())")
-    calls = [call for call in checkpointed.calls("checkpoint") if call.args]
+    calls = [call for call in checkpointed.find_calls("checkpoint") if call.args]
     passed = {ast.unparse(arg) for call in calls for arg in call.args[2:]}
     named = "packed_seq_params" in checkpointed.parameters - passed and not any("*" in arg for arg in passed)
-    told_apart = "is_tensor" in checkpointed.names and not passed & {"*args", "*kwargs.values()"}
-    return Presence.told(saves, absent=calls and (named or told_apart))
+    told_apart = "is_tensor" in checkpointed.identifiers and not passed & {"*args", "*kwargs.values()"}
+    return Presence.from_matches(saves, absent=calls and (named or told_apart))
 
 
-@reads(mtp.LAYER_FORWARD, also=(_CHECKPOINTED,))
-def _padding_mask_unknown(forward: Definition, checkpointed: Definition | None) -> Presence:
+@detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
+def _passes_unknown_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
     if checkpointed is None:
-        return Presence.told(absent="_checkpointed_forward" not in forward.names)
-    calls = forward.calls("_checkpointed_forward")
+        return Presence.from_matches(absent="_checkpointed_forward" not in forward.identifiers)
+    calls = forward.find_calls("_checkpointed_forward")
     passed = {keyword.arg for call in calls for keyword in call.keywords}
     if not calls or None in passed:
         return Presence.UNKNOWN
     takes_any = any(isinstance(node, ast.FunctionDef) and node.args.kwarg for node in checkpointed.nodes)
-    return Presence.of("padding_mask" in passed - checkpointed.parameters and not takes_any)
+    return Presence.from_bool("padding_mask" in passed - checkpointed.parameters and not takes_any)
 
 
-@reads(_DISPATCHER)
+@detect_in_definitions(_DISPATCHER)
 def _keeps_probabilities(dispatcher: Definition) -> Presence:
     """Whether the dispatcher keeps the router's probabilities as they come, with their autograd graph."""
-    kept = "self.probs = probs"
-    return Presence.told(dispatcher.has(kept), absent=dispatcher.has(f"{kept}.detach()"))
+    assignment = "self.probs = probs"
+    return Presence.from_matches(dispatcher.has(assignment), absent=dispatcher.has(f"{assignment}.detach()"))
 
 
-def _checkpoints(source: Evidence) -> list[ast.Call] | None:
+def _find_checkpoint_calls(source: SourceEvidence) -> list[ast.Call] | None:
     """The calls of Transformer Engine's checkpoint by a prediction layer; None where that is another one."""
-    recomputed = source[_CHECKPOINTED] or source[_CHECKPOINTED_BY_BLOCK]
+    recomputed = source[_CHECKPOINTED_FORWARD] or source[_CHECKPOINTED_BY_BLOCK]
     if recomputed is None:
         layer = source[mtp.LAYER]
-        known = mtp.without_prediction(source) or (layer and "_checkpointed_forward" not in layer.names)
+        known = mtp.lacks_prediction(source) or (layer and "_checkpointed_forward" not in layer.identifiers)
         return [] if known else None
-    calls = list(recomputed.calls("te_checkpoint"))
-    return calls if calls or "fp8" not in recomputed.names else None
+    calls = list(recomputed.find_calls("te_checkpoint"))
+    return calls if calls or "fp8" not in recomputed.identifiers else None
 
 
-@asks(*_CHECKPOINTING)
-def _tensors_by_keyword(source: Evidence) -> Presence:
+@detect_in_source(*_EVIDENCE)
+def _passes_tensors_by_keyword(source: SourceEvidence) -> Presence:
     """Whether tensors are given by keyword, which a reentrant checkpoint does not see."""
-    calls = _checkpoints(source)
+    calls = _find_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
-    given = [keyword.arg for call in calls for keyword in call.keywords]
-    return Presence.told(None in given, absent=not given)
+    keywords = [keyword.arg for call in calls for keyword in call.keywords]
+    return Presence.from_matches(None in keywords, absent=not keywords)
 
 
-@asks(*_CHECKPOINTING)
-def _group_of_the_layout(source: Evidence) -> Presence:
+@detect_in_source(*_EVIDENCE)
+def _uses_global_group(source: SourceEvidence) -> Presence:
     """Whether random states are those of the layout's group, whatever group the layer has."""
-    calls = _checkpoints(source)
+    calls = _find_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
     groups = [ast.unparse(call.args[3]) for call in calls if len(call.args) > 3]
     if len(groups) < len(calls):
         return Presence.UNKNOWN
-    own = all(group.startswith(("self.tp_group", "self.pg_collection")) for group in groups)
-    return Presence.told(_GLOBAL_GROUP in groups, absent=own)
+    uses_layer_groups = all(group.startswith(("self.tp_group", "self.pg_collection")) for group in groups)
+    return Presence.from_matches(_GLOBAL_GROUP in groups, absent=uses_layer_groups)
 
 
 PATCHES = (
     Patch(
         id="mtp-packed-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "mtp:keep_objects"),),
+        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:keep_objects"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
         range=">=0.16,<0.18",
         when=frozenset({"mtp", "packed", "recompute-full"}),
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_saves_objects,
     ),
     Patch(
         id="mtp-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED, "mtp:bind_padding_mask"),),
+        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:bind_padding_mask"),),
         why="Full recomputation of MTP layers ends in a TypeError: unexpected keyword 'padding_mask'.",
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4933, fixed by #3457 in 0.19",
         range=">=0.18,<0.19",
         when=frozenset({"mtp", "recompute-full"}),
-        assumes=NOTHING,
-        defect=_padding_mask_unknown,
+        assumes=NO_ASSUMPTION,
+        defect=_passes_unknown_mask,
     ),
     Patch(
         id="recompute-reclaim",
         replacements=(
-            called("megatron.core.transformer.moe.moe_layer:MoELayer.forward", "moe:release_graph"),
+            replace_by_signature(
+                "megatron.core.transformer.moe.moe_layer:MoELayer.forward", "moe:release_graph"
+            ),
         ),
         why=(
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
@@ -122,7 +134,7 @@ PATCHES = (
         range="",
         when=frozenset({"moe", "recompute-full"}),
         opt_in=True,
-        assumes=NOTHING,
+        assumes=NO_ASSUMPTION,
         defect=_keeps_probabilities,
     ),
 )
@@ -131,7 +143,7 @@ TRAPS = (
         id="mtp-recompute-fp8",
         range=">=0.14,<0.18",
         backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
-        defect=_tensors_by_keyword,
+        defect=_passes_tensors_by_keyword,
         when=frozenset({"mtp", "recompute-full", "fp8"}),
         why="Prediction layers that are recomputed under FP8 lose gradients.",
         cause=(
@@ -146,7 +158,7 @@ TRAPS = (
         id="mtp-recompute-groups",
         range=">=0.14",
         backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
-        defect=_group_of_the_layout,
+        defect=_uses_global_group,
         when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
         why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given ones.",
         cause="te_checkpoint is given the global group; #7452 (finding 4), #6760, #7403 (open)",

@@ -1,49 +1,53 @@
 """An AscendJob of MindCluster. There is no schema of it to check against: from its operator's own sources.
 
 Ascend/mind-cluster, component/ascend-operator: api/v1, controllers/v1/{ascendjob_validate,env,pod}.go; labels
-from the samples of Ascend/mindcluster-deploy. Its variables are read by `launch.starters.ascend_operator`.
+from the samples of Ascend/mindcluster-deploy. `launch.starters.read_ascend_operator` reads
+its variables.
 """
 
 import copy
 from typing import Any
 
 from bundle.targets.kubernetes.pod import Workload
-from bundle.targets.kubernetes.volcano import SCHEDULER, super_pod
+from bundle.targets.kubernetes.volcano import SCHEDULER, build_super_pod_annotation
 
 API = "mindxdl.gitee.com/v1"
 CONTAINER, PORT_NAME, PORT = "ascend", "ascendjob-port", 2222
-_RING = "ring-controller.atlas"
+_RING_LABEL = "ring-controller.atlas"
 _QUEUE = "default"  # Volcano's own; the operator looks for a queue in any case
 
 
-def job(of: Workload) -> list[dict[str, Any]]:
+def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
     """An AscendJob: one master, and workers where there are more nodes than one."""
-    restarts = of.options.restarts
-    ring = {_RING: "ascend-910" if of.job.generation == "a1" else "ascend-910b"}
-    workload = of.workload(API, "AscendJob", {"framework": "pytorch"} | ring, super_pod(of))
+    restarts = workload.options.restarts
+    ring = {_RING_LABEL: "ascend-910" if workload.job.generation == "a1" else "ascend-910b"}
+    manifest = workload.build_manifest(
+        API, "AscendJob", {"framework": "pytorch"} | ring, build_super_pod_annotation(workload)
+    )
     # All pods are deleted when one has failed, with the time to save, and begin again.
-    workload["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
-    template = of.template(of.words, CONTAINER)
+    manifest["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
+    template = workload.build_template(workload.arguments, CONTAINER)
     template["metadata"]["labels"] |= ring
     template["spec"]["schedulerName"] = SCHEDULER
     template["spec"]["containers"][0]["ports"] = [{"name": PORT_NAME, "containerPort": PORT}]
 
-    def replicas(count: int) -> dict[str, Any]:
+    def build_replicas(count: int) -> dict[str, Any]:
         return {"replicas": count, "restartPolicy": "Never", "template": copy.deepcopy(template)}
 
-    workers = of.job.nodes - 1
-    workload["spec"] = {
+    workers = workload.job.nodes - 1
+    manifest["spec"] = {
         "schedulerName": SCHEDULER,
         "runPolicy": {
             "backoffLimit": restarts,
-            "ttlSecondsAfterFinished": of.options.keep_seconds,
+            "ttlSecondsAfterFinished": workload.options.keep_seconds,
             "schedulingPolicy": {
-                "minAvailable": of.job.nodes,
-                "queue": of.options.queue or _QUEUE,
-                **({"priorityClass": of.options.priority} if of.options.priority else {}),
+                "minAvailable": workload.job.nodes,
+                "queue": workload.options.queue or _QUEUE,
+                **({"priorityClass": workload.options.priority} if workload.options.priority else {}),
             },
         },
         "successPolicy": "AllWorkers",
-        "replicaSpecs": {"Master": replicas(1)} | ({"Worker": replicas(workers)} if workers else {}),
+        "replicaSpecs": {"Master": build_replicas(1)}
+        | ({"Worker": build_replicas(workers)} if workers else {}),
     }
-    return [workload]
+    return [manifest]

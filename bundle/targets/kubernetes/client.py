@@ -14,19 +14,24 @@ from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
-from bundle.targets.kubernetes.pod import INSTANCE, is_of
+from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
 
 # That one answer may take; that a stream may be silent before it counts as cut.
-SECONDS, SILENT_SECONDS = 60, 300
-_CORE = {"ConfigMap": "config_map", "Service": "service"}  # Kubernetes' own kinds, as the client spells them
-_STRICT: dict[str, Any] = {"field_validation": "Strict"}
-_WITHIN: dict[str, Any] = {"_request_timeout": SECONDS}
-_MERGE: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
+TIMEOUT_SECONDS, SILENT_SECONDS = 60, 300
+_CORE_KINDS = {
+    "ConfigMap": "config_map",
+    "Service": "service",
+}  # Kubernetes' own kinds, as the client spells them
+_STRICT_VALIDATION: dict[str, Any] = {"field_validation": "Strict"}
+_TIMEOUT: dict[str, Any] = {"_request_timeout": TIMEOUT_SECONDS}
+_MERGE_PATCH: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
 _TRIES = 3  # at what somebody else, such as the collector of garbage, changes at the same time
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # of a pod that this runs in
+_NAMESPACE_FILE = Path(
+    "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+)  # of a pod that this runs in
 
 
-class NoAnswer(LaunchUnavailable):
+class ServerUnreachable(LaunchUnavailable):
     """No API server has answered: nobody knows whether it did what it was asked."""
 
 
@@ -40,113 +45,116 @@ class _Cluster(NamedTuple):
     namespace: str
 
 
-def found(each: Mapping[str, Any]) -> dict[str, Any] | None:
+def find_object(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     """An object as the cluster has it, by its kind and name; None where there is none."""
-    with _answers():
+    with _translate_errors():
         from kubernetes.client.exceptions import NotFoundException
 
         try:
-            return dict(_asked("get", each))
+            return dict(_call_api("get", manifest))
         except NotFoundException:
             return None
 
 
-def delete(there: Mapping[str, Any], *, unchanged: bool = False) -> None:
+def delete(existing: Mapping[str, Any], *, unchanged: bool = False) -> None:
     """Has an object that was found go when all that it owns has gone.
 
     Not one that took its name since; where it must be `unchanged`, not one that somebody has written to.
     """
     keys = ("uid", "resourceVersion") if unchanged else ("uid",)
-    conditions = {key: there["metadata"][key] for key in keys}
-    only = {"preconditions": conditions, "propagationPolicy": "Foreground"}
-    with _answers():
-        _asked("delete", there, body=only)
+    conditions = {key: existing["metadata"][key] for key in keys}
+    delete_options = {"preconditions": conditions, "propagationPolicy": "Foreground"}
+    with _translate_errors():
+        _call_api("delete", existing, body=delete_options)
 
 
-def pods(namespace: str, label: str) -> list[Any]:
+def list_pods(namespace: str, label: str) -> list[Any]:
     """The pods that have a label, by their names, the first node's first."""
-    with _answers():
-        listed = _cluster().core.list_namespaced_pod(namespace, label_selector=label, **_WITHIN)
+    with _translate_errors():
+        listed = _connect().core.list_namespaced_pod(namespace, label_selector=label, **_TIMEOUT)
     return sorted(listed.items, key=lambda pod: (len(pod.metadata.name), pod.metadata.name))
 
 
-def log(namespace: str, pod: str) -> str:
+def read_log(namespace: str, pod: str) -> str:
     """All that a pod has written."""
-    with _answers():
-        return str(_cluster().core.read_namespaced_pod_log(pod, namespace, **_WITHIN))
+    with _translate_errors():
+        return str(_connect().core.read_namespaced_pod_log(pod, namespace, **_TIMEOUT))
 
 
-def stream(namespace: str, pod: str, since: int | None = None) -> Iterator[str]:
+def stream_log(namespace: str, pod: str, since_seconds: int | None = None) -> Iterator[str]:
     """The lines that a pod writes, each behind its time, until the pod ends or the server ends the stream.
 
-    `since`: of the last so many seconds. Raises NoAnswer where the connection is lost, or silent for long.
+    `since_seconds`: of the last so many seconds. Raises NoAnswer where the connection is lost, or silent for
+    long.
     """
-    how: dict[str, Any] = {} if since is None else {"since_seconds": since}
-    how |= {"_preload_content": False, "_request_timeout": (SECONDS, SILENT_SECONDS)}
-    with _answers():
-        read = _cluster().streams.read_namespaced_pod_log
-        for line in read(pod, namespace, follow=True, timestamps=True, **how):
+    arguments: dict[str, Any] = {} if since_seconds is None else {"since_seconds": since_seconds}
+    arguments |= {"_preload_content": False, "_request_timeout": (TIMEOUT_SECONDS, SILENT_SECONDS)}
+    with _translate_errors():
+        read = _connect().streams.read_namespaced_pod_log
+        for line in read(pod, namespace, follow=True, timestamps=True, **arguments):
             yield line.decode("utf-8", errors="replace")
 
 
-def namespace() -> str:
+def get_namespace() -> str:
     """The namespace of the current context."""
-    return _cluster().namespace
+    return _connect().namespace
 
 
-def against(each: dict[str, Any]) -> str | None:
+def find_objection(manifest: dict[str, Any]) -> str | None:
     """What the cluster has against an object, if anything; it is not made.
 
     One of the same job that is there already is nothing against it.
     """
-    _cluster()
+    _connect()
     from kubernetes.client.exceptions import ApiException, ConflictException, NotFoundException
 
-    metadata = each["metadata"]
+    metadata = manifest["metadata"]
     try:
-        with _connected():
-            _asked("create", each, dry_run="All", **_STRICT)
+        with _translate_connection_errors():
+            _call_api("create", manifest, dry_run="All", **_STRICT_VALIDATION)
     except ConflictException:
-        there = found(each)
-        if there is not None and not is_of(there, metadata["labels"][INSTANCE]):
-            return f"{each['kind']} {metadata['name']}: is there, and not of this job: take another --name"
+        existing = find_object(manifest)
+        if existing is not None and not is_from_job(existing, metadata["labels"][INSTANCE_LABEL]):
+            return (
+                f"{manifest['kind']} {metadata['name']}: is there, and not of this job: take another --name"
+            )
     except NotFoundException:
-        return f"{each['kind']} of {each['apiVersion']}: is not installed there"
+        return f"{manifest['kind']} of {manifest['apiVersion']}: is not installed there"
     except ApiException as error:
-        return f"{each['kind']}: {_said(error)}"
+        return f"{manifest['kind']}: {_read_error(error)}"
     return None
 
 
-def make(each: dict[str, Any]) -> dict[str, Any] | None:
+def make(manifest: dict[str, Any]) -> dict[str, Any] | None:
     """Makes an object, and returns it as the cluster has it; None where it is there already."""
-    with _answers():
+    with _translate_errors():
         from kubernetes.client.exceptions import ConflictException
 
         try:
-            return dict(_asked("create", each, **_STRICT))
+            return dict(_call_api("create", manifest, **_STRICT_VALIDATION))
         except ConflictException:
             return None
 
 
-def own(each: dict[str, Any], owner: Mapping[str, Any]) -> None:
+def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
     """Has an object of a job go with its owner, or with the last of several; makes it where it has gone.
 
     An owner of that name that was there before is none any more.
     """
-    with _answers():
+    with _translate_errors():
         from kubernetes.client.exceptions import ConflictException, NotFoundException
 
         for _ in range(_TRIES):
-            there = found(each)
+            existing = find_object(manifest)
             try:
-                if there is None:
-                    owned = each | {"metadata": each["metadata"] | {"ownerReferences": [owner]}}
-                    _asked("create", owned, **_STRICT)
+                if existing is None:
+                    owned = manifest | {"metadata": manifest["metadata"] | {"ownerReferences": [owner]}}
+                    _call_api("create", owned, **_STRICT_VALIDATION)
                     return
-                if not is_of(there, each["metadata"]["labels"][INSTANCE]):
+                if not is_from_job(existing, manifest["metadata"]["labels"][INSTANCE_LABEL]):
                     break
-                metadata = there["metadata"]
-                others = [
+                metadata = existing["metadata"]
+                other_owners = [
                     other
                     for other in metadata.get("ownerReferences") or ()
                     if (other["kind"], other["name"]) != (owner["kind"], owner["name"])
@@ -154,71 +162,73 @@ def own(each: dict[str, Any], owner: Mapping[str, Any]) -> None:
                 # Refused where it was changed since it was found.
                 changed = {
                     "resourceVersion": metadata.get("resourceVersion"),
-                    "ownerReferences": [*others, owner],
+                    "ownerReferences": [*other_owners, owner],
                 }
-                _asked("patch", each, {"metadata": changed}, **_MERGE)
+                _call_api("patch", manifest, {"metadata": changed}, **_MERGE_PATCH)
                 return
             except (ConflictException, NotFoundException):
                 continue
-    raise LaunchUnavailable(f"{each['kind']} {each['metadata']['name']}: somebody else changes it")
+    raise LaunchUnavailable(f"{manifest['kind']} {manifest['metadata']['name']}: somebody else changes it")
 
 
-def _asked(verb: str, each: Mapping[str, Any], *content: Any, **how: Any) -> Any:
+def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments: Any) -> Any:
     """What the cluster answers to one of create, get, patch and delete of an object, as plain data."""
-    cluster, kind, metadata = _cluster(), each["kind"], each["metadata"]
+    cluster, kind, metadata = _connect(), manifest["kind"], manifest["metadata"]
     namespace = metadata.get("namespace")
-    named = [] if verb == "create" else [metadata["name"]]
-    content = (each,) if verb == "create" else content
-    if kind in _CORE:
-        ask = getattr(cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE[kind]}")
-        answer = ask(*named, namespace, *content, **how, **_WITHIN)
+    names = [] if verb == "create" else [metadata["name"]]
+    content = (manifest,) if verb == "create" else content
+    if kind in _CORE_KINDS:
+        call = getattr(cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE_KINDS[kind]}")
+        answer = call(*names, namespace, *content, **arguments, **_TIMEOUT)
     else:
-        group, _, version = each["apiVersion"].partition("/")
-        scope, within = ("cluster", []) if namespace is None else ("namespaced", [namespace])
-        ask = getattr(cluster.custom, f"{verb}_{scope}_custom_object")
-        answer = ask(group, version, *within, _plural(kind), *named, *content, **how, **_WITHIN)
+        group, _, version = manifest["apiVersion"].partition("/")
+        scope, namespaces = ("cluster", []) if namespace is None else ("namespaced", [namespace])
+        call = getattr(cluster.custom, f"{verb}_{scope}_custom_object")
+        answer = call(
+            group, version, *namespaces, _to_plural(kind), *names, *content, **arguments, **_TIMEOUT
+        )
     return cluster.core.api_client.sanitize_for_serialization(answer)
 
 
-def _plural(kind: str) -> str:
+def _to_plural(kind: str) -> str:
     return f"{kind.lower()}s"
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Raises what an API server has against a question as LaunchUnavailable, and where none answers."""
-    _cluster()
+    _connect()
     from kubernetes.client.exceptions import ApiException
 
     try:
-        with _connected():
+        with _translate_connection_errors():
             yield
     except ApiException as error:
-        raise LaunchUnavailable(f"the cluster refuses: {_said(error)}") from error
+        raise LaunchUnavailable(f"the cluster refuses: {_read_error(error)}") from error
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def _translate_connection_errors() -> Iterator[None]:
     """Raises NoAnswer where no API server answers."""
     from urllib3.exceptions import HTTPError
 
     try:
         yield
     except HTTPError as error:
-        raise NoAnswer(f"no API server answers: {files.printable(str(error))[:300]}") from error
+        raise ServerUnreachable(f"no API server answers: {files.to_printable(str(error))[:300]}") from error
 
 
-def _said(error: Any) -> str:
+def _read_error(error: Any) -> str:
     """What an API server says in an answer that is none of success."""
     try:
-        said = json.loads(error.body)["message"]
+        message = json.loads(error.body)["message"]
     except (ValueError, TypeError, KeyError):
-        said = f"{error.status} {error.reason}"
-    return files.printable(str(said))[:2000]
+        message = f"{error.status} {error.reason}"
+    return files.to_printable(str(message))[:2000]
 
 
 @cache
-def _cluster() -> _Cluster:
+def _connect() -> _Cluster:
     """The cluster of the current context. Raises LaunchUnavailable where there is none, or no client."""
     try:
         from kubernetes import client, config
@@ -226,18 +236,18 @@ def _cluster() -> _Cluster:
         raise LaunchUnavailable(
             "the client of Kubernetes is not installed: pip install 'mcore-bundle[kubernetes]'"
         ) from None
-    named = os.environ.get("KUBECONFIG") or None
+    config_file = os.environ.get("KUBECONFIG") or None
     try:
-        config.load_kube_config(config_file=named)
-        _, context = config.list_kube_config_contexts(config_file=named)
+        config.load_kube_config(config_file=config_file)
+        _, context = config.list_kube_config_contexts(config_file=config_file)
         namespace = context["context"].get("namespace")
     except config.ConfigException as error:
         try:
             config.load_incluster_config()
         except config.ConfigException:
-            raise LaunchUnavailable(f"no cluster is configured: {files.printable(str(error))}") from error
-        namespace = files.read(_NAMESPACE)
-    once = client.Configuration.get_default_copy()
-    once.retries = False
-    streams = client.CoreV1Api(client.ApiClient(once))
+            raise LaunchUnavailable(f"no cluster is configured: {files.to_printable(str(error))}") from error
+        namespace = files.read_text(_NAMESPACE_FILE)
+    configuration = client.Configuration.get_default_copy()
+    configuration.retries = False
+    streams = client.CoreV1Api(client.ApiClient(configuration))
     return _Cluster(client.CoreV1Api(), client.CustomObjectsApi(), streams, namespace or "default")

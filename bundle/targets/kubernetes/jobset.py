@@ -7,74 +7,80 @@ from typing import Any
 
 from bundle.errors import ExitCode
 from bundle.launch.starters import DEFAULT_PORT
-from bundle.targets.kubernetes.pod import CONTAINER, NEVER, Workload
+from bundle.targets.kubernetes.pod import CONTAINER, PERMANENT_EXIT_CODES, Workload
 
 API, JOB_API = "jobset.x-k8s.io/v1alpha2", "batch/v1"
-REPLICATED = "node"
-_INDEX = "JOB_COMPLETION_INDEX"
+REPLICATED_JOB = "node"
+_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
-def job(of: Workload) -> list[dict[str, Any]]:
+def build_job(workload: Workload) -> list[dict[str, Any]]:
     """A Service and an indexed Job, which need nothing installed; a pod that is lost ends the Job."""
-    service = of.object("v1", "Service")
+    service = workload.build_object("v1", "Service")
     service["spec"] = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {"batch.kubernetes.io/job-name": of.name},
+        "selector": {"batch.kubernetes.io/job-name": workload.name},
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
-    workload = of.workload(JOB_API, "Job", of.queued)
-    workload["spec"] = indexed(of, of.words_at(f"{of.name}-0.{of.name}", _INDEX))
-    workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds
-    workload["spec"]["template"]["spec"]["subdomain"] = of.name
-    return [service, workload]
+    manifest = workload.build_manifest(JOB_API, "Job", workload.queue_labels)
+    manifest["spec"] = build_job_spec(
+        workload, workload.build_arguments(f"{workload.name}-0.{workload.name}", _INDEX_VARIABLE)
+    )
+    manifest["spec"]["ttlSecondsAfterFinished"] = workload.options.keep_seconds
+    manifest["spec"]["template"]["spec"]["subdomain"] = workload.name
+    return [service, manifest]
 
 
-def jobset(of: Workload) -> list[dict[str, Any]]:
+def build_jobset(workload: Workload) -> list[dict[str, Any]]:
     """A JobSet, which starts all pods again when one is lost."""
-    workload = of.workload(API, "JobSet", of.queued)
-    first = f"{of.name}-{REPLICATED}-0-0.{of.name}"
-    workload["spec"] = set_of(of, indexed(of, of.words_at(first, _INDEX)))
-    workload["spec"]["ttlSecondsAfterFinished"] = of.options.keep_seconds
-    return [workload]
+    manifest = workload.build_manifest(API, "JobSet", workload.queue_labels)
+    first = f"{workload.name}-{REPLICATED_JOB}-0-0.{workload.name}"
+    manifest["spec"] = build_jobset_spec(
+        workload, build_job_spec(workload, workload.build_arguments(first, _INDEX_VARIABLE))
+    )
+    manifest["spec"]["ttlSecondsAfterFinished"] = workload.options.keep_seconds
+    return [manifest]
 
 
-def set_of(of: Workload, spec: dict[str, Any], labels: dict[str, str] | None = None) -> dict[str, Any]:
+def build_jobset_spec(
+    workload: Workload, spec: dict[str, Any], labels: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The specification of a JobSet around one Job; `labels` are those of its template."""
     metadata = {"metadata": {"labels": labels}} if labels else {}
     return {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": of.name},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": workload.name},
         # One pod that is replaced finds no ranks to join: all of them begin again, from the last checkpoint.
         "failurePolicy": {
-            "maxRestarts": of.options.restarts,
+            "maxRestarts": workload.options.restarts,
             "rules": [{"name": "never", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
         },
-        "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": metadata | {"spec": spec}}],
+        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": metadata | {"spec": spec}}],
     }
 
 
-def indexed(of: Workload, words: list[str]) -> dict[str, Any]:
+def build_job_spec(workload: Workload, arguments: list[str]) -> dict[str, Any]:
     """The specification of a Job with a pod for every node."""
-    template = of.template(words)
-    of.keep_together(template)
+    template = workload.build_template(arguments)
+    workload.keep_together(template)
     return {
         "completionMode": "Indexed",
-        "completions": of.job.nodes,
-        "parallelism": of.job.nodes,
+        "completions": workload.job.nodes,
+        "parallelism": workload.job.nodes,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                _on("FailJob", NEVER),
+                _build_exit_rule("FailJob", PERMANENT_EXIT_CODES),
                 # Told to save and to end, as all nodes of the job do then: its pods begin again.
-                _on("Ignore", [int(ExitCode.PREEMPTED)]),
+                _build_exit_rule("Ignore", [int(ExitCode.PREEMPTED)]),
             ]
         },
         "template": template,
     }
 
 
-def _on(action: str, codes: list[int]) -> dict[str, Any]:
+def _build_exit_rule(action: str, codes: list[int]) -> dict[str, Any]:
     return {
         "action": action,
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes},

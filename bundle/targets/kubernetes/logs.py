@@ -20,96 +20,96 @@ _log = logging.getLogger(__name__)
 # How many pods' logs are streamed at once: each is a connection that the API server holds.
 MOST_STREAMS = 16
 _SKEW_SECONDS = 60  # by which a node's clock may differ from ours
-_ENDED = ("Succeeded", "Failed")
+_ENDED_PHASES = ("Succeeded", "Failed")
 # RFC 3339, of any zone, without the zeros at its end.
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
-class Streams:
+class PodLogs:
     """What the pods of one namespace write that are named: every line once, of many pods some at a time."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._of: dict[str, _Stream] = {}
+        self._streams: dict[str, _PodLog] = {}
 
     def open(self, pods: Sequence[Any], *, last: bool = False) -> bool:
         """Opens what is not open of these pods, and returns whether more may come from them.
 
         All of a pod has come where a stream ends that was opened after the pod had, as `last` says of all.
         """
-        flowing = sum(stream.flows for stream in self._of.values())
+        flowing = sum(stream.is_open for stream in self._streams.values())
         for pod in pods:
-            new = _Stream(self._namespace, pod.metadata.name, self._lines)
-            stream = self._of.setdefault(pod.metadata.uid, new)
-            if not (stream.whole or stream.flows) and flowing < MOST_STREAMS:
-                stream.open(ended=last or pod.status.phase in _ENDED)
+            new = _PodLog(self._namespace, pod.metadata.name, self._lines)
+            stream = self._streams.setdefault(pod.metadata.uid, new)
+            if not (stream.is_complete or stream.is_open) and flowing < MOST_STREAMS:
+                stream.open(has_ended=last or pod.status.phase in _ENDED_PHASES)
                 flowing += 1
-        return any(not self._of[pod.metadata.uid].whole for pod in pods)
+        return any(not self._streams[pod.metadata.uid].is_complete for pod in pods)
 
-    def lines(self) -> Iterator[str]:
+    def read_lines(self) -> Iterator[str]:
         """What has come since."""
         while not self._lines.empty():
             yield self._lines.get()
 
 
-class _Stream:
-    """What one pod writes. `whole`: all of it has come, and no more will."""
+class _PodLog:
+    """What one pod writes. `is_complete`: all of it has come, and no more will."""
 
     def __init__(self, namespace: str, pod: str, lines: "queue.SimpleQueue[str]") -> None:
-        self.whole = False
+        self.is_complete = False
         self._namespace, self._pod, self._lines = namespace, pod, lines
         self._thread: threading.Thread | None = None
-        self._written, self._alike = 0, 0  # when the last line was, and how many lines then
-        self._refused = ""
+        self._last_time, self._last_time_lines = 0, 0  # when the last line was, and how many lines then
+        self._last_refusal = ""
 
     @property
-    def flows(self) -> bool:
+    def is_open(self) -> bool:
         """Whether it is open."""
         return self._thread is not None and self._thread.is_alive()
 
-    def open(self, *, ended: bool) -> None:
-        """Reads on where it was cut, until it is again; of a pod that has `ended`, to its end."""
-        self._thread = threading.Thread(target=self._read, args=(ended,), daemon=True)
+    def open(self, *, has_ended: bool) -> None:
+        """Reads on where it was cut, until it is again; of a pod that has `has_ended`, to its end."""
+        self._thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
         self._thread.start()
 
-    def _read(self, ended: bool) -> None:
-        rest, behind = "", (self._written, self._alike)
+    def _read(self, has_ended: bool) -> None:
+        rest, resume_point = "", (self._last_time, self._last_time_lines)
         try:
-            for line in client.stream(self._namespace, self._pod, self._since()):
+            for line in client.stream_log(self._namespace, self._pod, self._count_seconds_since()):
                 stamp, _, text = line.partition(" ")
                 if not line.endswith("\n"):
                     rest = text  # it was cut here, or the pod has ended so
-                elif (written := _nanoseconds(stamp)) is None:
+                elif (line_time := _parse_nanoseconds(stamp)) is None:
                     self._lines.put(line)  # the server's own word
-                elif behind[1] and written < behind[0]:
+                elif resume_point[1] and line_time < resume_point[0]:
                     continue
-                elif behind[1] and written == behind[0]:
-                    behind = (written, behind[1] - 1)
+                elif resume_point[1] and line_time == resume_point[0]:
+                    resume_point = (line_time, resume_point[1] - 1)
                 else:
-                    behind = (0, 0)
-                    self._alike = self._alike + 1 if written == self._written else 1
-                    self._written = written
+                    resume_point = (0, 0)
+                    self._last_time_lines = self._last_time_lines + 1 if line_time == self._last_time else 1
+                    self._last_time = line_time
                     self._lines.put(text)
-        except client.NoAnswer:
+        except client.ServerUnreachable:
             return
         except LaunchUnavailable as error:
-            if self._refused != str(error):
+            if self._last_refusal != str(error):
                 _log.warning("%s: %s", self._pod, error)
-            self._refused = str(error)
-        if ended:
+            self._last_refusal = str(error)
+        if has_ended:
             if rest:
                 self._lines.put(rest)
-            self.whole = True
+            self.is_complete = True
 
-    def _since(self) -> int | None:
+    def _count_seconds_since(self) -> int | None:
         """How many seconds ago the last line was, and some more."""
-        if not self._written:
+        if not self._last_time:
             return None
-        return max(0, int(time.time() - self._written / 1e9)) + _SKEW_SECONDS
+        return max(0, int(time.time() - self._last_time / 1e9)) + _SKEW_SECONDS
 
 
-def _nanoseconds(stamp: str) -> int | None:
+def _parse_nanoseconds(stamp: str) -> int | None:
     """The time that a stamp is, since 1970; None where it is none."""
     if (parts := _TIME.fullmatch(stamp)) is None:
         return None

@@ -8,76 +8,84 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from bundle.launch import LOCK
-from bundle.launch.job import NAME
+from bundle.launch import LOCK_FILE
+from bundle.launch.job import FILE_NAME
 from bundle.targets import ray
-from bundle.targets.kubernetes.pod import HOME, INSTANCE, JOB, Workload
+from bundle.targets.kubernetes.pod import HOME, INSTANCE_LABEL, JOB_DIRECTORY, Workload
 
 API = "ray.io/v1"
-GROUP = "node"
-LONGEST = 47  # characters of a name, behind which KubeRay puts those of the cluster's Services
-RAY = "2.60.0"  # the least that the extra `ray` takes; KubeRay asks, since older ones know no tokens
+WORKER_GROUP = "node"
+MOST_CHARACTERS = 47  # characters of a name, behind which KubeRay puts those of the cluster's Services
+RAY_VERSION = "2.60.0"  # the least that the extra `ray` takes; KubeRay asks, since older ones know no tokens
 # Of a head that runs nothing but Ray's own services and the driver: 1.6 GB with its dashboard, measured.
-_HEAD = {"cpu": "4", "memory": "8Gi"}
-_SUBMITTER = {"cpu": "1", "memory": "1Gi"}
+_HEAD_RESOURCES = {"cpu": "4", "memory": "8Gi"}
+_SUBMITTER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
 
 
-def rayjob(of: Workload) -> list[dict[str, Any]]:
+def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     """A RayJob, whose cluster is made again when its driver or its head is lost, at most `restarts` times."""
-    bundle, *_ = ray.bundles(of.job)
-    start = {name: shlex.quote(value) for name, value in ray.started_with(bundle).items()}  # a shell reads it
-    worker, head, submitter = of.template([]), of.template([], "head"), of.template([], "submitter")
+    bundle, *_ = ray.build_bundles(workload.job)
+    start_options = {
+        name: shlex.quote(value) for name, value in ray.build_start_options(bundle).items()
+    }  # a shell reads it
+    worker, head, submitter = (
+        workload.build_template([]),
+        workload.build_template([], "head"),
+        workload.build_template([], "submitter"),
+    )
     for template in (worker, head):
-        _of_ray(of, template)
+        _adapt_to_ray(workload, template)
     (container,) = head["spec"]["containers"]
-    container["resources"] = {"limits": _HEAD, "requests": dict(_HEAD)}
+    container["resources"] = {"limits": _HEAD_RESOURCES, "requests": dict(_HEAD_RESOURCES)}
     # How long a driver that is told to stop may take for that: Ray itself waits for 3 seconds.
     seconds = head["spec"]["terminationGracePeriodSeconds"]
     container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
     (container,) = submitter["spec"]["containers"]
-    container["resources"] = {"limits": _SUBMITTER, "requests": dict(_SUBMITTER)}
+    container["resources"] = {"limits": _SUBMITTER_RESOURCES, "requests": dict(_SUBMITTER_RESOURCES)}
     del container["args"]
-    of.keep_together(worker)
-    workload = of.workload(API, "RayJob", of.queued)
-    workload["spec"] = {
+    workload.keep_together(worker)
+    manifest = workload.build_manifest(API, "RayJob", workload.queue_labels)
+    manifest["spec"] = {
         # No shell's `cd`: the submitter's shell reads this, and the driver's.
-        "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB}/{NAME}"
-        f" --restarts={of.options.restarts}{' --preflight' if of.options.preflight else ''}",
+        "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_DIRECTORY}/{FILE_NAME}"
+        f" --restarts={workload.options.restarts}{' --preflight' if workload.options.preflight else ''}",
         "submissionMode": "K8sJobMode",
-        "backoffLimit": of.options.restarts,
+        "backoffLimit": workload.options.restarts,
         "shutdownAfterJobFinishes": True,
         "submitterPodTemplate": submitter,
         "rayClusterSpec": {
-            "rayVersion": RAY,
+            "rayVersion": RAY_VERSION,
             "authOptions": {"mode": "token"},
             "headGroupSpec": {
                 "serviceType": "ClusterIP",
                 "enableIngress": False,
-                "rayStartParams": ray.started_with({"CPU": 0.0, "GPU": 0.0}),
+                "rayStartParams": ray.build_start_options({"CPU": 0.0, "GPU": 0.0}),
                 "template": head,
             },
             "workerGroupSpecs": [
                 {
-                    "groupName": GROUP,
-                    "replicas": of.job.nodes,
-                    "minReplicas": of.job.nodes,
-                    "maxReplicas": of.job.nodes,
-                    "rayStartParams": start,
+                    "groupName": WORKER_GROUP,
+                    "replicas": workload.job.nodes,
+                    "minReplicas": workload.job.nodes,
+                    "maxReplicas": workload.job.nodes,
+                    "rayStartParams": start_options,
                     "template": worker,
                 }
             ],
         },
     }
-    return [workload]
+    return [manifest]
 
 
-def _of_ray(of: Workload, template: dict[str, Any]) -> None:
+def _adapt_to_ray(workload: Workload, template: dict[str, Any]) -> None:
     """Makes a pod one of the cluster, which stays until the job that was told to end has saved.
 
     The submitter alone is found as the job's pod: what the others write comes from it.
     """
-    template["metadata"]["labels"]["app.kubernetes.io/part-of"] = template["metadata"]["labels"].pop(INSTANCE)
+    template["metadata"]["labels"]["app.kubernetes.io/part-of"] = template["metadata"]["labels"].pop(
+        INSTANCE_LABEL
+    )
     (container,) = template["spec"]["containers"]
     del container["args"]  # KubeRay writes `ray start`
-    lock = Path(HOME) / of.job.directory / LOCK
+    lock = Path(HOME) / workload.job.directory / LOCK_FILE
     container["lifecycle"] = {"preStop": {"exec": {"command": ["flock", str(lock), "true"]}}}

@@ -10,7 +10,7 @@ from bundle.errors import ExitCode
 _SUCCESS, _FAILURE = ("Complete", "Completed", "Succeeded"), "Failed"
 
 
-class Ended(NamedTuple):
+class WorkloadOutcome(NamedTuple):
     """Whether it succeeded, None before it has ended; what its controller says about that.
 
     `code` is the job's own, where no pod ends with it.
@@ -21,36 +21,42 @@ class Ended(NamedTuple):
     code: int | None = None
 
 
-def by_conditions(status: Mapping[str, Any]) -> Ended:
+def read_conditions(status: Mapping[str, Any]) -> WorkloadOutcome:
     """Of what has conditions, as most workloads have."""
-    true = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
-    if any(name in true for name in _SUCCESS):
-        return Ended(True)
-    if _FAILURE in true:
-        return Ended(False, _reason(true[_FAILURE]))
-    return Ended(None, _reason(true["Suspended"]) if "Suspended" in true else "")
+    true_conditions = {
+        condition["type"]: condition
+        for condition in status.get("conditions") or ()
+        if condition.get("status") == "True"
+    }
+    if any(name in true_conditions for name in _SUCCESS):
+        return WorkloadOutcome(True)
+    if _FAILURE in true_conditions:
+        return WorkloadOutcome(False, _read_reason(true_conditions[_FAILURE]))
+    return WorkloadOutcome(
+        None, _read_reason(true_conditions["Suspended"]) if "Suspended" in true_conditions else ""
+    )
 
 
-def by_phase(status: Mapping[str, Any]) -> Ended:
+def read_phase(status: Mapping[str, Any]) -> WorkloadOutcome:
     """Of a Job of Volcano, which has a phase."""
     state = status.get("state") or {}
     succeeded = {"Completed": True, "Failed": False, "Terminated": False, "Aborted": False}
-    return Ended(succeeded.get(state.get("phase", "")), _reason(state))
+    return WorkloadOutcome(succeeded.get(state.get("phase", "")), _read_reason(state))
 
 
-def by_ray(status: Mapping[str, Any]) -> Ended:
+def read_ray_status(status: Mapping[str, Any]) -> WorkloadOutcome:
     """Of a RayJob, whose status has Ray's own of its driver."""
     state, message = status.get("jobDeploymentStatus", ""), str(status.get("message") or "")
     if state not in ("Complete", "Failed", "ValidationFailed"):
-        return Ended(None, state)
+        return WorkloadOutcome(None, state)
     if status.get("jobStatus") == "SUCCEEDED":
-        return Ended(True)
+        return WorkloadOutcome(True)
     if status.get("jobStatus") == "STOPPED":
-        return Ended(False, "stopped", int(ExitCode.TERMINATED))
+        return WorkloadOutcome(False, "stopped", int(ExitCode.TERMINATED))
     # Behind its first line stands the driver's log.
     reason, code = message.partition("\n")[0], re.search(r"failed with exit code (\d+)", message)
-    return Ended(False, reason or str(status.get("reason") or ""), int(code[1]) if code else None)
+    return WorkloadOutcome(False, reason or str(status.get("reason") or ""), int(code[1]) if code else None)
 
 
-def _reason(of: Mapping[str, Any]) -> str:
-    return str(of.get("message") or of.get("reason") or "")
+def _read_reason(status: Mapping[str, Any]) -> str:
+    return str(status.get("message") or status.get("reason") or "")

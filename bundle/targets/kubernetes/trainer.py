@@ -8,39 +8,43 @@ releases, so that they are those of its runtime, and each job has a runtime of i
 
 from typing import Any
 
-from bundle.files import json_digest
-from bundle.targets.kubernetes.jobset import indexed, set_of
+from bundle.files import digest_json
+from bundle.targets.kubernetes.jobset import build_job_spec, build_jobset_spec
 from bundle.targets.kubernetes.pod import Workload
 
 API = "trainer.kubeflow.org/v1alpha1"
-RUNTIME = "ClusterTrainingRuntime"
+RUNTIME_KIND = "ClusterTrainingRuntime"
 
 
-def trainjob(of: Workload) -> list[dict[str, Any]]:
+def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
     """A runtime and its TrainJob. The runtime's name follows from its content: equal ones are one."""
-    spec = indexed(of, of.words)
+    spec = build_job_spec(workload, workload.arguments)
     container = spec["template"]["spec"]["containers"][0]
-    of_the_job = {key: container.pop(key) for key in ("image", "args", "resources")}
+    job_fields = {key: container.pop(key) for key in ("image", "args", "resources")}
     # The controller counts the pods, which Jobs of a runtime must not say.
     del spec["completions"], spec["parallelism"]
-    container["image"] = of_the_job["image"]
+    container["image"] = job_fields["image"]
     content = {
-        "mlPolicy": {"numNodes": of.job.nodes, "torch": {}},
-        "template": {"spec": set_of(of, spec, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})},
+        "mlPolicy": {"numNodes": workload.job.nodes, "torch": {}},
+        "template": {
+            "spec": build_jobset_spec(
+                workload, spec, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+            )
+        },
     }
-    runtime = of.object(API, RUNTIME, f"{of.name}-{json_digest(content)}")
+    runtime = workload.build_object(API, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
     runtime["metadata"].pop("namespace", None)  # it lies in none
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
-    workload = of.workload(API, "TrainJob", of.queued)
-    workload["spec"] = {
-        "runtimeRef": {"kind": RUNTIME, "name": runtime["metadata"]["name"]},
+    manifest = workload.build_manifest(API, "TrainJob", workload.queue_labels)
+    manifest["spec"] = {
+        "runtimeRef": {"kind": RUNTIME_KIND, "name": runtime["metadata"]["name"]},
         "trainer": {
-            "image": of_the_job["image"],
-            "args": of_the_job["args"],
-            "numNodes": of.job.nodes,
-            "numProcPerNode": of.job.per_node,
-            "resourcesPerNode": of_the_job["resources"],
+            "image": job_fields["image"],
+            "args": job_fields["args"],
+            "numNodes": workload.job.nodes,
+            "numProcPerNode": workload.job.per_node,
+            "resourcesPerNode": job_fields["resources"],
         },
     }
-    return [runtime, workload]
+    return [runtime, manifest]

@@ -6,28 +6,30 @@ Fields: volcano-sh/volcano, config/crd/volcano/bases; policies, names and variab
 from collections.abc import Iterator
 from typing import Any
 
-from bundle.errors import shown
-from bundle.targets.kubernetes.pod import NEVER, Workload, pairs
+from bundle.errors import format_value
+from bundle.targets.kubernetes.pod import PERMANENT_EXIT_CODES, Workload, parse_pairs
 
 API = "batch.volcano.sh/v1alpha1"
 SCHEDULER = "volcano"
-TASK = "node"
-_INDEX = "VC_TASK_INDEX"  # of the plugin env
+TASK_NAME = "node"
+_INDEX_VARIABLE = "VC_TASK_INDEX"  # of the plugin env
 # MindCluster's label of nodes, and what its plugin for Volcano looks for on a job: YAML parameters of
 # hiascend.com/document/detail/en/mindcluster/730/clustersched, affinity scheduling of logical SuperPoDs.
-_NODES, BLOCK = "accelerator-type", "sp-block"
+_NODE_LABEL, BLOCK_ANNOTATION = "accelerator-type", "sp-block"
 
 
-def job(of: Workload) -> list[dict[str, Any]]:
+def build_job(workload: Workload) -> list[dict[str, Any]]:
     """A Job, which starts all pods again when one is lost."""
-    options = of.options
-    template = of.template(of.words_at(f"{of.name}-{TASK}-0.{of.name}", _INDEX))
-    if of.job.backend == "ascend":
+    options = workload.options
+    template = workload.build_template(
+        workload.build_arguments(f"{workload.name}-{TASK_NAME}-0.{workload.name}", _INDEX_VARIABLE)
+    )
+    if workload.job.backend == "ascend":
         _name_devices(template["spec"]["containers"][0])
-    workload = of.workload(API, "Job", annotations=super_pod(of))
-    workload["spec"] = {
+    manifest = workload.build_manifest(API, "Job", annotations=build_super_pod_annotation(workload))
+    manifest["spec"] = {
         "schedulerName": SCHEDULER,
-        "minAvailable": of.job.nodes,
+        "minAvailable": workload.job.nodes,
         "maxRetry": options.restarts,
         "ttlSecondsAfterFinished": options.keep_seconds,
         **({"queue": options.queue} if options.queue else {}),
@@ -40,29 +42,32 @@ def job(of: Workload) -> list[dict[str, Any]]:
         "plugins": {"env": [], "svc": ["--publish-not-ready-addresses=true"]},
         # The first that fits is taken, and a code comes with the event that its pod has failed.
         "policies": [
-            *({"exitCode": code, "action": "TerminateJob"} for code in NEVER),
+            *({"exitCode": code, "action": "TerminateJob"} for code in PERMANENT_EXIT_CODES),
             {"event": "PodFailed", "action": "RestartJob"},
             {"event": "PodEvicted", "action": "RestartJob"},
         ],
-        "tasks": [{"name": TASK, "replicas": of.job.nodes, "template": template}],
+        "tasks": [{"name": TASK_NAME, "replicas": workload.job.nodes, "template": template}],
     }
-    return [workload]
+    return [manifest]
 
 
-def super_pod(of: Workload) -> dict[str, str]:
+def build_super_pod_annotation(workload: Workload) -> dict[str, str]:
     """How many NPUs lie in one super pod, for nodes that are selected as those of one: all of the job."""
-    selected = pairs(of.options.selectors).get(_NODES, "")
-    all_of_it = of.job.nodes * of.job.per_node
-    return {BLOCK: str(all_of_it)} if selected.endswith("-super-pod") else {}
+    selected = parse_pairs(workload.options.selectors).get(_NODE_LABEL, "")
+    job_devices = workload.job.nodes * workload.job.per_node
+    return {BLOCK_ANNOTATION: str(job_devices)} if selected.endswith("-super-pod") else {}
 
 
-def misfits(of: Workload) -> Iterator[str]:
+def find_misfits(workload: Workload) -> Iterator[str]:
     """What MindCluster's plugin does not take: blocks that no nodes make, or that do not make the job."""
-    block = pairs(of.options.annotations).get(BLOCK)
-    most, least = of.job.nodes * of.job.per_node, of.job.per_node
+    block = parse_pairs(workload.options.annotations).get(BLOCK_ANNOTATION)
+    most, least = workload.job.nodes * workload.job.per_node, workload.job.per_node
     blocks = [str(size) for size in range(least, most + 1, least) if most % size == 0]
     if block is not None and block not in blocks:
-        yield f"--annotation {BLOCK}={shown(block)}: for this job one of {', '.join(blocks[:8])}"
+        yield (
+            f"--annotation {BLOCK_ANNOTATION}={format_value(block)}: for this job one of"
+            f" {', '.join(blocks[:8])}"
+        )
 
 
 def _name_devices(container: dict[str, Any]) -> None:

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bundle import files
-from bundle.errors import ExitCode, LaunchUnavailable, UsageError, shown
-from bundle.launch.job import NAME, Job
+from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
+from bundle.launch.job import FILE_NAME, Job
 from bundle.targets import ray
-from bundle.targets.client import NoAnswer, asked
-from bundle.targets.growing import grown
-from bundle.targets.slurm.batch import placed, script
-from bundle.targets.slurm.options import Options, overruled
+from bundle.targets.client import ClientTimeout, run_client
+from bundle.targets.log_reader import tail_log
+from bundle.targets.slurm.batch import build_script, get_job_directory
+from bundle.targets.slurm.options import SlurmOptions, find_overrides
 
 _log = logging.getLogger(__name__)
 
-SCRIPT = "job.sh"
+SCRIPT_NAME = "job.sh"
 # How often a job is looked at, and for how long a controller may be away meanwhile.
-LOOK_SECONDS, PATIENCE_SECONDS = 2.0, 600
+POLL_SECONDS, PATIENCE_SECONDS = 2.0, 600
 # The states in which a job stays (squeue's manual page, JOB STATE CODES), by its exit code, None being its
 # script's; in any other state it lives.
-_ENDED: Mapping[str, ExitCode | None] = {
+_EXIT_CODES: Mapping[str, ExitCode | None] = {
     "BOOT_FAIL": ExitCode.LAUNCH_UNAVAILABLE,
     "CANCELLED": ExitCode.TERMINATED,
     "COMPLETED": None,
@@ -38,7 +38,7 @@ _ENDED: Mapping[str, ExitCode | None] = {
 }
 
 
-class State(NamedTuple):
+class SlurmJobState(NamedTuple):
     """What Slurm says of a job: its state, why it waits, where its output goes, its exit code once ended."""
 
     name: str
@@ -47,39 +47,41 @@ class State(NamedTuple):
     code: int | None
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.code is not None
 
 
-def submit(job: Job, options: Options, workdir: Path) -> str:
+def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     """Hands a job to Slurm; returns its number. Raises LaunchUnavailable where Slurm will not have it."""
-    text, where = script(job, options, workdir), placed(job)
-    if wrong := list(overruled(os.environ)):
+    text, directory = build_script(job, options, workdir), get_job_directory(job)
+    if wrong := list(find_overrides(os.environ)):
         raise UsageError("sbatch would not do what the batch script says: unset", wrong)
-    where.mkdir(parents=True, exist_ok=True)
-    files.write_text(where / NAME, job.text())
-    files.write_text(where / SCRIPT, text)
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_text(directory / FILE_NAME, job.to_text())
+    files.write_text(directory / SCRIPT_NAME, text)
     try:
         number = (
-            asked("sbatch", "--parsable", str(where / SCRIPT), seconds=PATIENCE_SECONDS)
+            run_client("sbatch", "--parsable", str(directory / SCRIPT_NAME), seconds=PATIENCE_SECONDS)
             .strip()
             .partition(";")[0]
         )
-    except NoAnswer as error:
-        return _queued(where / SCRIPT, error)
+    except ClientTimeout as error:
+        return _find_queued_job(directory / SCRIPT_NAME, error)
     if not number.isdigit():
-        raise LaunchUnavailable(f"sbatch answered {shown(number)}, which is no number of a job")
+        raise LaunchUnavailable(f"sbatch answered {format_value(number)}, which is no number of a job")
     return number
 
 
-def _queued(script: Path, error: NoAnswer) -> str:
+def _find_queued_job(script: Path, error: ClientTimeout) -> str:
     """The number of the job of a batch script that sbatch did not say. Raises LaunchUnavailable if none."""
     try:
-        jobs = [_fields(line) for line in asked("scontrol", "--oneliner", "show", "job").splitlines()]
+        jobs = [
+            _parse_fields(line) for line in run_client("scontrol", "--oneliner", "show", "job").splitlines()
+        ]
     except LaunchUnavailable:
         jobs = []
-    alive = [said for said in jobs if said.get("JobState") not in _ENDED]
-    if not (numbers := [int(said["JobId"]) for said in alive if said.get("Command") == str(script)]):
+    alive = [job for job in jobs if job.get("JobState") not in _EXIT_CODES]
+    if not (numbers := [int(job["JobId"]) for job in alive if job.get("Command") == str(script)]):
         raise LaunchUnavailable(
             f"{error}; it may queue the job even so: look for {script} with `scontrol show job` before you"
             " launch it again"
@@ -87,81 +89,83 @@ def _queued(script: Path, error: NoAnswer) -> str:
     return str(max(numbers))
 
 
-def state(number: str) -> State:
+def query_state(number: str) -> SlurmJobState:
     """What Slurm says of a job, or once it has forgotten it, what that left in its run directory.
 
     Raises LaunchUnavailable where neither does.
     """
     try:
-        said = _fields(asked("scontrol", "--oneliner", "show", "job", number))
+        fields = _parse_fields(run_client("scontrol", "--oneliner", "show", "job", number))
     except LaunchUnavailable:
-        if (ended := _forgotten(number)) is None:
+        if (ended := _find_forgotten_state(number)) is None:
             raise
         return ended
-    name, output = said.get("JobState", ""), said.get("StdOut")
+    name, output = fields.get("JobState", ""), fields.get("StdOut")
     if not name:
         raise LaunchUnavailable(f"scontrol says nothing of job {number}")
-    return State(name, said.get("Reason", ""), Path(output) if output else None, _code(name, said))
+    return SlurmJobState(
+        name, fields.get("Reason", ""), Path(output) if output else None, _read_exit_code(name, fields)
+    )
 
 
-def _code(name: str, said: Mapping[str, str]) -> int | None:
+def _read_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
     """The exit code of a job in that state; None while it lives."""
-    if name not in _ENDED:
+    if name not in _EXIT_CODES:
         return None
-    if (code := _ENDED[name]) is not None:
+    if (code := _EXIT_CODES[name]) is not None:
         return int(code)
-    status, _, signal = said.get("ExitCode", "1:0").partition(":")
-    own = int(status) or (128 + int(signal) if signal != "0" else 0)
-    return own if own or name == "COMPLETED" else int(ExitCode.JOB_FAILED)
+    status, _, signal = fields.get("ExitCode", "1:0").partition(":")
+    exit_code = int(status) or (128 + int(signal) if signal != "0" else 0)
+    return exit_code if exit_code or name == "COMPLETED" else int(ExitCode.JOB_FAILED)
 
 
 def stop(number: str) -> None:
     """Has a job save and end, one that waits not begin. Raises LaunchUnavailable where it cannot be told."""
-    now = state(number)
-    if now.ended:
+    now = query_state(number)
+    if now.has_ended:
         return
     if now.name == "RUNNING" and now.output is not None:
-        where = now.output.parent  # `placed`, as no option may say another
+        directory = now.output.parent  # `get_job_directory`, as no option may say another
         try:
-            (where / f"stopped-{number}").touch()
+            (directory / f"stopped-{number}").touch()
         except OSError as error:
             raise LaunchUnavailable(
-                f"slurm:{number}: it would be queued again, as {where} cannot be written to here"
+                f"slurm:{number}: it would be queued again, as {directory} cannot be written to here"
                 f" ({error.strerror}): stop it where its run directory is seen, or `scancel {number}`"
             ) from error
         # The step alone, whose batch script says how it ended; of Ray's, the script, which has it save.
-        batch = ["--batch"] if files.is_file(where / ray.TOKEN) else []
-        asked("scancel", *batch, "--signal=TERM", number)
+        batch = ["--batch"] if files.is_file(directory / ray.TOKEN_NAME) else []
+        run_client("scancel", *batch, "--signal=TERM", number)
     else:
-        asked("scancel", number)
+        run_client("scancel", number)
 
 
-def written(number: str) -> str:
+def read_log(number: str) -> str:
     """All that a job has written. Raises UsageError where that is nothing yet."""
-    now = state(number)
+    now = query_state(number)
     if now.output is None or not files.is_file(now.output):
         raise UsageError(f"slurm:{number}: has written nothing yet")
     return now.output.read_text(errors="replace")
 
 
-def follow(number: str, seconds: float = LOOK_SECONDS) -> Iterator[str]:
+def follow(number: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
     """What a job writes, as it comes, until it has ended; a job that is requeued has not."""
-    yield from grown(now.output for now in _looked_at(number, seconds))
+    yield from tail_log(now.output for now in _poll_states(number, seconds))
 
 
-def wait(number: str, seconds: float = LOOK_SECONDS) -> int:
+def wait(number: str, seconds: float = POLL_SECONDS) -> int:
     """The exit code of a job, once it has ended."""
-    *_, last = _looked_at(number, seconds)
+    *_, last = _poll_states(number, seconds)
     assert last.code is not None, "it has ended"
     return last.code
 
 
-def _looked_at(number: str, seconds: float) -> Iterator[State]:
+def _poll_states(number: str, seconds: float) -> Iterator[SlurmJobState]:
     """How a job is, every now and then until it has ended; a controller that is away may come back."""
     silent = 0.0
     while True:
         try:
-            now, silent = state(number), 0.0
+            now, silent = query_state(number), 0.0
         except LaunchUnavailable as error:
             if silent >= PATIENCE_SECONDS:
                 raise
@@ -170,20 +174,22 @@ def _looked_at(number: str, seconds: float) -> Iterator[State]:
             silent += seconds
         else:
             yield now
-            if now.ended:
+            if now.has_ended:
                 return
         time.sleep(seconds)
 
 
-def _forgotten(number: str) -> State | None:
+def _find_forgotten_state(number: str) -> SlurmJobState | None:
     """How a job ended that Slurm no longer knows, by what it left in a run directory below this one."""
-    for left in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
-        code = (files.read(left) or "").strip()
+    for path in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
+        code = (files.read_text(path) or "").strip()
         if code.isdigit():
-            return State("ENDED", "Slurm has forgotten it", left.parent / f"slurm-{number}.log", int(code))
+            return SlurmJobState(
+                "ENDED", "Slurm has forgotten it", path.parent / f"slurm-{number}.log", int(code)
+            )
     return None
 
 
-def _fields(line: str) -> Mapping[str, str]:
+def _parse_fields(line: str) -> Mapping[str, str]:
     """The NAME=VALUE of scontrol's one line; a value goes on until the next name."""
     return dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", line))

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from bundle.mcore import checkpoints, optimization
-from bundle.verification.numbers import DENSE, Bench, Layout, Numbers, gap
+from bundle.verification.numbers import DENSE, Bench, BenchLayout, Numbers, measure_gap
 
 
-def round_trip(bench: Bench) -> float:
+def measure_round_trip(bench: Bench) -> float:
     """The weights of a model after saving, forgetting and loading them."""
     directory = bench.directory / "checkpoint"
     directory.mkdir()
-    with bench.layout() as layout:
-        model = layout.chunk(DENSE)
-        before = _weights(model)
+    with bench.open_layout() as layout:
+        model = layout.build_chunk(DENSE)
+        before = _copy_weights(model)
         checkpoints.write({"model": model.sharded_state_dict(), "step": 3}, directory)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -26,37 +26,37 @@ def round_trip(bench: Bench) -> float:
         loaded = checkpoints.read({"model": model.sharded_state_dict()}, directory)
         model.load_state_dict(loaded["model"])
         assert loaded["step"] == 3, f"common state came back as {loaded['step']}"
-        return gap(_weights(model), before)
+        return measure_gap(_copy_weights(model), before)
 
 
-def shared_round_trip(bench: Bench) -> float:
+def measure_shared_round_trip(bench: Bench) -> float:
     """Weights and a flat range that two ranks hold, of which each writes a part, after loading them."""
     directory = bench.directory / "checkpoint"
     directory.mkdir(exist_ok=True)
     rank = torch.distributed.get_rank()
     numbers = torch.arange(12.0).reshape(3, 4)
-    with bench.layout() as layout:
-        model = layout.chunk(DENSE)
-        shard = checkpoints.flat("numbers", numbers, rank)
+    with bench.open_layout() as layout:
+        model = layout.build_chunk(DENSE)
+        shard = checkpoints.build_flat_tensor("numbers", numbers, rank)
         checkpoints.write_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
         assert (rows * 4 + columns).tolist() == list(range(12)), f"coordinates {rows}, {columns}"
         with torch.no_grad():
-            before = _weights(model)
+            before = _copy_weights(model)
             for parameter in model.parameters():
                 parameter.zero_()
-        empty = checkpoints.flat("numbers", torch.zeros_like(numbers), rank)
+        empty = checkpoints.build_flat_tensor("numbers", torch.zeros_like(numbers), rank)
         loaded = checkpoints.read({"model": model.sharded_state_dict(), "numbers": empty}, directory)
         model.load_state_dict(loaded["model"])
-        seen = {**_weights(model), "numbers": loaded["numbers"].reshape(3, 4)}
-        return gap(seen, {**before, "numbers": numbers})
+        seen = {**_copy_weights(model), "numbers": loaded["numbers"].reshape(3, 4)}
+        return measure_gap(seen, {**before, "numbers": numbers})
 
 
-def code_in_common_state(bench: Bench) -> float:
+def measure_unsafe_state(bench: Bench) -> float:
     """1 if code in a checkpoint's common state ran, 0 if it was refused and honest state still loads."""
     witness = bench.directory / "it-ran"
-    hostile = _common_state(bench.directory / "hostile", {"step": _Code(witness)})
-    honest = _common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
+    hostile = _write_common_state(bench.directory / "hostile", {"step": _HostileCode(witness)})
+    honest = _write_common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
     refused = False
     try:
         checkpoints.read_common(hostile)
@@ -66,7 +66,7 @@ def code_in_common_state(bench: Bench) -> float:
     return 0.0 if refused and fine and not witness.exists() else 1.0
 
 
-def _common_state(directory: Path, state: dict[str, Any]) -> Path:
+def _write_common_state(directory: Path, state: dict[str, Any]) -> Path:
     """The directory of a checkpoint that holds nothing but common state, as to 0.17 it lies on disk."""
     directory.mkdir()
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -76,7 +76,7 @@ def _common_state(directory: Path, state: dict[str, Any]) -> Path:
     return directory
 
 
-class _Code:
+class _HostileCode:
     """Makes a directory when it is unpickled."""
 
     def __init__(self, witness: Path) -> None:
@@ -86,54 +86,58 @@ class _Code:
         return os.mkdir, (str(self.witness),)
 
 
-def _weights(model: torch.nn.Module) -> Numbers:
+def _copy_weights(model: torch.nn.Module) -> Numbers:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 _STEPS, _BUCKETS = 3, "dp_reshardable"
 
 
-def default_form(bench: Bench) -> float:
+def measure_default_format(bench: Bench) -> float:
     """Every tensor of an optimizer whose form nobody asked for, saved and loaded."""
-    with bench.layout() as layout:
-        model, optimizer = _trained(layout, _STEPS)
+    with bench.open_layout() as layout:
+        model, optimizer = _train_tiny_model(layout, _STEPS)
         directory = bench.directory / "default"
         directory.mkdir()
-        saved = checkpoints.optimizer_state(model, optimizer, None)
-        kept = _tensors(saved)
+        saved = checkpoints.build_optimizer_state(model, optimizer, None)
+        saved_tensors = _collect_tensors(saved)
         checkpoints.write({"optimizer": saved}, directory)
-        other, resumed = _trained(layout, 1)
-        empty = checkpoints.optimizer_state(other, resumed, None, loading=True)
-        return gap(_tensors(checkpoints.read({"optimizer": empty}, directory)["optimizer"]), kept)
+        other_model, resumed = _train_tiny_model(layout, 1)
+        empty = checkpoints.build_optimizer_state(other_model, resumed, None, is_loading=True)
+        return measure_gap(
+            _collect_tensors(checkpoints.read({"optimizer": empty}, directory)["optimizer"]), saved_tensors
+        )
 
 
-def _tensors(state: Any, path: str = "") -> Numbers:
+def _collect_tensors(state: Any, path: str = "") -> Numbers:
     """The tensors of a state and the data of its shards, by their place in it."""
     data = getattr(state, "data", state)
     if torch.is_tensor(data):
         return {path: data.detach().clone()} if data.ndim else {}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
-    return {name: x for key, value in items for name, x in _tensors(value, f"{path}.{key}").items()}
+    return {name: x for key, value in items for name, x in _collect_tensors(value, f"{path}.{key}").items()}
 
 
-def steps(bench: Bench) -> float:
+def measure_steps(bench: Bench) -> float:
     """Moments of an optimizer saved by buckets, and how many steps it has taken."""
-    with bench.layout() as layout:
-        model, optimizer = _trained(layout, _STEPS)
+    with bench.open_layout() as layout:
+        model, optimizer = _train_tiny_model(layout, _STEPS)
         directory = bench.directory / "steps"
         directory.mkdir(exist_ok=True)
-        checkpoints.write({"optimizer": checkpoints.optimizer_state(model, optimizer, _BUCKETS)}, directory)
-        other, resumed = _trained(layout, 1)
-        empty = checkpoints.optimizer_state(other, resumed, _BUCKETS, loading=True)
+        checkpoints.write(
+            {"optimizer": checkpoints.build_optimizer_state(model, optimizer, _BUCKETS)}, directory
+        )
+        other_model, resumed = _train_tiny_model(layout, 1)
+        empty = checkpoints.build_optimizer_state(other_model, resumed, _BUCKETS, is_loading=True)
         resumed.load_state_dict(checkpoints.read({"optimizer": empty}, directory)["optimizer"])
-        return gap(_states(resumed), _states(optimizer))
+        return measure_gap(_collect_states(resumed), _collect_states(optimizer))
 
 
-def _trained(layout: Layout, steps: int) -> tuple[torch.nn.Module, Any]:
+def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
     """A tiny model and its optimizer after some steps of drawn gradients."""
     # In fp32 what is loaded into is a view of weights that want a gradient, which is refused
-    job, model = layout.recipe(DENSE, dtype="bf16"), layout.chunk(DENSE, dtype="bf16")
-    optimizer = optimization.optimizer(job, optimization.data_parallel(job, model.config, [model]))
+    job, model = layout.build_recipe(DENSE, dtype="bf16"), layout.build_chunk(DENSE, dtype="bf16")
+    optimizer = optimization.build_optimizer(job, optimization.wrap_data_parallel(job, model.config, [model]))
     generator = torch.Generator().manual_seed(steps)
     for _ in range(steps):
         for parameter in model.parameters():
@@ -142,6 +146,6 @@ def _trained(layout: Layout, steps: int) -> tuple[torch.nn.Module, Any]:
     return model, optimizer
 
 
-def _states(optimizer: Any) -> Numbers:
-    held = [state for each in optimizer.chained_optimizers for state in each.optimizer.state.values()]
-    return {f"{i} {name}": x.clone() for i, state in enumerate(held) for name, x in state.items()}
+def _collect_states(optimizer: Any) -> Numbers:
+    states = [state for chained in optimizer.chained_optimizers for state in chained.optimizer.state.values()]
+    return {f"{i} {name}": x.clone() for i, state in enumerate(states) for name, x in state.items()}

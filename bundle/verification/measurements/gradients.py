@@ -3,64 +3,76 @@
 import torch
 
 from bundle.mcore import optimization
-from bundle.mcore.gpt import smoothed_cross_entropy
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Layout, Numbers, gap, run, worst
+from bundle.mcore.gpt import compute_cross_entropy
+from bundle.verification.numbers import (
+    DENSE,
+    EXPERTS,
+    LATENT,
+    Bench,
+    BenchLayout,
+    Numbers,
+    compute_loss,
+    find_worst,
+    measure_gap,
+)
 from bundle.verification.products import RepeatedProducts
 
 
-def per_token(bench: Bench) -> float:
+def measure_per_token_loss(bench: Bench) -> float:
     """The gradient norm of a loss per token: the same rows shared by two ranks, and on each of them."""
-    return bench.norm_gap(DENSE, cp=2)
+    return bench.measure_norm_gap(DENSE, cp=2)
 
 
-def optimizer_step(bench: Bench) -> float:
+def measure_optimizer_step(bench: Bench) -> float:
     """The gradient norm that the optimizer finds, against that of the gradients themselves."""
-    with bench.layout() as layout:
-        batch = layout.two_rows(32)
-        numbers = layout.trained(layout.chunk(DENSE), [batch])
+    with bench.open_layout() as layout:
+        batch = layout.build_two_rows(32)
+        numbers = layout.run_backward(layout.build_chunk(DENSE), [batch])
         squares = sum(x.square().sum() for name, x in numbers.items() if name != "loss")
         reference = torch.as_tensor(squares).sqrt() / batch.mask.sum()
-        return gap(layout.gradient_norm(DENSE), {"norm": reference})
+        return measure_gap(layout.measure_gradient_norm(DENSE), {"norm": reference})
 
 
-def shared_embedding(bench: Bench) -> float:
+def measure_shared_embedding(bench: Bench) -> float:
     """A step of a model whose embedding megatron has marked as shared by stages, against one without.
 
     What lies before it in the buffer is an odd number of times 64: the norm at the end of the last layer is.
     """
-    with bench.layout() as layout:
-        return gap(_step(layout, shared=True), _step(layout, shared=False))
+    with bench.open_layout() as layout:
+        return measure_gap(_take_step(layout, shared=True), _take_step(layout, shared=False))
 
 
-def _step(layout: Layout, *, shared: bool) -> Numbers:
+def _take_step(layout: BenchLayout, *, shared: bool) -> Numbers:
     """The gradient norm and what a step makes of the weights."""
-    model = layout.chunk(DENSE)
+    model = layout.build_chunk(DENSE)
     if shared:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
-    norm = layout.stepped(DENSE, model)
+    norm = layout.take_step(DENSE, model)
     return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
 
 
-def latent_attention(bench: Bench) -> float:
+def measure_latent_attention(bench: Bench) -> float:
     """Latent attention, whose down projections every rank holds whole, split over two ranks."""
-    return bench.norm_gap(LATENT, tp=2)
+    return bench.measure_norm_gap(LATENT, tp=2)
 
 
-def experts(bench: Bench) -> float:
+def measure_experts(bench: Bench) -> float:
     """Half of the experts on each of two tensor-parallel ranks."""
-    return bench.norm_gap(EXPERTS, tp=2, ep=2)
+    return bench.measure_norm_gap(EXPERTS, tp=2, ep=2)
 
 
-def loaded_weights(bench: Bench) -> float:
+def measure_loaded_weights(bench: Bench) -> float:
     """What is stepped after weights were loaded, against an optimizer that is made when they are there."""
-    with bench.layout() as layout:
-        return gap(_stepped(layout, after=True), _stepped(layout, after=False))
+    with bench.open_layout() as layout:
+        return measure_gap(
+            _step_loaded_weights(layout, loads_after=True), _step_loaded_weights(layout, loads_after=False)
+        )
 
 
-def _stepped(layout: Layout, *, after: bool) -> Numbers:
-    job = layout.recipe(DENSE, dtype="bf16")
-    model = layout.chunk(DENSE, dtype="bf16")
-    wrapped = optimization.data_parallel(job, model.config, [model])
+def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
+    job = layout.build_recipe(DENSE, dtype="bf16")
+    model = layout.build_chunk(DENSE, dtype="bf16")
+    wrapped = optimization.wrap_data_parallel(job, model.config, [model])
 
     def load() -> None:
         generator = torch.Generator().manual_seed(11)
@@ -68,21 +80,24 @@ def _stepped(layout: Layout, *, after: bool) -> Numbers:
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
-    if not after:
+    if not loads_after:
         load()
-    optimizer = optimization.optimizer(job, wrapped, **optimization.OFFLOADED)
-    if after:
+    optimizer = optimization.build_optimizer(job, wrapped, **optimization.OFFLOAD_OPTIONS)
+    if loads_after:
         load()
         optimizer.reload_model_params()
-    return {str(i): x.detach().float().clone() for i, x in enumerate(optimization.stepped(optimizer))}
+    return {
+        str(i): x.detach().float().clone()
+        for i, x in enumerate(optimization.list_stepped_parameters(optimizer))
+    }
 
 
-def loaded_state(bench: Bench) -> float:
+def measure_loaded_state(bench: Bench) -> float:
     """The states of a parameter in fp32 and of one in bf16, as loaded, and the latter's fp32 weights."""
     generator = torch.Generator().manual_seed(12)
     drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
     parameters = [torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[1].bfloat16())]
-    optimizer = optimization.hybrid(parameters)
+    optimizer = optimization.build_hybrid_optimizer(parameters)
     states = {
         number: {
             "step": torch.tensor(3.0),
@@ -92,28 +107,36 @@ def loaded_state(bench: Bench) -> float:
         for number in range(2)
     }
     masters = {0: parameters[0].detach().clone(), 1: drawn[1].clone()}
-    given = {number: {**state, "master_param": masters[number]} for number, state in states.items()}
-    optimizer.load_state_dict({"state": given, "param_groups": optimizer.state_dict()["param_groups"]})
+    loaded_states = {number: {**state, "master_param": masters[number]} for number, state in states.items()}
+    optimizer.load_state_dict(
+        {"state": loaded_states, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     inner = [optimizer.param_to_inner_param[parameter] for parameter in parameters]
-    kept = {part: state for each in optimizer.sub_optimizers for part, state in each.state.items()}
-    seen = {f"{i} {k}": kept[part][k] for i, part in enumerate(inner) for k in states[i]}
-    wanted = {f"{i} {k}": value for i, state in states.items() for k, value in state.items()}
+    inner_states = {
+        part: state
+        for sub_optimizer in optimizer.sub_optimizers
+        for part, state in sub_optimizer.state.items()
+    }
+    seen = {f"{i} {k}": inner_states[part][k] for i, part in enumerate(inner) for k in states[i]}
+    expected = {f"{i} {k}": value for i, state in states.items() for k, value in state.items()}
     seen |= {f"{i} weights": part.detach() for i, part in enumerate(inner)}
-    wanted |= {f"{i} weights": master for i, master in masters.items()}
+    expected |= {f"{i} weights": master for i, master in masters.items()}
     # Some of each are on the host, where the optimizer has put them.
-    return gap(*({name: value.float().cpu() for name, value in of.items()} for of in (seen, wanted)))
+    return measure_gap(
+        *({name: value.float().cpu() for name, value in numbers.items()} for numbers in (seen, expected))
+    )
 
 
 _SMOOTHING = 0.3
 
 
-def frozen_product(bench: Bench) -> float:
+def measure_frozen_product(bench: Bench) -> float:
     """Return the error of a frozen output layer's input gradient, or how many products of it repeat a matrix.
 
     The gradient is that of one row of logits, seen batch first: its size-1 dimension has the row's stride.
     """
-    with bench.layout() as layout:
-        head = layout.chunk(DENSE).output_layer
+    with bench.open_layout() as layout:
+        head = layout.build_chunk(DENSE).output_layer
         head.weight.requires_grad_(False)
         rows = torch.randn(16, 1, head.weight.shape[1], device=bench.device, requires_grad=True)
         output, _ = head(rows)
@@ -121,35 +144,40 @@ def frozen_product(bench: Bench) -> float:
         with RepeatedProducts() as repeated:
             output.backward(gradient)
         exact = (gradient.double() @ head.weight.double()).float()
-        return worst([gap({"gradient": rows.grad}, {"gradient": exact}), len(repeated.shapes)])
+        return find_worst([measure_gap({"gradient": rows.grad}, {"gradient": exact}), len(repeated.shapes)])
 
 
-def label_smoothing(bench: Bench) -> float:
+def measure_label_smoothing(bench: Bench) -> float:
     """Loss and gradient of smoothed labels, against the formula over all columns."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(6, 2, 10, generator=generator).mul(3).to(bench.device).requires_grad_()
     labels = torch.randint(0, 10, (6, 2), generator=generator).to(bench.device)
     weights = torch.rand(6, 2, generator=generator).to(bench.device)
-    wanted = torch.full_like(logits, _SMOOTHING / 9).scatter(-1, labels[..., None], 1 - _SMOOTHING)
-    loss = -(wanted * logits.log_softmax(-1)).sum(-1)
+    target_probabilities = torch.full_like(logits, _SMOOTHING / 9).scatter(
+        -1, labels[..., None], 1 - _SMOOTHING
+    )
+    loss = -(target_probabilities * logits.log_softmax(-1)).sum(-1)
     (loss * weights).sum().backward()
-    with bench.layout(tp=2) as layout:
-        own = logits.detach().chunk(2, -1)[layout.tp.rank].clone().requires_grad_()
-        seen = smoothed_cross_entropy(own * 1.0, labels, _SMOOTHING)
+    with bench.open_layout(tp=2) as layout:
+        local_logits = logits.detach().chunk(2, -1)[layout.tp.rank].clone().requires_grad_()
+        seen = compute_cross_entropy(local_logits * 1.0, labels, _SMOOTHING)
         (seen * weights).sum().backward()
-        whole = logits.grad.chunk(2, -1)[layout.tp.rank]  # type: ignore[union-attr]
-        return gap({"loss": seen.detach(), "gradient": own.grad}, {"loss": loss.detach(), "gradient": whole})
+        full_gradient = logits.grad.chunk(2, -1)[layout.tp.rank]  # type: ignore[union-attr]
+        return measure_gap(
+            {"loss": seen.detach(), "gradient": local_logits.grad},
+            {"loss": loss.detach(), "gradient": full_gradient},
+        )
 
 
-def gathered_logits(bench: Bench) -> float:
+def measure_gathered_logits(bench: Bench) -> float:
     """Loss and gradients of a model that gathers its logits, against those of one that does not."""
-    with bench.layout(tp=2) as layout:
-        batch = layout.two_rows()
+    with bench.open_layout(tp=2) as layout:
+        batch = layout.build_two_rows()
         seen = []
         for gather in (True, None):
             # 0.12 gathers nothing where ranks share the sequence
-            model = layout.chunk(DENSE, {"sequence_parallel": False})
-            loss = run(model, batch, runtime_gather_output=gather)
+            model = layout.build_chunk(DENSE, {"sequence_parallel": False})
+            loss = compute_loss(model, batch, runtime_gather_output=gather)
             loss.backward()
-            seen.append({"loss": loss.detach(), **layout.gradients(model)})
-        return gap(*seen)
+            seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
+        return measure_gap(*seen)

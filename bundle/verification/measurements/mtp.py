@@ -5,151 +5,171 @@ from dataclasses import replace
 import torch
 
 from bundle.mcore import mtp, rotary
-from bundle.verification.numbers import DENSE, Batch, Bench, Layout, Numbers, gap, run, texts, worst
+from bundle.verification.numbers import (
+    DENSE,
+    Bench,
+    BenchLayout,
+    Numbers,
+    RankBatch,
+    compute_loss,
+    draw_sequences,
+    find_worst,
+    measure_gap,
+)
 
 _TWO_DEPTHS = {"layers": 2}
 
 
-def context_parallel(bench: Bench) -> float:
+def measure_context_parallel(bench: Bench) -> float:
     """Gradients of a per-token and of a mean loss, and the logged losses: two ranks against one."""
-    return bench.gap_to_one_rank(_seen, cp=2)
+    return bench.measure_gap_to_one_rank(_compute_losses, cp=2)
 
 
-def _seen(layout: Layout) -> Numbers:
-    tokens = torch.stack(texts((32, 32)))
+def _compute_losses(layout: BenchLayout) -> Numbers:
+    tokens = torch.stack(draw_sequences((32, 32)))
     mask = torch.ones(2, 32)
     mask[:, :3] = 0  # a prompt
     mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
-    batch = layout.rows(tokens, mask)
+    batch = layout.build_batch(tokens, mask)
     mtp.clear_logged_losses()
-    per_token = layout.trained(layout.chunk(DENSE, mtp=_TWO_DEPTHS), [batch])
-    logged = layout.summed(mtp.logged_losses()) / layout.cp.size
+    token_numbers = layout.run_backward(layout.build_chunk(DENSE, mtp=_TWO_DEPTHS), [batch])
+    logged = layout.sum_over_ranks(mtp.read_logged_losses()) / layout.cp.size
     mean = {"calculate_per_token_loss": False}
-    averaged = layout.trained(layout.chunk(DENSE, mean, mtp=_TWO_DEPTHS), [batch])
+    averaged = layout.run_backward(layout.build_chunk(DENSE, mean, mtp=_TWO_DEPTHS), [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
-    own = {f"mean {k}": v / layout.cp.size for k, v in _own(averaged).items()}
-    return {**per_token, **own, "logged": logged}
+    layer_gradients = {f"mean {k}": v / layout.cp.size for k, v in _select_mtp_numbers(averaged).items()}
+    return {**token_numbers, **layer_gradients, "logged": logged}
 
 
-def per_token(bench: Bench) -> float:
+def measure_per_token_loss(bench: Bench) -> float:
     """The layers' gradients of a loss per token, of one rank and of two, against those of a mean.
 
     A mean over the tokens that are left, times the tokens of the main loss.
     """
     lengths, gaps = (8, 8), []
-    tokens, mask = torch.stack(texts(lengths)), torch.ones(2, 8)
-    with bench.layout() as layout:
-        model = layout.chunk(DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
-        mean = _own(layout.trained(model, [layout.rows(tokens, mask)]))
+    tokens, mask = torch.stack(draw_sequences(lengths)), torch.ones(2, 8)
+    with bench.open_layout() as layout:
+        model = layout.build_chunk(DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
+        mean = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
     for sizes in ({}, {"cp": 2}):
-        with bench.layout(**sizes) as layout:
-            model = layout.chunk(DENSE, mtp=_TWO_DEPTHS)
-            seen = _own(layout.trained(model, [layout.rows(tokens, mask)]))
-            gaps.append(gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
+        with bench.open_layout(**sizes) as layout:
+            model = layout.build_chunk(DENSE, mtp=_TWO_DEPTHS)
+            seen = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
+            gaps.append(measure_gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
     return max(gaps)
 
 
-def _own(seen: Numbers) -> Numbers:
+def _select_mtp_numbers(seen: Numbers) -> Numbers:
     """The numbers of the layers of prediction."""
     return {name: x for name, x in seen.items() if name.startswith("mtp.")}
 
 
-def padded_packing(bench: Bench) -> float:
+def measure_padded_packing(bench: Bench) -> float:
     """Packed sequences with padding between them, against one unpacked pass for each.
 
     All of one length: the loss of each depth is divided by all tokens of a pass, a pack or a sequence.
     """
-    with bench.layout() as layout:
+    with bench.open_layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
-        model = layout.chunk(DENSE, mtp=_TWO_DEPTHS, attention="flash")
-        return layout.packed_gap(model, texts((10, 10, 10)))
+        model = layout.build_chunk(DENSE, mtp=_TWO_DEPTHS, attention="flash")
+        return layout.measure_packed_gap(model, draw_sequences((10, 10, 10)))
 
 
-def recomputed(bench: Bench) -> float:
+def measure_recompute(bench: Bench) -> float:
     """Layers that are computed again, on packed and on unpacked input, against layers that are kept."""
-    sequences = texts((12, 24, 6))
+    sequences = draw_sequences((12, 24, 6))
     gaps = []
-    with bench.layout() as layout:
-        for batches in ([layout.packed(sequences, multiple=1)], layout.single(sequences)):
-            kept, again = (
-                layout.trained(layout.chunk(DENSE, mtp={"layers": 1}, recompute=how), batches)
-                for how in (None, {"granularity": "full"})
+    with bench.open_layout() as layout:
+        for batches in (
+            [layout.pack_sequences(sequences, multiple=1)],
+            layout.build_single_batches(sequences),
+        ):
+            plain, again = (
+                layout.run_backward(
+                    layout.build_chunk(DENSE, mtp={"layers": 1}, recompute=recompute), batches
+                )
+                for recompute in (None, {"granularity": "full"})
             )
-            gaps.append(gap(again, kept))
-    return worst(gaps)
+            gaps.append(measure_gap(again, plain))
+    return find_worst(gaps)
 
 
-def zero_layers(bench: Bench) -> float:
+def measure_zero_layers(bench: Bench) -> float:
     """Logits of a model that is configured with 0 layers, against one that is configured with none."""
-    with bench.layout() as layout:
-        batch = layout.two_rows()
-        reference = _logits(layout.chunk(DENSE), batch)
-        zero = layout.chunk(DENSE, {"mtp_num_layers": 0})
-        return gap({"logits": _logits(zero, batch)}, {"logits": reference})
+    with bench.open_layout() as layout:
+        batch = layout.build_two_rows()
+        reference = _compute_logits(layout.build_chunk(DENSE), batch)
+        zero = layout.build_chunk(DENSE, {"mtp_num_layers": 0})
+        return measure_gap({"logits": _compute_logits(zero, batch)}, {"logits": reference})
 
 
-def without_labels(bench: Bench) -> float:
+def measure_missing_labels(bench: Bench) -> float:
     """Logits of a model with a layer, against a model without; plus how often that layer ran.
 
     In training and in evaluation, with its gradients, which there must not be.
     """
-    with bench.layout() as layout:
-        batch = layout.two_rows()
-        reference = {"logits": _logits(layout.chunk(DENSE), batch)}
-        model = layout.chunk(DENSE, mtp={"layers": 1})
+    with bench.open_layout() as layout:
+        batch = layout.build_two_rows()
+        reference = {"logits": _compute_logits(layout.build_chunk(DENSE), batch)}
+        model = layout.build_chunk(DENSE, mtp={"layers": 1})
         ran: list[float] = []
         model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
         gaps = []
         for training in (True, False):
-            logits = _logits(model.train(training), batch)
+            logits = _compute_logits(model.train(training), batch)
             logits.sum().backward()
-            gaps.append(gap({"logits": logits}, reference))
+            gaps.append(measure_gap({"logits": logits}, reference))
         trained_for_nothing = [1.0 for p in model.mtp.parameters() if p.grad is not None and p.grad.any()]
-        with_labels = run(model, batch)  # and it still runs where there are labels
+        with_labels = compute_loss(model, batch)  # and it still runs where there are labels
         assert torch.isfinite(with_labels), "no loss with labels"
-        return worst([*gaps, sum(ran[:-1]), sum(trained_for_nothing)]) if ran else float("inf")
+        return find_worst([*gaps, sum(ran[:-1]), sum(trained_for_nothing)]) if ran else float("inf")
 
 
-def _logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def _compute_logits(model: torch.nn.Module, batch: RankBatch) -> torch.Tensor:
     logits: torch.Tensor = model(batch.ids, batch.positions, None, loss_mask=batch.mask)
     return logits
 
 
-def whole_embeddings(bench: Bench) -> float:
+def measure_unsharded_embeddings(bench: Bench) -> float:
     """Prediction layers behind an embedding that shares nothing out, against one that does, on two ranks."""
-    with bench.layout(tp=2) as layout:
-        batch = layout.two_rows()
+    with bench.open_layout(tp=2) as layout:
+        batch = layout.build_two_rows()
         seen = []
-        for whole in (True, False):
-            model = layout.chunk(DENSE, mtp={"layers": 2})
+        for is_unsharded in (True, False):
+            model = layout.build_chunk(DENSE, mtp={"layers": 2})
             embedding = model.embedding
-            given = embedding(batch.ids, batch.positions).detach()
-            if whole:
+            decoder_input = embedding(batch.ids, batch.positions).detach()
+            if is_unsharded:
                 embedding.scatter_to_sequence_parallel = embedding.reduce_scatter_embeddings = False
                 embedding.word_embeddings.reduce_scatter_embeddings = False
-            loss = run(model, batch, decoder_input=given)
+            loss = compute_loss(model, batch, decoder_input=decoder_input)
             loss.backward()
-            seen.append({"loss": loss.detach(), **layout.gradients(model)})
-        return gap(*seen)
+            seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
+        return measure_gap(*seen)
 
 
-def packed_positions(bench: Bench) -> float:
+def measure_packed_positions(bench: Bench) -> float:
     """Padded sequences with positions in time, height and width, packed for two ranks, against each alone."""
     lengths, multiple = (12, 24, 6), 8
-    sequences = texts(lengths)
+    sequences = draw_sequences(lengths)
     generator = torch.Generator().manual_seed(9)
     positions = [torch.randint(0, 40, (3, 1, n), generator=generator).to(bench.device) for n in lengths]
-    with bench.layout() as layout:
-        alone = zip(layout.single(sequences), positions, strict=True)
-        batches = [replace(batch, positions=of) for batch, of in alone]
-        reference = layout.trained(_multimodal(layout), batches)
-    with bench.layout(cp=2) as layout:
-        padded = [torch.nn.functional.pad(of, (0, -of.shape[-1] % multiple)) for of in positions]
-        batch = replace(layout.packed(sequences, multiple), positions=torch.cat(padded, -1))
-        return gap(layout.trained(_multimodal(layout), [batch]), reference)
+    with bench.open_layout() as layout:
+        single_batches = zip(layout.build_single_batches(sequences), positions, strict=True)
+        batches = [
+            replace(batch, positions=sequence_positions) for batch, sequence_positions in single_batches
+        ]
+        reference = layout.run_backward(_build_multimodal(layout), batches)
+    with bench.open_layout(cp=2) as layout:
+        padded = [
+            torch.nn.functional.pad(sequence_positions, (0, -sequence_positions.shape[-1] % multiple))
+            for sequence_positions in positions
+        ]
+        batch = replace(layout.pack_sequences(sequences, multiple), positions=torch.cat(padded, -1))
+        return measure_gap(layout.run_backward(_build_multimodal(layout), [batch]), reference)
 
 
-def _multimodal(layout: Layout) -> torch.nn.Module:
-    model = layout.chunk(DENSE)
-    rotary.use_three_positions(model, (2, 3, 3), base=100)
+def _build_multimodal(layout: BenchLayout) -> torch.nn.Module:
+    model = layout.build_chunk(DENSE)
+    rotary.use_megatron_mrope(model, (2, 3, 3), base=100)
     return model

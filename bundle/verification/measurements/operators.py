@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bundle.verification.numbers import Bench, gap, worst
+from bundle.verification.numbers import Bench, find_worst, measure_gap
 
 # Not read anywhere: a kernel that takes bf16's rounding for fp32's is caught, and so is a wrong mask.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -28,94 +28,102 @@ _BATCH, _LENGTH = 2, 96
 _ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
 
 
-def attention(bench: Bench) -> float:
+def measure_attention(bench: Bench) -> float:
     """npu_fusion_attention in the calls that backends.ascend.attention makes, against softmax written out."""
-    return worst(
-        _attention_gap(bench.device, dtype, *case) / tolerance
+    return find_worst(
+        _measure_attention_gap(bench.device, dtype, *case) / tolerance
         for dtype, tolerance in TOLERANCES.items()
         for case in _ATTENTION
     )
 
 
-def rms_norm(bench: Bench) -> float:
+def measure_rms_norm(bench: Bench) -> float:
     """npu_rms_norm, against torch's own."""
-    from bundle.backends.ascend.operators import operator
+    from bundle.backends.ascend.operators import find_operator
 
-    return _worst_gap(
+    return _measure_worst_gap(
         bench.device,
         ((3, 5, 256), (256,)),
-        lambda x, weight: operator("npu_rms_norm")(x, weight, 1e-6)[0],
+        lambda x, weight: find_operator("npu_rms_norm")(x, weight, 1e-6)[0],
         lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
     )
 
 
-def swiglu(bench: Bench) -> float:
+def measure_swiglu(bench: Bench) -> float:
     """npu_swiglu, against torch's silu and product."""
-    from bundle.backends.ascend.operators import operator
+    from bundle.backends.ascend.operators import find_operator
 
-    def reference(x: Tensor) -> Tensor:
+    def compute_reference(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    return _worst_gap(bench.device, ((3, 5, 256),), lambda x: operator("npu_swiglu")(x, -1), reference)
+    return _measure_worst_gap(
+        bench.device, ((3, 5, 256),), lambda x: find_operator("npu_swiglu")(x, -1), compute_reference
+    )
 
 
-def rotary(bench: Bench) -> float:
+def measure_rotary(bench: Bench) -> float:
     """npu_rotary_mul with the angles of positions, against the turn written out."""
-    from bundle.backends.ascend.operators import operator
+    from bundle.backends.ascend.operators import find_operator
 
     positions, pairs = torch.arange(16.0), 100.0 ** -torch.linspace(0, 1, 32)
     angles = torch.outer(positions, pairs).repeat(1, 2)[:, None, None]
 
-    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    def cast_parts(x: Tensor) -> tuple[Tensor, Tensor]:
         # In bf16 sines are rounded before the product: the reference is of the numbers that are given.
         return tuple(part.to(torch.bfloat16).to(x.device, x.dtype) for part in (angles.cos(), angles.sin()))
 
-    def reference(x: Tensor) -> Tensor:
-        (cos, sin), (first, second) = parts(x), x.chunk(2, -1)
+    def compute_reference(x: Tensor) -> Tensor:
+        (cos, sin), (first, second) = cast_parts(x), x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    turn = operator("npu_rotary_mul")
-    return _worst_gap(bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *parts(x), "half"), reference)
+    turn = find_operator("npu_rotary_mul")
+    return _measure_worst_gap(
+        bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *cast_parts(x), "half"), compute_reference
+    )
 
 
-def permute(bench: Bench) -> float:
+def measure_permute(bench: Bench) -> float:
     """Tokens sorted by expert and put back; on the way expert n multiplies its rows by n + 1."""
     from bundle.backends.ascend import permutation
 
     routes = torch.stack([torch.roll(torch.tensor([1, 0, 1, 0, 0]), shift) for shift in range(12)]).bool()
     experts = torch.arange(1, routes.shape[1] + 1)
 
-    def ours(tokens: Tensor, probs: Tensor) -> Tensor:
-        here, sizes = routes.to(tokens.device), routes.sum(0)
-        sent, weights, places = permutation.fused_permute_with_probs(tokens, probs, here, int(sizes.sum()))
+    def run_kernel(tokens: Tensor, probs: Tensor) -> Tensor:
+        device_routes, sizes = routes.to(tokens.device), routes.sum(0)
+        sent, weights, places = permutation.fused_permute_with_probs(
+            tokens, probs, device_routes, int(sizes.sum())
+        )
         rows = sent * (weights * experts.repeat_interleave(sizes).to(weights))[:, None]
         return permutation.fused_unpermute(rows, places, merging_probs=None, restore_shape=tokens.shape)
 
-    def reference(tokens: Tensor, probs: Tensor) -> Tensor:
+    def compute_reference(tokens: Tensor, probs: Tensor) -> Tensor:
         return tokens * (probs * routes * experts).sum(1, keepdim=True)
 
-    return _worst_gap(bench.device, ((12, 64), tuple(routes.shape)), ours, reference)
+    return _measure_worst_gap(bench.device, ((12, 64), tuple(routes.shape)), run_kernel, compute_reference)
 
 
-def grouped_experts(bench: Bench) -> float:
+def measure_grouped_experts(bench: Bench) -> float:
     """npu_grouped_matmul under the gradient that is ours, against one product after the other."""
     from bundle.backends.ascend import experts
 
     sizes = (11, 0, 9)  # an expert without a row
 
-    def ours(rows: Tensor, weights: Tensor) -> Tensor:
+    def run_kernel(rows: Tensor, weights: Tensor) -> Tensor:
         ends = torch.tensor(sizes, device=rows.device).cumsum(0)
-        return experts.product(rows, weights.unbind(), ends)
+        return experts.multiply_by_experts(rows, weights.unbind(), ends)
 
-    def reference(rows: Tensor, weights: Tensor) -> Tensor:
+    def compute_reference(rows: Tensor, weights: Tensor) -> Tensor:
         parts = zip(rows.split(sizes), weights, strict=True)
         return torch.cat([part @ weight.t() for part, weight in parts])
 
-    return _worst_gap(bench.device, ((sum(sizes), 64), (len(sizes), 32, 64)), ours, reference)
+    return _measure_worst_gap(
+        bench.device, ((sum(sizes), 64), (len(sizes), 32, 64)), run_kernel, compute_reference
+    )
 
 
-def adamw(bench: Bench) -> float:
+def measure_adamw(bench: Bench) -> float:
     """Three steps of torch's AdamW by its fused kernel, in fp32 as weights are updated, against float64."""
     seen = []
     for device, dtype in ((bench.device, torch.float32), (torch.device("cpu"), torch.float64)):
@@ -125,42 +133,43 @@ def adamw(bench: Bench) -> float:
             weight.grad = torch.linspace(1, -2, 256).to(device, dtype) / (step + 1)
             optimizer.step()
         seen.append({"weight": weight.detach().cpu().double()})
-    return gap(*seen) / TOLERANCES[torch.float32]
+    return measure_gap(*seen) / TOLERANCES[torch.float32]
 
 
-def _worst_gap(
+def _measure_worst_gap(
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],
-    ours: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
     reference: Callable[..., Tensor],
 ) -> float:
     """The largest distance of a function's value and gradients, in tolerances; `shapes` of its arguments."""
-    return worst(
-        _gap(device, dtype, shapes, ours, reference) / tolerance for dtype, tolerance in TOLERANCES.items()
+    return find_worst(
+        _measure_gap(device, dtype, shapes, kernel, reference) / tolerance
+        for dtype, tolerance in TOLERANCES.items()
     )
 
 
-def _gap(
+def _measure_gap(
     device: torch.device,
     dtype: torch.dtype,
     shapes: Sequence[tuple[int, ...]],
-    ours: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
     reference: Callable[..., Tensor],
 ) -> float:
     generator = torch.Generator().manual_seed(7)
-    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     seen = []
-    for function, place, kind in ((ours, device, dtype), (reference, "cpu", torch.float64)):
-        inputs = [x.to(place, kind).requires_grad_() for x in given]
+    for function, place, kind in ((kernel, device, dtype), (reference, "cpu", torch.float64)):
+        inputs = [x.to(place, kind).requires_grad_() for x in drawn]
         out = function(*inputs)
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(dtype)
         gradients = torch.autograd.grad(out, inputs, weight.to(place, kind))
-        found = (out.detach(), *gradients)
-        seen.append({str(number): x.cpu().double() for number, x in enumerate(found)})
-    return gap(*seen)
+        results = (out.detach(), *gradients)
+        seen.append({str(number): x.cpu().double() for number, x in enumerate(results)})
+    return measure_gap(*seen)
 
 
-def _attention_gap(
+def _measure_attention_gap(
     device: torch.device,
     dtype: torch.dtype,
     layout: str,
@@ -168,7 +177,7 @@ def _attention_gap(
     widths: tuple[int, int],
     causal: bool,
 ) -> float:
-    from bundle.backends.ascend.attention import Rows, fused, kernel_inputs
+    from bundle.backends.ascend.attention import AttentionRows, build_kernel_inputs, call_fused_attention
 
     packed = layout == "packed"
     leading = (_ENDS[-1],) if packed else (_LENGTH, _BATCH)
@@ -181,28 +190,30 @@ def _attention_gap(
         mask[1, :, :, :7] = True
         mask[1, :, range(7), range(7)] = False
 
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         boundaries = (_ENDS, _ENDS) if packed else None
-        rows = Rows(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
-        inputs = kernel_inputs(None if mask is None else mask.to(device), rows, causal=causal)
+        rows = AttentionRows(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
+        inputs = build_kernel_inputs(None if mask is None else mask.to(device), rows, causal=causal)
         if not packed:
             query, key, value = (x.flatten(2) for x in (query, key, value))
-        out = fused(query, key, value, inputs, heads=queries, scale=scale, dropout=0.0)
+        out = call_fused_attention(query, key, value, inputs, heads=queries, scale=scale, dropout=0.0)
         return out if packed else out.unflatten(-1, (queries, -1))
 
-    def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute_reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if packed:
             parts = [
-                _softmax([x[begin:end, None] for x in (query, key, value)], scale, causal, None)[:, 0]
+                _compute_attention([x[begin:end, None] for x in (query, key, value)], scale, causal, None)[
+                    :, 0
+                ]
                 for begin, end in pairwise(_ENDS)
             ]
             return torch.cat(parts)
-        return _softmax((query, key, value), scale, causal, mask)
+        return _compute_attention((query, key, value), scale, causal, mask)
 
-    return _gap(device, dtype, shapes, ours, reference)
+    return _measure_gap(device, dtype, shapes, run_kernel, compute_reference)
 
 
-def _softmax(inputs: Sequence[Tensor], scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+def _compute_attention(inputs: Sequence[Tensor], scale: float, causal: bool, mask: Tensor | None) -> Tensor:
     """[s, b, n, dv] of query, key and value [s, b, heads, d], every score written out; `mask` True hides."""
     query, key, value = inputs
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))

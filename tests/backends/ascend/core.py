@@ -7,10 +7,10 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bundle.backends.ascend.attention import CoreAttention
+from bundle.backends.ascend.attention import AscendCoreAttention
 
 
-def core_attention(mask: str = "causal", *, heads: int = 4, **fields) -> CoreAttention:
+def core_attention(mask: str = "causal", *, heads: int = 4, **fields) -> AscendCoreAttention:
     """A core attention with the arguments that megatron's layers give it."""
     options = {
         name: fields.pop(name) for name in ("k_channels", "v_channels", "softmax_scale") if name in fields
@@ -22,7 +22,7 @@ def core_attention(mask: str = "causal", *, heads: int = 4, **fields) -> CoreAtt
         attention_dropout=fields.pop("attention_dropout", 0.0),
         **fields,
     )
-    return CoreAttention(
+    return AscendCoreAttention(
         config=config,
         layer_number=3,
         attn_mask_type=AttnMaskType[mask],

@@ -57,7 +57,7 @@ def test_unpacked(shape, mask):
     st.sampled_from(SHAPES),
     st.booleans(),
 )
-def test_packed(lengths, causal, shape, dummy_batch):
+def test_packed_sequences(lengths, causal, shape, dummy_batch):
     q, k, v = drawn(sum(lengths), None, **shape.values[0])
     attention = core_attention("causal" if causal else "padding", heads=q.shape[1], softmax_scale=0.3)
     given_in = (x.unsqueeze(1) if dummy_batch else x for x in (q, k, v))

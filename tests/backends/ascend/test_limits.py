@@ -138,7 +138,7 @@ def test_every_operator_that_is_called_has_a_reference():
     for file in Path(next(iter(ascend.__path__))).glob("*.py"):
         calls = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
         for call in calls:
-            if getattr(call.func, "id", "") == "operator":
+            if getattr(call.func, "id", "") == "find_operator":
                 (name,) = call.args
                 called.add(ast.literal_eval(name))
     assert called - KNOWN.keys() == {"npu_fusion_attention"} and len(called) == 8

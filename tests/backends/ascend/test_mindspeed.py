@@ -9,9 +9,9 @@ import pytest
 from bundle import backends
 from bundle.backends import ascend
 from bundle.backends.ascend import facade, mindspeed
-from bundle.capabilities.ascend import BESIDE_MINDSPEED, FACADE, TAKEN_BACK
+from bundle.capabilities.ascend import FACADE, MINDSPEED_FACADE, RESTORED_FUNCTIONS
 from bundle.errors import EnvironmentUnfit, PatchError
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.patches.plan import PatchPlan
 from bundle.training import worker
 from tests.planning.jobs import QWEN3, job
@@ -48,13 +48,13 @@ def package(tmp_path, monkeypatch):
     there.mkdir()
     (there / "__init__.py").touch()
     (there / "megatron_adaptor.py").write_text(ADAPTOR)
-    (there / "patch_utils.py").write_text(MANAGER.replace("NAMES", ", ".join(map(repr, TAKEN_BACK))))
+    (there / "patch_utils.py").write_text(MANAGER.replace("NAMES", ", ".join(map(repr, RESTORED_FUNCTIONS))))
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("mindspeed", "megatron")]:
         monkeypatch.delitem(sys.modules, name)
     installed: list[object] = []
     monkeypatch.setattr(facade, "install", installed.append)
-    monkeypatch.setattr(applying, "applied", lambda: ())
+    monkeypatch.setattr(patcher, "list_applied_targets", lambda: ())
     yield installed
     for name in [name for name in sys.modules if name.partition(".")[0] == "mindspeed"]:
         del sys.modules[name]
@@ -65,7 +65,7 @@ def test_it_is_told_what_the_job_needs_and_the_process_keeps_its_own_words_and_l
     root, handler = logging.getLogger(), logging.NullHandler()
     monkeypatch.setattr(root, "handlers", [handler])
     monkeypatch.setattr(root, "level", logging.INFO)
-    mindspeed._adapt(mindspeed.options(IN_FP8))
+    mindspeed._patch_megatron(mindspeed.build_arguments(IN_FP8))
     assert sys.modules["mindspeed.megatron_adaptor"].said == [
         "--use-fused-rmsnorm", "--transformer-impl", "transformer_engine", "--fp8-recipe", "blockwise",
         "--fp8-format", "e4m3", "--fp8", "e4m3",
@@ -75,15 +75,15 @@ def test_it_is_told_what_the_job_needs_and_the_process_keeps_its_own_words_and_l
 
 
 def test_what_has_to_stay_ours_is_taken_back_and_ours_put_there(package):
-    mindspeed._adapt(mindspeed.options(THROUGH))
-    assert sys.modules["mindspeed.patch_utils"].taken_back == list(TAKEN_BACK)
-    assert package == [BESIDE_MINDSPEED] and set(BESIDE_MINDSPEED) < set(FACADE)
+    mindspeed._patch_megatron(mindspeed.build_arguments(THROUGH))
+    assert sys.modules["mindspeed.patch_utils"].taken_back == list(RESTORED_FUNCTIONS)
+    assert package == [MINDSPEED_FACADE] and set(MINDSPEED_FACADE) < set(FACADE)
 
 
 def test_megatron_is_not_imported_before_it(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(EnvironmentUnfit, match=r"megatron\.core was imported before MindSpeed"):
-        mindspeed._adapt([])
+        mindspeed._patch_megatron([])
     assert "mindspeed.megatron_adaptor" not in sys.modules and not package
 
 
@@ -91,14 +91,16 @@ def test_a_mindspeed_that_cannot_be_imported_is_one_sentence_with_the_reason(pac
     (tmp_path / "mindspeed/megatron_adaptor.py").write_text("import scipy_of_nobody")
     before = list(sys.argv)
     with pytest.raises(EnvironmentUnfit, match="MindSpeed cannot be imported") as refused:
-        mindspeed._adapt([])
+        mindspeed._patch_megatron([])
     assert "No module named 'scipy_of_nobody'" in str(refused.value) and sys.argv == before
 
 
 def standing(monkeypatch, **functions):
     """A module whose functions are patched by us."""
     monkeypatch.setitem(sys.modules, "upstream", SimpleNamespace(**functions))
-    monkeypatch.setattr(applying, "applied", lambda: tuple(f"upstream:{name}" for name in functions))
+    monkeypatch.setattr(
+        patcher, "list_applied_targets", lambda: tuple(f"upstream:{name}" for name in functions)
+    )
 
 
 def made_by(module: str, **attributes):
@@ -111,7 +113,7 @@ def made_by(module: str, **attributes):
 
 
 def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(monkeypatch):
-    ours = made_by("bundle.wrappers.moe")
+    ours = made_by("bundle.replacements.moe")
     standing(monkeypatch, a=ours, b=made_by("mindspeed.core.b", __wrapped__=ours))
     mindspeed.refuse_two_owners()
     standing(monkeypatch, a=ours, c=made_by("mindspeed.core.c"))
@@ -121,7 +123,7 @@ def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(
 
 
 def test_a_process_is_told_once(monkeypatch):
-    monkeypatch.setattr(mindspeed, "_told", mindspeed.options(THROUGH))
+    monkeypatch.setattr(mindspeed, "_used_arguments", mindspeed.build_arguments(THROUGH))
     with pytest.raises(EnvironmentUnfit, match="imported for another job in this process"):
         mindspeed.prepare(IN_FP8)
 
@@ -130,11 +132,11 @@ def test_the_recipe_of_a_job_says_whether_it_goes_through_it(monkeypatch):
     prepared: list[object] = []
     monkeypatch.setattr(mindspeed, "prepare", prepared.append)
     monkeypatch.setattr(ascend, "prepare", lambda: prepared.append("without"))
-    monkeypatch.setattr(applying, "apply", prepared.append)
+    monkeypatch.setattr(patcher, "apply", prepared.append)
     backends.prepare("ascend", THROUGH)
     backends.prepare("ascend", job(QWEN3))
     backends.prepare("ascend")
     assert prepared == [THROUGH, "without", "without"]
     plan = PatchPlan(None, None, (), ())
-    worker.patched_runtime(plan, "ascend", THROUGH)
+    worker.prepare_runtime(plan, "ascend", THROUGH)
     assert prepared[3:] == [plan, THROUGH]

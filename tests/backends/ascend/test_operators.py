@@ -29,8 +29,8 @@ def emulated(monkeypatch):
         called.append(name)
         return known[name]
 
-    monkeypatch.setattr(facade, "operator", operator)
-    monkeypatch.setattr(permutation, "operator", operator)
+    monkeypatch.setattr(facade, "find_operator", operator)
+    monkeypatch.setattr(permutation, "find_operator", operator)
     yield called, operator
     facade.use_rotary(False)
 
@@ -44,7 +44,7 @@ def called(emulated):
 def experts(emulated, monkeypatch):
     from bundle.backends.ascend import experts
 
-    monkeypatch.setattr(experts, "operator", emulated[1])
+    monkeypatch.setattr(experts, "find_operator", emulated[1])
     return experts
 
 
@@ -93,8 +93,8 @@ def test_the_product_of_experts_is_theirs_one_by_one(experts, emulated, dtype, t
 
     leaves = [x.requires_grad_() for x in (rows, *weights)]
     plain = torch.cat([part @ w.t() for part, w in zip(rows.split(sizes), weights, strict=True)])
-    with patch.object(experts, "operator", noted):
-        ours = experts.product(rows, weights, torch.tensor(sizes).cumsum(0))
+    with patch.object(experts, "find_operator", noted):
+        ours = experts.multiply_by_experts(rows, weights, torch.tensor(sizes).cumsum(0))
         weight = torch.randn_like(plain)
         found = torch.autograd.grad(ours, leaves, weight)
     wanted = torch.autograd.grad(plain, leaves, weight)
@@ -105,12 +105,12 @@ def test_the_product_of_experts_is_theirs_one_by_one(experts, emulated, dtype, t
 
 def test_more_matrices_than_a_list_may_hold_are_one_tensor(experts):
     rows, weights = torch.ones(1, 2, dtype=torch.bfloat16), [torch.ones(2, 2, dtype=torch.bfloat16)] * 129
-    assert experts.product(rows, weights, torch.ones(129, dtype=torch.int64)).tolist() == [[2, 2]]
+    assert experts.multiply_by_experts(rows, weights, torch.ones(129, dtype=torch.int64)).tolist() == [[2, 2]]
 
 
 def test_frozen_experts_have_no_gradient_and_cost_none(experts, called):
     rows, weights = torch.ones(2, 3, requires_grad=True), [torch.ones(4, 3)] * 2
-    experts.product(rows, weights, torch.tensor([1, 2])).sum().backward()
+    experts.multiply_by_experts(rows, weights, torch.tensor([1, 2])).sum().backward()
     assert rows.grad is not None and called == ["npu_grouped_matmul"] * 2
 
 
@@ -143,7 +143,7 @@ def test_tokens_that_the_operator_cannot_put_back_are_refused_with_a_way_out(mor
 
 def test_which_operations_a_job_has():
     def names(job):
-        return [one.name for one in ASCEND.operators_of(job)]
+        return [one.name for one in ASCEND.list_operators(job)]
 
     everywhere = ["rms_norm", "swiglu", "rotary", "adamw"]
     lora = {"lora": {"rank": 2, "alpha": 4, "targets": ["o_proj"]}}
@@ -151,7 +151,7 @@ def test_which_operations_a_job_has():
     assert names(recipe("latent")) == [*everywhere[:3], "permute", "grouped_experts", "adamw"]
     assert names(recipe("latent", model=lora)) == [*everywhere[:3], "permute", "adamw"]
     assert names(recipe("dense", optimizer={"name": "sgd"})) == everywhere[:3]
-    assert not ASCEND.computes(recipe("dense"), "permute")
+    assert not ASCEND.uses_operator(recipe("dense"), "permute")
     assert json.dumps(names(recipe("latent", model={"operators": []}))) == json.dumps(names(recipe("latent")))
 
 
@@ -164,9 +164,9 @@ def test_an_acceptance_passes_the_references_and_no_other(experts, emulated, nam
     from bundle.backends.ascend import operators as found
     from bundle.verification.measurements import operators as measured
 
-    monkeypatch.setattr(found, "operator", emulated[1])
+    monkeypatch.setattr(found, "find_operator", emulated[1])
     bench = SimpleNamespace(device=torch.device("cpu"))
-    assert getattr(measured, name)(bench) <= 1
+    assert getattr(measured, f"measure_{name}")(bench) <= 1
     if name == "adamw":
         adamw = torch.optim.AdamW
         decay = {True: 0.0, False: 0.1}  # forgotten by the kernel
@@ -176,12 +176,12 @@ def test_an_acceptance_passes_the_references_and_no_other(experts, emulated, nam
             lambda weights, fused, **options: adamw(weights, **options | {"weight_decay": decay[fused]}),
         )
     elif name == "rotary":
-        monkeypatch.setattr(found, "operator", lambda _: lambda x, cos, sin, mode: x * cos + x * sin)
+        monkeypatch.setattr(found, "find_operator", lambda _: lambda x, cos, sin, mode: x * cos + x * sin)
     elif name == "permute":
         monkeypatch.setattr(permutation, "fused_unpermute", lambda rows, *_, **__: rows[:12])
     else:
         monkeypatch.setattr(experts, "BY_SUMMED", experts.BY_ROWS)
         with pytest.raises(RuntimeError):
-            getattr(measured, name)(bench)
+            getattr(measured, f"measure_{name}")(bench)
         return
-    assert not getattr(measured, name)(bench) <= 1
+    assert not getattr(measured, f"measure_{name}")(bench) <= 1

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from bundle.planning import plan_for
+from bundle.packing.packing import Packing
+from bundle.planning import build_plan
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe
@@ -28,7 +28,7 @@ def batch(packed: bool, depths: int):
     generator = torch.Generator().manual_seed(7)
     if packed:
         ids, labels = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=generator)
-        packing = Packing.of(LENGTHS, Alignment())
+        packing = Packing.from_lengths(LENGTHS, Alignment())
         return from_packing(ids, labels, torch.ones(len(ids)), packing, mtp_layers=depths)
     tokens = torch.randint(0, VOCABULARY, (2, 33), generator=generator)
     return from_rows(tokens[:, :-1], tokens[:, 1:], torch.ones(2, 32), cp=1, rank=0, mtp_layers=depths)
@@ -40,18 +40,18 @@ def step(model: str, packed: bool, runtime) -> list[float]:
     from bundle.mcore import groups
 
     job = recipe(model)
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
     engine = Engine(job, runtime, state, torch.device("cpu"))
     engine.forward_backward([batch(packed, job.architecture.mtp_layers)])
     norm, losses = engine.step().grad_norm, engine.take_losses()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         groups.destroy()
     return [losses.main, *losses.mtp, norm]
 
 
 def main() -> None:
-    runtime = patched_runtime(plan_for(recipe("latent"), backend="cpu").patch_plan, "cpu")
+    runtime = prepare_runtime(build_plan(recipe("latent"), backend="cpu").patch_plan, "cpu")
     from bundle.backends.ascend import attention as ascend
     from bundle.backends.cpu import attention as cpu
     from bundle.backends.cpu import runtime as specs
@@ -59,8 +59,8 @@ def main() -> None:
     registered()
     world.join()
     seen: dict[str, dict[str, list[float]]] = {}
-    for name, attention in (("cpu", cpu.CoreAttention), ("ascend", ascend.CoreAttention)):
-        with patch.object(specs, "CoreAttention", attention):
+    for name, attention in (("cpu", cpu.CpuCoreAttention), ("ascend", ascend.AscendCoreAttention)):
+        with patch.object(specs, "CpuCoreAttention", attention):
             for model, packed in product(MODELS, (False, True)):
                 case = f"{model} {'thd' if packed else 'bshd'}"
                 seen.setdefault(case, {})[name] = step(model, packed, runtime)

@@ -10,12 +10,12 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from bundle.backends.cpu.attention import CoreAttention
+from bundle.backends.cpu.attention import CpuCoreAttention
 
 
 def core_attention(
     mask: str = "causal", *, heads: int = 4, kernel: str = "auto", cp: int = 1, **fields
-) -> CoreAttention:
+) -> CpuCoreAttention:
     """A core attention with the arguments that megatron's layers give it."""
     options = {
         k: fields.pop(k)
@@ -31,7 +31,7 @@ def core_attention(
         attention_dropout=fields.pop("attention_dropout", 0.0),
         **fields,
     )
-    return CoreAttention(
+    return CpuCoreAttention(
         config=config,
         layer_number=3,
         attn_mask_type=AttnMaskType[mask],

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle.planning import plan_for
+from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests import world
 
 STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258
@@ -80,14 +80,14 @@ def train(job: Recipe, runtime, micro_batches: list[Any] | None = None) -> list[
     from bundle.engine import Engine
     from bundle.mcore import groups
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(job.parallel, seed=job.seed, timeout_seconds=60)
     try:
         engine = Engine(job, runtime, state, torch.device("cpu"))
         batches = micro_batches or rows(job.architecture.mtp_layers)
         return [_step(engine, batches) for _ in range(STEPS)]
     finally:
-        with runtime.megatron():
+        with runtime.megatron_calls():
             groups.destroy()
 
 
@@ -100,7 +100,7 @@ def _step(engine: Any, batches: list[Any]) -> list[float]:
 
 def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
-    runtime = patched_runtime(plan_for(jobs["latent"], backend="cpu").patch_plan, "cpu")
+    runtime = prepare_runtime(build_plan(jobs["latent"], backend="cpu").patch_plan, "cpu")
     rank = world.join()
     seen = world.each(jobs.items(), lambda job: train(job, runtime))
     if rank == 0:

@@ -25,12 +25,12 @@ def unpacked(q, k, v, scale, hidden):
 
 
 def test_a_backend_that_does_not_say_what_it_computes_has_no_core_attention():
-    from bundle.backends.core_attention import CoreAttention
+    from bundle.backends.core_attention import BaseCoreAttention
 
-    class Unsaid(CoreAttention):
+    class Unsaid(BaseCoreAttention):
         name = "unsaid"
 
-    with pytest.raises(TypeError, match=r"attend.*kernel_of"):
+    with pytest.raises(TypeError, match=r"attend.*select_kernel"):
         Unsaid()  # type: ignore[abstract,call-arg]
 
 
@@ -52,7 +52,7 @@ def test_unpacked(shape, mask):
     st.sampled_from(SHAPES),
     st.booleans(),
 )
-def test_packed(sizes, causal, shape, dummy_batch):
+def test_packed_sequences(sizes, causal, shape, dummy_batch):
     lengths, padded = [n for n, _ in sizes], [n + extra for n, extra in sizes]
     q, k, v = inputs(sum(padded), None, **shape.values[0])
     attention = core_attention("causal" if causal else "padding", softmax_scale=0.3)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bundle.backends.cpu.attention import layout_of
+from bundle.backends.cpu.attention import build_layout
 from bundle.errors import JobFailed
 from tests.backends.cpu.reference import zigzag_rows
 
@@ -29,7 +29,7 @@ def test_every_row_sees_exactly_the_keys_that_it_should(pack, causal):
     for rank in range(cp):
         rows = zigzag_rows(padded, cp, rank)
         shards += rows
-        layout = layout_of(tuple(lengths), tuple(padded), rows=len(rows), cp=cp, rank=rank, causal=causal)
+        layout = build_layout(tuple(lengths), tuple(padded), rows=len(rows), cp=cp, rank=rank, causal=causal)
         seen = []
         for block in layout.blocks:
             for row in range(block.rows):
@@ -59,4 +59,4 @@ def test_every_row_sees_exactly_the_keys_that_it_should(pack, causal):
 )
 def test_what_accelerators_refuse_is_refused(lengths, padded, rows, cp, message):
     with pytest.raises(JobFailed, match=message):
-        layout_of(lengths, padded, rows=rows, cp=cp, rank=0, causal=True)
+        build_layout(lengths, padded, rows=rows, cp=cp, rank=0, causal=True)

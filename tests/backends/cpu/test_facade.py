@@ -64,7 +64,7 @@ def test_a_stranger_on_top_is_not_overwritten(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with pytest.raises(EnvironmentUnfit, match=r"torch\.cuda:synchronize"):
         facade.uninstall()
-    assert facade.installed() and torch.cuda.current_device() == torch.device("cpu")
+    assert facade.is_installed() and torch.cuda.current_device() == torch.device("cpu")
     torch.cuda.synchronize = ours
     facade.uninstall()
 
@@ -78,7 +78,7 @@ def test_a_gpu_or_a_megatron_that_came_first_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.jit", early)
     with pytest.raises(EnvironmentUnfit, match="before the facade"):
         facade.install()
-    assert not facade.installed()
+    assert not facade.is_installed()
 
 
 @pytest.mark.parametrize(

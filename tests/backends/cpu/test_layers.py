@@ -15,11 +15,11 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from bundle.backends.cpu.attention import CoreAttention
-from bundle.backends.cpu.runtime import adapted
-from bundle.backends.local import DuplicatedLinear, Norm
+from bundle.backends.cpu.attention import CpuCoreAttention
+from bundle.backends.cpu.runtime import adapt_spec
+from bundle.backends.local import DuplicatedLinear, LocalNorm
 from bundle.errors import UsageError
-from bundle.mcore import known
+from bundle.mcore import filter_keywords
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -37,7 +37,7 @@ def local_spec(settings):
         moe_grouped_gemm=settings.moe_grouped_gemm,
         qk_layernorm=True,
         multi_latent_attention=settings.multi_latent_attention,
-        **known(block, normalization=settings.normalization),
+        **filter_keywords(block, normalization=settings.normalization),
     )
 
 
@@ -63,7 +63,7 @@ def inside(spec, path="spec"):
 def test_specs_get_the_cpus_classes_and_megatrons_stay_as_they_were(kind, experts):
     spec = local_spec(config(kind, num_moe_experts=experts, normalization="RMSNorm"))
     before = list(inside(spec))
-    ours = dict(inside(adapted(spec)))
+    ours = dict(inside(adapt_spec(spec)))
     assert list(inside(spec)) == before
     assert not {DotProductAttention, WrappedTorchNorm, FusedLayerNorm} & {
         value for value in ours.values() if isinstance(value, type)
@@ -71,9 +71,9 @@ def test_specs_get_the_cpus_classes_and_megatrons_stay_as_they_were(kind, expert
     for path, theirs in before:
         now = ours[path]
         if theirs is DotProductAttention:
-            assert now is CoreAttention
+            assert now is CpuCoreAttention
         elif theirs is WrappedTorchNorm:
-            assert now is Norm
+            assert now is LocalNorm
         elif path.endswith(("linear_q_down_proj", "linear_kv_down_proj")):
             assert now is DuplicatedLinear
         else:
@@ -83,12 +83,12 @@ def test_specs_get_the_cpus_classes_and_megatrons_stay_as_they_were(kind, expert
 
 def test_specs_without_a_cpu_form_are_refused():
     with pytest.raises(UsageError, match="moe_grouped_gemm=False"):
-        adapted(
+        adapt_spec(
             {"experts": type("TEGroupedMLP", (), {"__module__": "megatron.core.transformer.moe.experts"})}
         )
     foreign = type("TENorm", (), {"__module__": "megatron.core.extensions.transformer_engine"})
     with pytest.raises(UsageError, match="Transformer Engine"):
-        adapted(functools.partial(foreign, eps=1.0))
+        adapt_spec(functools.partial(foreign, eps=1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +97,7 @@ def test_specs_without_a_cpu_form_are_refused():
     ("kind", "theirs"), [("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)]
 )
 def test_norm_is_torchs_with_marked_weights(kind, theirs, parallel, dtype):
-    norm = Norm(config(normalization=kind, params_dtype=dtype), 32, eps=1e-3)
+    norm = LocalNorm(config(normalization=kind, params_dtype=dtype), 32, eps=1e-3)
     norm.weight.sequence_parallel = parallel
     reference = theirs(32, eps=1e-3, dtype=dtype)
     with torch.no_grad():
@@ -113,10 +113,10 @@ def test_norm_weights_say_whether_they_see_a_part_of_the_sequence():
         settings = config(
             normalization="LayerNorm", tensor_model_parallel_size=tp, sequence_parallel=parallel
         )
-        norm = Norm(settings, 32)
+        norm = LocalNorm(settings, 32)
         assert [p.sequence_parallel for p in norm.parameters()] == [parallel, parallel]
     with pytest.raises(UsageError, match="zero_centered_gamma=True"):
-        Norm(config(layernorm_zero_centered_gamma=True), 32)
+        LocalNorm(config(layernorm_zero_centered_gamma=True), 32)
 
 
 def test_duplicated_linear_is_whole_and_drawn_from_the_common_random_state():

@@ -18,7 +18,7 @@ def test_without_a_gpu_nothing_is_loaded(monkeypatch):
 
 def test_the_reason_why_transformer_engine_cannot_be_loaded_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "_search_path", lambda package: [])
+    monkeypatch.setattr(cuda, "_find_search_path", lambda package: [])
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(EnvironmentUnfit, match=r"cannot be loaded[^\n]*\n  - ModuleNotFoundError"):
         prepare()
@@ -29,9 +29,9 @@ def test_all_parts_of_torchs_own_cudnn_are_found(tmp_path):
     there.mkdir(parents=True)
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_ops_static.a"):
         (there / name).touch()
-    found = cuda.cudnn_libraries([str(tmp_path / "first"), str(tmp_path / "second")])
+    found = cuda.find_cudnn_libraries([str(tmp_path / "first"), str(tmp_path / "second")])
     assert [path.name for path in found] == ["libcudnn.so.9", "libcudnn_ops.so.9"]
 
 
 def test_a_torch_without_packages_of_its_own_has_none():
-    assert cuda.cudnn_libraries(cuda._search_path("no_such_package_at_all")) == []
+    assert cuda.find_cudnn_libraries(cuda._find_search_path("no_such_package_at_all")) == []

@@ -10,11 +10,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.backends.cuda import runtime as module
-from bundle.backends.cuda.runtime import options
-from bundle.environment.hardware import preset
+from bundle.backends.cuda.runtime import build_config_options
+from bundle.environment.hardware import build_preset
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.patches.entry import Action
-from bundle.planning import plan_for
+from bundle.patches.entry import PatchAction
+from bundle.planning import build_plan
 from bundle.recipe import load
 from tests.planning.jobs import plan
 
@@ -30,7 +30,7 @@ def recipe(*overrides: str, name: str = "demo"):
 def test_every_field_is_one_of_this_release(name):
     fields = {*TransformerConfig.__dataclass_fields__, *MLATransformerConfig.__dataclass_fields__}
     for fp8 in ("null", "{scaling: delayed}", "{scaling: blockwise}"):
-        chosen = options(recipe(f"model.fp8={fp8}", name=name), generation=HOPPER)
+        chosen = build_config_options(recipe(f"model.fp8={fp8}", name=name), generation=HOPPER)
         assert set(chosen) <= fields
 
 
@@ -39,41 +39,46 @@ def test_every_field_is_one_of_this_release(name):
     [("qwen3-tp2-sp", (), True), ("demo", (), False), ("demo", (YARN,), True)],
 )
 def test_rotary_positions_are_fused_where_there_is_a_kernel(name, overrides, fused):
-    assert options(recipe(*overrides, name=name), generation=HOPPER)["apply_rope_fusion"] is fused
+    assert (
+        build_config_options(recipe(*overrides, name=name), generation=HOPPER)["apply_rope_fusion"] is fused
+    )
 
 
 def test_yarn_is_not_fused_where_its_kernel_knows_no_context_parallelism(monkeypatch):
     fusion = pytest.importorskip("megatron.core.fusions.fused_mla_yarn_rope_apply")
     monkeypatch.setattr(fusion, "fused_apply_mla_rope_for_q", lambda t, cos, sin, qk, emb, cu=None: t)
-    assert options(recipe(YARN), generation=HOPPER)["apply_rope_fusion"] is False
+    assert build_config_options(recipe(YARN), generation=HOPPER)["apply_rope_fusion"] is False
 
 
 def test_experts_are_grouped_and_dense_models_have_none():
-    assert options(recipe(), generation=HOPPER)["moe_grouped_gemm"] is True
-    assert "moe_grouped_gemm" not in options(recipe(name="qwen3-tp2-sp"), generation=HOPPER)
+    assert build_config_options(recipe(), generation=HOPPER)["moe_grouped_gemm"] is True
+    assert "moe_grouped_gemm" not in build_config_options(recipe(name="qwen3-tp2-sp"), generation=HOPPER)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_gradients_are_accumulated_in_the_product_where_apex_is(there, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if there else None)
-    assert options(recipe(), generation=HOPPER)["gradient_accumulation_fusion"] is there
+    assert build_config_options(recipe(), generation=HOPPER)["gradient_accumulation_fusion"] is there
 
 
 @pytest.mark.parametrize(("dtype", "fused"), [("bf16", True), ("fp32", False)])
 def test_the_loss_is_fused_where_its_gradient_may_be_bf16(dtype, fused):
-    assert options(recipe(f"model.dtype={dtype}"), generation=HOPPER)["cross_entropy_loss_fusion"] is fused
+    assert (
+        build_config_options(recipe(f"model.dtype={dtype}"), generation=HOPPER)["cross_entropy_loss_fusion"]
+        is fused
+    )
 
 
 def test_fp32_cannot_share_a_sequence():
     shared = recipe(name="qwen3-cp2-packed")
-    assert options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.fused
+    assert build_config_options(shared, generation=HOPPER)["attention_backend"] is AttnBackend.fused
     with pytest.raises(UsageError, match="unfused has no context parallelism"):
-        options(recipe("model.dtype=fp32", name="qwen3-cp2-packed"), generation=HOPPER)
+        build_config_options(recipe("model.dtype=fp32", name="qwen3-cp2-packed"), generation=HOPPER)
 
 
 @pytest.mark.parametrize("name", ["auto", "fused", "unfused"])
 def test_attention_has_megatrons_name(name):
-    chosen = options(recipe(f"model.attention={name}"), generation=HOPPER)
+    chosen = build_config_options(recipe(f"model.attention={name}"), generation=HOPPER)
     assert chosen["attention_backend"] is AttnBackend[name]
 
 
@@ -88,8 +93,8 @@ def test_attention_has_megatrons_name(name):
 )
 def test_the_run_gets_the_kernel_that_its_plan_names(dtype, asked, given):
     job = recipe(f"model.dtype={dtype}", f"model.attention={asked}")
-    assert plan(job, preset("h200")).attention.value == given
-    assert options(job, generation=HOPPER)["attention_backend"] is AttnBackend[given]
+    assert plan(job, build_preset("h200")).attention.value == given
+    assert build_config_options(job, generation=HOPPER)["attention_backend"] is AttnBackend[given]
 
 
 PACKED = ("data.packed=true", "train.micro_batch_size=1")
@@ -109,20 +114,20 @@ PACKED = ("data.packed=true", "train.micro_batch_size=1")
 def test_narrow_values_of_packs_are_given_to_the_kernel_that_takes_them(overrides, generation, given):
     job = recipe(*overrides)
     assert job.architecture.head_dims == (48, 48 if "model.config.v_head_dim=48" in overrides else 32)
-    assert options(job, generation=generation)["attention_backend"] is AttnBackend[given]
+    assert build_config_options(job, generation=generation)["attention_backend"] is AttnBackend[given]
 
 
 @pytest.mark.parametrize(("overrides", "padded"), [(("parallel.cp=1",), False), (("parallel.cp=2",), True)])
 def test_values_are_padded_for_the_planned_kernel_only(overrides, padded):
-    made = plan_for(recipe(*PACKED, *overrides), named="h200", mcore="0.16.1")
+    made = build_plan(recipe(*PACKED, *overrides), hardware_name="h200", mcore="0.16.1")
     (found,) = (decision for decision in made.patches.decisions if decision.id == "mla-thd-value-padding")
     assert made.attention.value == ("auto" if padded else "fused")
-    assert found.action is (Action.APPLY if padded else Action.SKIP), found.reason
+    assert found.action is (PatchAction.APPLY if padded else PatchAction.SKIP), found.reason
 
 
 def test_a_kernel_that_does_not_compute_in_fp32_is_refused():
     with pytest.raises(UsageError, match="fused takes bf16, and"):
-        options(recipe("model.attention=fused", "model.dtype=fp32"), generation=HOPPER)
+        build_config_options(recipe("model.attention=fused", "model.dtype=fp32"), generation=HOPPER)
 
 
 @pytest.mark.parametrize("installed", ["flash_attn", "flash_attn_3", None])
@@ -135,28 +140,28 @@ def test_flash_attention_must_be_installed(installed, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     if installed is None:
         with pytest.raises(EnvironmentUnfit, match="flash-attn is not installed"):
-            options(wanted, generation=HOPPER)
+            build_config_options(wanted, generation=HOPPER)
     else:
-        assert options(wanted, generation=HOPPER)["attention_backend"] is AttnBackend.flash
+        assert build_config_options(wanted, generation=HOPPER)["attention_backend"] is AttnBackend.flash
 
 
 def test_fp8_is_named_as_megatron_names_it():
-    chosen = options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)
+    chosen = build_config_options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)
     assert (chosen["fp8"], chosen["fp8_recipe"]) == ("e4m3", "blockwise")
-    assert "fp8" not in options(recipe(), generation=HOPPER)
+    assert "fp8" not in build_config_options(recipe(), generation=HOPPER)
 
 
 def test_delayed_scaling_looks_back_further_than_one_step():
-    chosen = options(recipe("model.fp8.scaling=delayed"), generation=HOPPER)
+    chosen = build_config_options(recipe("model.fp8.scaling=delayed"), generation=HOPPER)
     assert (chosen["fp8_amax_history_len"], chosen["fp8_amax_compute_algo"]) == (1024, "max")
 
 
 def test_fp8_of_another_generation_is_refused():
     with pytest.raises(UsageError, match=r"mxfp8 FP8 needs compute capability 10\.0"):
-        options(recipe("model.fp8.scaling=mxfp8"), generation=HOPPER)
+        build_config_options(recipe("model.fp8.scaling=mxfp8"), generation=HOPPER)
 
 
 def test_fp8_that_megatron_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(module, "Fp8Recipe", Enum("Fp8Recipe", "delayed tensorwise"))
     with pytest.raises(EnvironmentUnfit, match="no blockwise, it has delayed, tensorwise"):
-        options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)
+        build_config_options(recipe("model.fp8.scaling=blockwise"), generation=HOPPER)

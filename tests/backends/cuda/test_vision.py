@@ -48,17 +48,17 @@ def transformer_engine(monkeypatch):
     module: Any = ModuleType("transformer_engine.pytorch")
     module.DotProductAttention = DotProductAttention
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    vision._attention.cache_clear()
+    vision._build_attention.cache_clear()
     CALLS.clear()
     yield
-    vision._attention.cache_clear()
+    vision._build_attention.cache_clear()
 
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 19), min_size=1, max_size=6), st.sampled_from((8, 80)))
 def test_every_row_sees_its_own_sequence_and_all_of_it(lengths, wide):
     q, k, v = inputs(sum(lengths), None, heads=2, groups=2, qk=wide, v=wide, dtype=torch.float32)
-    out = vision.packed_attention(q, k, v, (0, *accumulate(lengths)), scale=0.3)
+    out = vision.attend_packed(q, k, v, (0, *accumulate(lengths)), scale=0.3)
     assert out.shape == q.shape
     want = reference.packed(q.double(), k.double(), v.double(), lengths, lengths, scale=0.3, causal=False)
     agree(out, want, (q, k, v), tolerance=1e-4)
@@ -67,5 +67,5 @@ def test_every_row_sees_its_own_sequence_and_all_of_it(lengths, wide):
 @pytest.mark.parametrize("case", packed.TOWERS, ids=lambda case: case.family)
 def test_a_whole_tower_computes_what_torchs_attention_does_in_one_call_of_each_layer(case):
     pytest.importorskip("transformers")
-    packed.agrees(case, vision.packed_attention)
+    packed.agrees(case, vision.attend_packed)
     assert packed.ends(case) == CALLS

@@ -17,13 +17,13 @@ from tests.matrix.rank import patches
 
 
 def main(names: list[str]) -> None:
-    from bundle.patches import applying
+    from bundle.patches import patcher
 
     torch.set_num_threads(1)
     by_name: dict[str, Any] = {case.name: case for case in CASES + MORE}
     by_name |= {f"reference:{case.reference.name}": case.reference for case in CASES + MORE}
     cases = [by_name[name] for name in names]
-    applying.apply(patches(cases))
+    patcher.apply(patches(cases))
     runtime = backends.prepare(world.backend())
     world.join()
     print(json.dumps(world.each(((case.name, case) for case in cases), lambda case: seen(case, runtime))))
@@ -44,12 +44,12 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(runtime, name)
 
-        def options(self, recipe: Any) -> dict[str, Any]:
+        def build_config_options(self, recipe: Any) -> dict[str, Any]:
             first = {"num_layers_in_first_pipeline_stage": case.first_stage} if case.first_stage else {}
-            return {**runtime.options(recipe), **first}
+            return {**runtime.build_config_options(recipe), **first}
 
     recipe = case.recipe()
-    with runtime.megatron():
+    with runtime.megatron_calls():
         state = groups.initialize(recipe.parallel, seed=1, timeout_seconds=60)
     device = world.device(runtime)
     engine = Engine(recipe, Stages(), state, device)
@@ -57,13 +57,13 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
     mine = range(state.dp.rank * each, (state.dp.rank + 1) * each)
     batches = [micro_batch(case, state, number, device) for number in mine]
 
-    with engine.replay.recording() as own:
-        engine.log_probs(batches)
-    with engine.replay.recording() as trained:
+    with engine.replay.record_routes() as own:
+        engine.compute_log_probs(batches)
+    with engine.replay.record_routes() as trained:
         first = step(engine, batches)
     for a, b in zip(own, trained, strict=True):  # without gradients newer releases do not sort a row
         assert torch.equal(a.experts.sort(-1).values, b.experts.sort(-1).values)
-    with engine.replay.recording() as again:
+    with engine.replay.record_routes() as again:
         second = step(engine, with_routes(batches, own))
     assert second == first, (second, first)
     assert len(own) == len(batches) and all(map(same, own, again))
@@ -73,28 +73,28 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
         said = refused(engine, with_routes(batches, [elsewhere, *own[1:-1], short]))
         assert [text[:13] for text in said] == ["micro-batch 0", "micro-batch 3"], said
         interrupt(engine, with_routes(batches, again[::-1]))
-        assert context.choices.get() is None
-        with engine.replay.recording() as afterwards:
+        assert context.router_choices.get() is None
+        with engine.replay.record_routes() as afterwards:
             assert step(engine, batches) == first
         assert all(map(same, trained, afterwards))
 
     disturb(engine.models)
-    with engine.replay.recording() as other:
-        engine.log_probs(batches)
+    with engine.replay.record_routes() as other:
+        engine.compute_log_probs(batches)
     moved = sum(float((a.experts != b.experts).float().mean()) for a, b in zip(own, other, strict=True))
     assert moved / len(own) > 0.1, "replaying proves nothing if the routers would choose the same"
-    with engine.replay.recording() as replayed:
+    with engine.replay.record_routes() as replayed:
         step(engine, with_routes(batches, own))
     assert all(map(same, own, replayed))
 
     foreign = [routes(engine.replay.routing, number) for number in mine]
-    with engine.replay.recording() as taken:
+    with engine.replay.record_routes() as taken:
         last = step(engine, with_routes(batches, foreign))
     for asked, got in zip(foreign, taken, strict=True):
         chosen = got.experts.cpu()
-        assert torch.equal(chosen[~asked.free], asked.experts[~asked.free])
-        assert (chosen[asked.free] != asked.experts[asked.free]).any()
-    assert context.choices.get() is None
+        assert torch.equal(chosen[~asked.free_mask], asked.experts[~asked.free_mask])
+        assert (chosen[asked.free_mask] != asked.experts[asked.free_mask]).any()
+    assert context.router_choices.get() is None
     groups.destroy()
     return {"own": first, "foreign": last, "routes": own[0].experts.tolist()}
 
@@ -102,7 +102,7 @@ def seen(case: Case, runtime: Any) -> dict[str, Any]:
 def micro_batch(case: Case, state: Any, number: int, device: Any = "cpu") -> Any:
     """Micro-batch `number` of the step, the same tokens in every layout."""
     from bundle.engine.microbatch import from_packing, from_rows
-    from bundle.sequences.packing import Packing
+    from bundle.packing.packing import Packing
 
     generator = torch.Generator().manual_seed(number)
     depths, cp = int(case.mtp), state.cp
@@ -112,7 +112,7 @@ def micro_batch(case: Case, state: Any, number: int, device: Any = "cpu") -> Any
     if case.layout == "rows":
         whole = (x.view(2, -1) for x in (ids, labels, mask))
         return from_rows(*whole, cp=cp.size, rank=cp.rank, mtp_layers=depths)
-    packing = Packing.of(LENGTHS, case.alignment, rank=cp.rank, device=device)
+    packing = Packing.from_lengths(LENGTHS, case.alignment, rank=cp.rank, device=device)
     return from_packing(ids, labels, mask, packing, mtp_layers=depths)
 
 
@@ -122,7 +122,7 @@ def routes(routing: Any, number: int) -> Any:
     layers = routing.layers[::-1]
     choice = torch.rand(sum(LENGTHS), len(layers), routing.experts, generator=generator)
     experts = choice.topk(routing.topk).indices
-    return routing.routes(experts, layers, free=torch.arange(sum(LENGTHS)) % 3 == 2)
+    return routing.build_routes(experts, layers, free_mask=torch.arange(sum(LENGTHS)) % 3 == 2)
 
 
 def with_routes(batches: list[Any], given: list[Any]) -> list[Any]:
@@ -132,7 +132,7 @@ def with_routes(batches: list[Any], given: list[Any]) -> list[Any]:
 def step(engine: Any, batches: list[Any]) -> list[float]:
     """[main loss, MTP losses.., gradient norm] of a step that changes no weight."""
     engine.forward_backward(batches)
-    with engine.runtime.megatron():
+    with engine.runtime.megatron_calls():
         engine.optimizer.prepare_grads()
         norm = float(engine.optimizer.get_grad_norm())
     losses = engine.take_losses()
@@ -160,7 +160,7 @@ def interrupt(engine: Any, batches: list[Any]) -> None:
 
     hook = engine.models[0].decoder.layers[2].register_forward_pre_hook(fail)
     try:
-        with engine.replay.recording():
+        with engine.replay.record_routes():
             engine.forward_backward(batches)
         raise AssertionError("the step should not have ended")
     except ZeroDivisionError:
@@ -174,7 +174,7 @@ def disturb(models: list[torch.nn.Module]) -> None:
 
     with torch.no_grad():
         for model in models:
-            for router in routers.of_model(model):
+            for router in routers.find_routers(model):
                 router.weight.copy_(router.weight.roll(1, dims=1))
 
 

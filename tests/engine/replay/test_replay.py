@@ -10,10 +10,10 @@ from bundle.engine.microbatch import from_rows
 from bundle.engine.replay import RouterReplay
 from bundle.engine.routes import Routes
 from bundle.errors import UsageError
-from bundle.mcore.groups import Axis, Groups
+from bundle.mcore.groups import Groups, ParallelGroup
 from tests.matrix.cases import Case
 
-_ALONE: Any = Axis(1, 0, None)  # type: ignore[arg-type]
+_ALONE: Any = ParallelGroup(1, 0, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -23,18 +23,18 @@ def replay():
 
 
 def test_without_it_nothing_is_recorded(replay):
-    with pytest.raises(UsageError, match=r"model\.router_replay: true"), replay.recording():
+    with pytest.raises(UsageError, match=r"model\.router_replay: true"), replay.record_routes():
         pass
 
 
 def test_without_it_no_routes_are_taken(replay):
     x = torch.zeros(1, 4, dtype=torch.int64)
     batch = from_rows(x, x, x.float(), cp=1, rank=0, mtp_layers=0)
-    with replay.of_run([batch], backward=False):
+    with replay.replay_run([batch], has_backward=False):
         pass
     given = replace(batch, routes=Routes((1,), torch.zeros(4, 1, 2, dtype=torch.uint8)))
     with (
         pytest.raises(UsageError, match=r"model\.router_replay: true"),
-        replay.of_run([given], backward=False),
+        replay.replay_run([given], has_backward=False),
     ):
         pass

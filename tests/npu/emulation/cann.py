@@ -30,7 +30,7 @@ class Cann(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         made = MagicMock(name=spec.name, __name__=spec.name, __path__=[], __spec__=spec)
-        made.active.get_current_target.return_value.backend = NPU  # of triton.runtime.driver
+        made.active_parameters.get_current_target.return_value.backend = NPU  # of triton.runtime.driver
         made.__version__ = "3.2.0"
         return made
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
+from bundle.launch.job import Job, from_plan
+from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets.kubernetes import FORMS
-from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.options import KubernetesOptions
 
 Objects = list[dict[str, Any]]
 
 # Everything that can be said of any form.
-ALL = Options(
+ALL = KubernetesOptions(
     image="registry.example/bundle@sha256:0123",
     claim="runs",
     name="sft",
@@ -35,29 +35,29 @@ ALL = Options(
     grace_seconds=600,
     keep_seconds=3600,
 )
-LEAST = Options(image="bundle:cpu", claim="runs")
+LEAST = KubernetesOptions(image="bundle:cpu", claim="runs")
 TOPOLOGIES = {"volcano": "2", "ascendjob": ""}
 
 
 def planned(nodes: int, per_node: int, backend: str, hardware: str, *overrides: str) -> Job:
-    made = plan_for(
+    made = build_plan(
         load("demo", overrides),
         backend=backend,
-        named=hardware,
+        hardware_name=hardware,
         mcore="0.16.1",
         nodes=nodes,
         per_node=per_node,
     )
     made.refuse()
-    return of_plan(made, Path("runs/demo"))
+    return from_plan(made, Path("runs/demo"))
 
 
-def everything(form: str) -> Options:
+def everything(form: str) -> KubernetesOptions:
     """All that a form takes."""
     return replace(ALL, form=form, topology=TOPOLOGIES.get(form, "cloud.example/rack"))
 
 
-def options_of(job: Job) -> list[Options]:
+def options_of(job: Job) -> list[KubernetesOptions]:
     """For every form that a job can have: all that it takes, and the least."""
     forms = [form for form in FORMS if form != "ascendjob" or job.backend == "ascend"]
     return [options for form in forms for options in (everything(form), replace(LEAST, form=form))]

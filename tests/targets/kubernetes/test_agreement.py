@@ -247,7 +247,7 @@ def of_a_rayjob(top: dict[str, Any], decided: dict[str, Any]) -> Iterator[str]:
 def test_the_objects_fit_each_other(jobs):
     for job in jobs:
         for options in options_of(job):
-            assert list(disagreements(kubernetes.objects(job, options))) == [], options.form
+            assert list(disagreements(kubernetes.build_objects(job, options))) == [], options.form
 
 
 def container(objects: Objects) -> Any:
@@ -335,6 +335,6 @@ BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
 
 @pytest.mark.parametrize(("form", "said", "breaks"), BREAKING)
 def test_each_disagreement_is_noticed(npus, form, said, breaks):
-    objects = copy.deepcopy(kubernetes.objects(npus, everything(form)))
+    objects = copy.deepcopy(kubernetes.build_objects(npus, everything(form)))
     breaks(objects)
     assert any(said in line for line in disagreements(objects))

@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_real_server_takes_the_custom_resources_of_every_job(server, jobs, form):
     for job in jobs:
         for options in (each for each in options_of(job) if each.form == form):
-            ours = [plain(each) for each in kubernetes.objects(job, options) if server.knows(each)]
+            ours = [plain(each) for each in kubernetes.build_objects(job, options) if server.knows(each)]
             assert {each["kind"] for each in ours} == FORMS[form]
             for each in ours:
                 assert server.tries(each) == (201, "")
@@ -54,7 +54,7 @@ def test_a_real_server_takes_the_custom_resources_of_every_job(server, jobs, for
     [*((form, -1, path, value, path[-1]) for form, path, value in MISTAKES), *RULES],
 )
 def test_a_mistake_is_refused_by_name(server, wide, form, which, path, value, named):
-    objects: list[dict[str, Any]] = [plain(each) for each in kubernetes.objects(wide, everything(form))]
+    objects: list[dict[str, Any]] = [plain(each) for each in kubernetes.build_objects(wide, everything(form))]
     inside = objects[which]
     for key in path[:-1]:
         inside = inside[key]

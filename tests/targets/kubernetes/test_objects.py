@@ -12,7 +12,7 @@ from bundle.errors import UsageError
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.targets import kubernetes
-from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.options import KubernetesOptions
 from tests.targets.kubernetes.jobs import LEAST, everything, options_of, plain, pods, read
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,7 +34,7 @@ def masked(text: str) -> str:
 
 @pytest.mark.parametrize(("name", "job", "options"), EXAMPLES)
 def test_the_objects_are_the_golden_ones(request, name, job, options):
-    found = kubernetes.documents(request.getfixturevalue(job), options)
+    found = kubernetes.render_documents(request.getfixturevalue(job), options)
     assert masked(found) == (GOLDEN / f"{name}.yaml").read_text()
 
 
@@ -45,13 +45,13 @@ def test_every_form_has_a_golden_file():
 def test_the_job_file_comes_through_yaml_as_it_is(jobs):
     for job in jobs:
         for options in options_of(job):
-            objects = read(kubernetes.documents(job, options))
-            assert objects[0]["data"]["job.json"] == job.text()
+            objects = read(kubernetes.render_documents(job, options))
+            assert objects[0]["data"]["job.json"] == job.to_text()
             assert job_file.parse(objects[0]["data"]["job.json"]).digest == job.digest
 
 
 def test_all_that_no_cluster_takes_is_refused_at_once(small):
-    options = Options(
+    options = KubernetesOptions(
         image="a b",
         claim="",
         name="x" * 60,
@@ -66,7 +66,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
         queue="-",
     )
     with pytest.raises(UsageError) as refused:
-        kubernetes.objects(small, options)
+        kubernetes.build_objects(small, options)
     for option in (
         *("--name", "--form", "--image", "--claim ''", "--mount", "--device", "--resource", "--selector"),
         *("--shared-memory", "--secret", "--queue", "--annotation"),
@@ -86,7 +86,7 @@ def test_all_that_no_cluster_takes_is_refused_at_once(small):
 )
 def test_what_a_form_cannot_say_is_refused(small, said, options):
     with pytest.raises(UsageError, match=said):
-        kubernetes.objects(small, replace(LEAST, **options))
+        kubernetes.build_objects(small, replace(LEAST, **options))
 
 
 DEVICE, LEVEL = "nvidia.com/gpu", "kueue.x-k8s.io/podset-required-topology"
@@ -118,7 +118,7 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("said", "options"), CONTRADICTIONS)
 def test_what_cannot_be_or_contradicts_the_job_is_refused(wide, said, options):
     with pytest.raises(UsageError) as refused:
-        kubernetes.objects(wide, replace(LEAST, **options))
+        kubernetes.build_objects(wide, replace(LEAST, **options))
     (line,) = str(refused.value).splitlines()[1:]
     assert line.strip().startswith(f"- {said}")
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_or_contradicts_the_job_is_refused(wide, said, options):
 def test_what_can_be_is_taken(wide):
     amounts = ("memory=1.5Gi", "cpu=500m", "hugepages-2Mi=64Mi", "ephemeral-storage=1e9", "rdma/ib=8")
     mounts = ("a:/data", "b:/data/more", "c:/home/bundle/data", "d:/tmpfs", "e:/...")
-    objects = kubernetes.objects(wide, replace(LEAST, form="job", resources=amounts, mounts=mounts))
+    objects = kubernetes.build_objects(wide, replace(LEAST, form="job", resources=amounts, mounts=mounts))
     (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == dict(each.split("=") for each in (f"{DEVICE}=8", *amounts))
     assert [each["mountPath"] for each in container["volumeMounts"]][-5:] == [m[2:] for m in mounts]
@@ -136,7 +136,7 @@ def test_what_can_be_is_taken(wide):
 def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form):
     def annotations(*said, selectors=("accelerator-type=module-a3-16-super-pod",)):
         options = replace(LEAST, form=form, selectors=selectors, annotations=said)
-        return kubernetes.objects(npus, options)[-1]["metadata"].get("annotations")
+        return kubernetes.build_objects(npus, options)[-1]["metadata"].get("annotations")
 
     assert annotations() == {"sp-block": "32"}
     assert annotations("sp-block=16", "a=b") == {"sp-block": "16", "a": "b"}
@@ -147,13 +147,13 @@ def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form):
             annotations(f"sp-block={block}")
     three = replace(LEAST, form=form, annotations=("sp-block=32",))
     with pytest.raises(UsageError, match="for this job one of 16, 48"):
-        kubernetes.objects(replace(npus, nodes=3), three)
+        kubernetes.build_objects(replace(npus, nodes=3), three)
 
 
 def test_a_job_file_too_large_for_a_configmap_is_refused(small):
     large = replace(small, plan=small.plan | {"note": "x" * kubernetes._LARGEST_FILE})
     with pytest.raises(UsageError, match="more than a ConfigMap holds"):
-        kubernetes.objects(large, LEAST)
+        kubernetes.build_objects(large, LEAST)
 
 
 TEXT = st.text(max_size=20)
@@ -179,16 +179,18 @@ HOSTILE = (
 def test_hostile_values_are_refused_or_come_through_yaml_as_they_are(small, form, hostile):
     options = replace(LEAST, form=form, **hostile)
     try:
-        objects = kubernetes.objects(small, options)
+        objects = kubernetes.build_objects(small, options)
     except UsageError:
         return
-    assert read(kubernetes.documents(small, options)) == plain(objects)
+    assert read(kubernetes.render_documents(small, options)) == plain(objects)
     assert re.fullmatch(r"[a-z0-9-]{1,63}", objects[-1]["metadata"]["name"])
 
 
 def test_a_device_is_called_what_its_vendor_calls_it_or_the_cluster(wide, npus, small):
     def limits(job, options):
-        return kubernetes.objects(job, options)[-1]["spec"]["template"]["spec"]["containers"][0]["resources"]
+        return kubernetes.build_objects(job, options)[-1]["spec"]["template"]["spec"]["containers"][0][
+            "resources"
+        ]
 
     least = replace(LEAST, form="job")
     assert limits(wide, least)["limits"] == {"nvidia.com/gpu": "8"}
@@ -203,20 +205,24 @@ def test_pods_have_the_time_that_their_checkpoint_takes(wide):
     least = replace(LEAST, form="job")
 
     def seconds(job, options=least):
-        pod = kubernetes.objects(job, options)[-1]["spec"]["template"]["spec"]
+        pod = kubernetes.build_objects(job, options)[-1]["spec"]["template"]["spec"]
         return pod["terminationGracePeriodSeconds"]
 
     large = replace(wide, plan=wide.plan | {"checkpoint": {"bytes": 10**13}})
     assert seconds(wide) == 300
     assert seconds(large) == 300 + 10_000  # a quarter of a gigabyte a second, on each of four nodes
-    assert seconds(replace(large, nodes=8)) == grace.seconds(replace(large, nodes=8)) == 300 + 5_000
+    assert (
+        seconds(replace(large, nodes=8))
+        == grace.estimate_save_seconds(replace(large, nodes=8))
+        == 300 + 5_000
+    )
     assert seconds(large, replace(least, grace_seconds=60)) == 60
 
 
 @pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form != "rayjob"])
 def test_every_pod_of_a_job_with_preflight_does_it(npus, form):
     def words(**options):
-        objects = kubernetes.objects(npus, replace(LEAST, form=form, **options))
+        objects = kubernetes.build_objects(npus, replace(LEAST, form=form, **options))
         return [pod["spec"]["containers"][0]["args"] for _, pod in pods(objects)]
 
     for plain_words, told in zip(words(), words(preflight=True), strict=True):
@@ -227,7 +233,7 @@ def test_every_pod_of_a_job_with_preflight_does_it(npus, form):
 def test_the_driver_of_a_rayjob_has_its_nodes_asked_first(wide):
     options = replace(LEAST, form="rayjob")
     before, told = (
-        kubernetes.objects(wide, replace(options, preflight=asks))[-1]["spec"]["entrypoint"]
+        kubernetes.build_objects(wide, replace(options, preflight=asks))[-1]["spec"]["entrypoint"]
         for asks in (False, True)
     )
     assert told == f"{before} --preflight"
@@ -237,5 +243,5 @@ def test_a_thousand_nodes_are_one_more_number(wide, npus):
     for job in (wide, npus):
         many = replace(job, nodes=1024)
         for options in options_of(job):
-            few = len(kubernetes.documents(job, options))
-            assert len(kubernetes.documents(many, options)) < few + 200
+            few = len(kubernetes.render_documents(job, options))
+            assert len(kubernetes.render_documents(many, options)) < few + 200

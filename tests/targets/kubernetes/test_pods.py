@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from bundle.launch.job import Job, of_plan
-from bundle.planning import plan_for
+from bundle.launch.job import Job, from_plan
+from bundle.planning import build_plan
 from bundle.preflight import nodes
 from bundle.recipe import load
 from bundle.targets import kubernetes
-from bundle.targets.kubernetes.options import Options
+from bundle.targets.kubernetes.options import KubernetesOptions
 from tests.targets.kubernetes.jobs import Objects, pods
 
 pytestmark = pytest.mark.clusters
@@ -38,9 +38,9 @@ def namespaces() -> None:
 
 
 def decided() -> Job:
-    made = plan_for(load("demo", RECIPE), nodes=2, per_node=1)
+    made = build_plan(load("demo", RECIPE), nodes=2, per_node=1)
     made.refuse()
-    return of_plan(made, Path("runs/demo"))
+    return from_plan(made, Path("runs/demo"))
 
 
 def told(form: str, name: str, index: int) -> dict[str, str]:
@@ -93,7 +93,9 @@ def start(objects: Objects, form: str, index: int, root: Path, home: Path) -> su
 
 
 def test_the_pods_ask_their_nodes_first(tmp_path):
-    objects = kubernetes.objects(decided(), Options(image="bundle", claim="runs", form="job", preflight=True))
+    objects = kubernetes.build_objects(
+        decided(), KubernetesOptions(image="bundle", claim="runs", form="job", preflight=True)
+    )
     home = tmp_path / "home"
     home.mkdir()
     pods = [start(objects, "job", index, tmp_path, home) for index in (1, 0)]
@@ -110,7 +112,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize("form", [form for form in kubernetes.FORMS if form not in ("ascendjob", "rayjob")])
 def test_the_pods_train_what_one_node_trains(form, tmp_path):
-    objects = kubernetes.objects(decided(), Options(image="bundle", claim="runs", form=form))
+    objects = kubernetes.build_objects(decided(), KubernetesOptions(image="bundle", claim="runs", form=form))
     home = tmp_path / "home"
     home.mkdir()
     pods = [start(objects, form, index, tmp_path, home) for index in (1, 0)]

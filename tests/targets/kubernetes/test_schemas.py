@@ -102,7 +102,7 @@ def test_kubernetes_takes_what_is_its_own(jobs, version):
     validator = pytest.importorskip("kubernetes_validate")
     for job in jobs:
         for options in options_of(job):
-            own = cores(kubernetes.objects(job, options))
+            own = cores(kubernetes.build_objects(job, options))
             assert len(own) >= 2, options.form
             for each in own:
                 validator.validate(plain(each), version, strict=True)
@@ -113,7 +113,7 @@ def test_the_custom_resources_are_as_their_definitions_say(jobs, form):
     checked = 0
     for job in jobs:
         for options in (options for options in options_of(job) if options.form == form):
-            for each in kubernetes.objects(job, options):
+            for each in kubernetes.build_objects(job, options):
                 if kind(each) in DEFINITIONS:
                     version, validator = check(kind(each))
                     assert each["apiVersion"] == version
@@ -124,7 +124,7 @@ def test_the_custom_resources_are_as_their_definitions_say(jobs, form):
 
 @pytest.mark.parametrize(("form", "path", "value"), MISTAKES)
 def test_a_mistake_is_found(wide, form, path, value):
-    workload = plain(kubernetes.objects(wide, everything(form))[-1])
+    workload = plain(kubernetes.build_objects(wide, everything(form))[-1])
     _, validator = check(kind(workload))
     inside = workload
     for key in path[:-1]:

@@ -13,7 +13,7 @@ from bundle.environment import image
 from bundle.launch.job import UNDECIDED, parse
 from bundle.targets import images
 from bundle.targets.kubernetes import FORMS, rayjob
-from bundle.targets.kubernetes.options import CLAIM
+from bundle.targets.kubernetes.options import DEFAULT_CLAIM
 from tests.command import run_bundle
 from tests.launch.launched import ROOT
 from tests.targets.kubernetes.jobs import pods, read
@@ -32,7 +32,7 @@ def record(tmp_path) -> str:
     packages = {"megatron-core": "0.16.1", "torch": "2.11.0"}
     file = tmp_path / "image.json"
     file.write_text(json.dumps(RECORD | {"sources": {}, "packages": packages}))
-    assert image.named(file).megatron == "0.16.1"
+    assert image.read_record(file).megatron == "0.16.1"
     return str(file)
 
 
@@ -42,7 +42,9 @@ def test_without_a_name_it_runs_in_the_image_of_ours_for_it(record):
     assert done.returncode == 0, done.stderr
     _, jobset = read(done.stdout)
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    (of_cuda,) = (each for each in images.built() if (each.backend, each.megatron) == ("cuda", "0.16.1"))
+    (of_cuda,) = (
+        each for each in images.load_images() if (each.backend, each.megatron) == ("cuda", "0.16.1")
+    )
     assert pod["containers"][0]["image"] == f"registry.example/team/{of_cuda.tag}"
 
 
@@ -60,7 +62,7 @@ def test_a_form_that_no_image_of_ours_can_run_wants_one():
 
 def test_the_ray_that_kuberay_is_told_of_is_the_least_that_the_extra_takes():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    least = rayjob.RAY.removesuffix(".0")
+    least = rayjob.RAY_VERSION.removesuffix(".0")
     assert project["project"]["optional-dependencies"]["ray"] == [f"ray[default]>={least}"]
 
 
@@ -93,10 +95,10 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     ((count, pod),) = pods(objects)
     assert count == 1024
     claims = [volume.get("persistentVolumeClaim") for volume in pod["spec"]["volumes"]]
-    assert {"claimName": CLAIM} in claims
-    of_cpu = next(each for each in images.built() if each.backend == "cpu")
+    assert {"claimName": DEFAULT_CLAIM} in claims
+    of_cpu = next(each for each in images.load_images() if each.backend == "cpu")
     if form != "trainjob":  # which has it in its runtime
-        assert pod["spec"]["containers"][0]["image"] == f"{images.REGISTRY}/{of_cpu.tag}"
+        assert pod["spec"]["containers"][0]["image"] == f"{images.DEFAULT_REGISTRY}/{of_cpu.tag}"
     job = parse(objects[0]["data"]["job.json"])
     assert (job.nodes, job.patches, job.image) == (1024, None, UNDECIDED)
     unsaid, machine = done.stderr.splitlines()

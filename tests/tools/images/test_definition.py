@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bundle.errors import UsageError
-from bundle.patches import subject
+from bundle.patches import megatron_core
 from tests.tools.images.checkouts import ROOT, change, copied
 from tools.images import definition
 from tools.images.definition import chosen, targets
@@ -24,7 +24,7 @@ def test_every_backend_has_its_stacks():
 
 
 def test_every_stack_has_a_reviewed_megatron():
-    reviewed = subject.load().references
+    reviewed = megatron_core.load_review_table().references
     assert {stack.pins["megatron-core"].version for stack in IMAGES.stacks.values()} <= set(reviewed)
     newest = IMAGES.stacks["cuda-mcore0.19"].pins["megatron-core"].version
     assert newest == reviewed[-1]

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from bundle.backends import ascend
-from bundle.capabilities.ascend import BESIDE_MINDSPEED, TAKEN_BACK
+from bundle.capabilities.ascend import MINDSPEED_FACADE, RESTORED_FUNCTIONS
 from bundle.errors import EnvironmentUnfit, PatchError
-from bundle.patches import applying
+from bundle.patches import patcher
 from bundle.recipe import Recipe
 
 if TYPE_CHECKING:
     from bundle.backends import Runtime
 
-_told: list[str] | None = None  # what MindSpeed was imported with in this process
+_used_arguments: list[str] | None = None  # what MindSpeed was imported with in this process
 
 
 def prepare(recipe: Recipe) -> "Runtime":
@@ -30,16 +30,16 @@ def prepare(recipe: Recipe) -> "Runtime":
     Raises EnvironmentUnfit where MindSpeed cannot be imported, or something was before it; PatchError where
     it has replaced what a patch of ours had.
     """
-    global _told
-    said = options(recipe)
-    if _told is None:
-        ascend.load()
-        _adapt(said)
-        _told = said
-    elif _told != said:
+    global _used_arguments
+    arguments = build_arguments(recipe)
+    if _used_arguments is None:
+        ascend.load_torch_npu()
+        _patch_megatron(arguments)
+        _used_arguments = arguments
+    elif _used_arguments != arguments:
         raise EnvironmentUnfit(
             "backend ascend: MindSpeed was imported for another job in this process, and is told what to do"
-            f" once ({' '.join(_told)}): start a process for each"
+            f" once ({' '.join(_used_arguments)}): start a process for each"
         )
     # It imports megatron, which must be MindSpeed's by now.
     from bundle.backends.ascend.mindspeed.runtime import MindSpeedRuntime
@@ -47,16 +47,16 @@ def prepare(recipe: Recipe) -> "Runtime":
     return MindSpeedRuntime()
 
 
-def options(recipe: Recipe) -> list[str]:
+def build_arguments(recipe: Recipe) -> list[str]:
     """What MindSpeed is told, as the command line that it reads when it is imported."""
-    said = ["--use-fused-rmsnorm"]
+    arguments = ["--use-fused-rmsnorm"]
     if (fp8 := recipe.model.fp8) is not None:
-        said += ["--transformer-impl", "transformer_engine", "--fp8-recipe", fp8.scaling]
-        said += ["--fp8-format", fp8.format, "--fp8", fp8.format]
-    return said
+        arguments += ["--transformer-impl", "transformer_engine", "--fp8-recipe", fp8.scaling]
+        arguments += ["--fp8-format", fp8.format, "--fp8", fp8.format]
+    return arguments
 
 
-def _adapt(said: list[str]) -> None:
+def _patch_megatron(arguments: list[str]) -> None:
     """Has MindSpeed patch megatron, and takes back what has to stay ours."""
     from bundle.backends.ascend import facade
 
@@ -66,7 +66,7 @@ def _adapt(said: list[str]) -> None:
             " without it, and has bound what MindSpeed replaces: prepare it first, in a process of its own"
         )
     try:
-        with _reading(said), _own_log(), warnings.catch_warnings(record=True):
+        with _replace_command_line(arguments), _keep_log_format(), warnings.catch_warnings(record=True):
             from mindspeed import megatron_adaptor  # noqa: F401  # patches when it is imported
             from mindspeed.patch_utils import MindSpeedPatchesManager
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -75,10 +75,10 @@ def _adapt(said: list[str]) -> None:
             " that `mcore-bundle plan` names beside its megatron-core, with what its requirements list",
             [f"{type(error).__name__}: {error}"],
         ) from error
-    for target in TAKEN_BACK:
+    for target in RESTORED_FUNCTIONS:
         if (patch := MindSpeedPatchesManager.patches_info.get(target)) is not None:
             patch.remove_patch()
-    facade.install(BESIDE_MINDSPEED)
+    facade.install(MINDSPEED_FACADE)
     refuse_two_owners()
 
 
@@ -87,7 +87,7 @@ def refuse_two_owners() -> None:
 
     What it only wraps still calls ours: functools.wraps says so.
     """
-    lost = [target for target in applying.applied() if replaced_by_mindspeed(target)]
+    lost = [target for target in patcher.list_applied_targets() if is_replaced_by_mindspeed(target)]
     if lost:
         raise PatchError(
             "These targets have two owners, our patches and MindSpeed, which has replaced them: install the"
@@ -96,29 +96,29 @@ def refuse_two_owners() -> None:
         )
 
 
-def replaced_by_mindspeed(target: str) -> bool:
+def is_replaced_by_mindspeed(target: str) -> bool:
     """Whether the code under a target, "module:Qualified.name", is MindSpeed's now; what it wraps is not."""
     name, _, path = target.partition(":")
-    found: Any = sys.modules.get(name)
+    value: Any = sys.modules.get(name)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    code = inspect.unwrap(found) if callable(found) else found
+        value = getattr(value, part, None)
+    code = inspect.unwrap(value) if callable(value) else value
     return str(getattr(code, "__module__", "")).startswith("mindspeed.")
 
 
 @contextmanager
-def _reading(said: list[str]) -> Iterator[None]:
+def _replace_command_line(arguments: list[str]) -> Iterator[None]:
     """A command line that says this, instead of the one that started this rank."""
-    before = sys.argv
-    sys.argv = [*before[:1], *said]
+    previous = sys.argv
+    sys.argv = [*previous[:1], *arguments]
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = previous
 
 
 @contextmanager
-def _own_log() -> Iterator[None]:
+def _keep_log_format() -> Iterator[None]:
     """The log stays as it is: MindSpeed gives all of this process's another form, on stdout."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import local
 from bundle.backends.ascend import facade
-from bundle.backends.ascend.attention import CoreAttention
-from bundle.backends.ascend.layers import Norm
+from bundle.backends.ascend.attention import AscendCoreAttention
+from bundle.backends.ascend.layers import AscendNorm
 from bundle.backends.ascend.runtime import AscendRuntime
 from bundle.capabilities.ascend import MINDSPEED
-from bundle.environment.ascend import generation
+from bundle.environment.ascend import parse_generation
 from bundle.mcore import gpt
 from bundle.recipe import Recipe
 
@@ -40,7 +40,7 @@ class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type:
         self.config.layernorm_epsilon = value
 
 
-def _counted_once(original: Callable[..., None]) -> Callable[..., None]:
+def _count_weights_once(original: Callable[..., None]) -> Callable[..., None]:
     """TELinear's `__init__` that marks no whole weight as one rank's share.
 
     MindSpeed marks all of them, as Transformer Engine did: the norm of gradients then counts the down
@@ -56,7 +56,7 @@ def _counted_once(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_step_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     """AdamW's `step` whose groups count in numbers between the steps, as checkpoints do.
 
     MindSpeed counts in a tensor of the device for each group: megatron finds several counts where they are
@@ -69,58 +69,63 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
         for group, count in zip(self.param_groups, counts, strict=True):
             if count:
                 group["step"] = torch.full((), count, dtype=torch.int64, device=torch.cuda.current_device())
-        found = original(self, closure)
+        loss = original(self, closure)
         for group, count in zip(self.param_groups, counts, strict=True):
             group["step"] = count + 1
-        return found
+        return loss
 
     return step
 
 
-Adam.step = _counting(Adam.step)
-transformer_engine.TELinear.__init__ = _counted_once(transformer_engine.TELinear.__init__)
+Adam.step = _keep_step_numbers(Adam.step)
+transformer_engine.TELinear.__init__ = _count_weights_once(transformer_engine.TELinear.__init__)
 # To 0.13 the down projections of latent attention are cut, and gathered in a way that drops gradients.
-_WHOLE = {} if hasattr(multi_latent_attention, "TELinear") else local.WHOLE
+_DUPLICATED_LAYERS = {} if hasattr(multi_latent_attention, "TELinear") else local.DUPLICATED_LAYERS
 # Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
 # use_te_activation_func says so (from 0.15).
-_LEFT = (TEGroupedMLP, *filter(None, [getattr(transformer_engine, "TEActivationOp", None)]))
+_UNCHANGED_LAYERS = (TEGroupedMLP, *filter(None, [getattr(transformer_engine, "TEActivationOp", None)]))
 
 
 class MindSpeedRuntime(AscendRuntime):
     """An NPU through MindSpeed: linear layers, experts and AdamW are its own, attention and norms ours."""
 
-    can = MINDSPEED
+    capabilities = MINDSPEED
 
-    def options(self, recipe: Recipe) -> dict[str, Any]:
+    def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
         """TransformerConfig fields for this recipe.
 
         Raises UsageError for attention and operators that are not here, and for FP8 that this NPU has not.
         """
-        self.refuse(recipe, generation(torch.npu.get_device_name()))
-        chosen: dict[str, Any] = {"bias_activation_fusion": MINDSPEED.computes(recipe, "swiglu")}
+        self.refuse_unsupported(recipe, parse_generation(torch.npu.get_device_name()))
+        fields: dict[str, Any] = {"bias_activation_fusion": MINDSPEED.uses_operator(recipe, "swiglu")}
         if recipe.architecture.moe is not None:
-            permute = MINDSPEED.computes(recipe, "permute")
-            chosen |= {"moe_grouped_gemm": True, "moe_permute_fusion": permute}
+            permute = MINDSPEED.uses_operator(recipe, "permute")
+            fields |= {"moe_grouped_gemm": True, "moe_permute_fusion": permute}
         if (fp8 := recipe.model.fp8) is not None:
-            chosen |= {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
-        return chosen
+            fields |= {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
+        return fields
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Not torch's: megatron takes MindSpeed's, under apex's name."""
         return False
 
-    def specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
+    def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
         """Megatron's specs of model chunk `chunk`, of Transformer Engine's names.
 
         Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
         """
-        unfused = MINDSPEED.attention(recipe, None).value == "unfused"
-        facade.use_rotary(MINDSPEED.computes(recipe, "rotary"))
-        given = gpt.specs(config, chunk, transformer_engine=True)
+        unfused = MINDSPEED.choose_attention(recipe, None).value == "unfused"
+        facade.use_rotary(MINDSPEED.uses_operator(recipe, "rotary"))
+        layer_specs = gpt.build_specs(config, chunk, transformer_engine=True)
         classes = {
-            transformer_engine.TEDotProductAttention: DotProductAttention if unfused else CoreAttention,
+            transformer_engine.TEDotProductAttention: DotProductAttention if unfused else AscendCoreAttention,
             transformer_engine.TELayerNormColumnParallelLinear: NormedLinear,
-            transformer_engine.TENorm: Norm,
-            **{layer: layer for layer in _LEFT},
+            transformer_engine.TENorm: AscendNorm,
+            **{layer: layer for layer in _UNCHANGED_LAYERS},
         }
-        return gpt.Specs(*(local.replaced(spec, classes, _WHOLE) for spec in (given.decoder, given.mtp)))
+        return gpt.Specs(
+            *(
+                local.replace_classes(spec, classes, _DUPLICATED_LAYERS)
+                for spec in (layer_specs.decoder, layer_specs.mtp)
+            )
+        )

@@ -5,10 +5,10 @@ import math
 import torch
 import torch.distributed as dist
 
-from bundle.backends.cpu.scaling import E4M3, Delayed, DelayedWeight, Phase
+from bundle.backends.cpu.scaling import E4M3, DelayedQuantiser, DelayedWeightQuantiser, Phase
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import DENSE, Bench, worst
+from bundle.verification.numbers import DENSE, Bench, find_worst
 from tests.engine.experiments import EVEN, engine, micro_batches
 from tests.engine.reference import texts
 
@@ -20,19 +20,24 @@ def calls(bench: Bench) -> float:
     """How far the scales of an input and of a weight are, with a run of the schedule for each call."""
     x = torch.zeros(2, 2, device=bench.device)
     gaps = []
-    for quantiser in (Delayed(E4M3, dist.group.WORLD), DelayedWeight(E4M3, dist.group.WORLD)):
+    for quantiser in (
+        DelayedQuantiser(E4M3, dist.group.WORLD),
+        DelayedWeightQuantiser(E4M3, dist.group.WORLD),
+    ):
         for value, wanted in zip(LARGEST[dist.get_rank()], WANTED, strict=True):
-            with context.run.set(object()):
+            with context.schedule_run.set(object()):
                 quantiser(x + value, Phase.TRAINED)
             gaps.append((quantiser.scale / wanted - 1).abs())
-    return worst(gaps)
+    return find_worst(gaps)
 
 
 def layers(bench: Bench) -> float:
     """Infinite if a layer of two data-parallel ranks, which see different texts, has two scales."""
     with engine(bench, _job()) as made:
         made.forward_backward(micro_batches(made, texts(EVEN), "rows", "token"))
-        operands = [module._operands for module in made.models[0].modules() if hasattr(module, "_operands")]
+        operands = [
+            module._quantisers for module in made.models[0].modules() if hasattr(module, "_quantisers")
+        ]
         kinds = [each for of in operands for each in (of.input, of.weight, of.gradient)]
         mine = torch.tensor([max(each.history) for each in kinds])
         seen = [torch.empty_like(mine) for _ in range(2)]

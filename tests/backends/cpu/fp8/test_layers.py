@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from bundle.backends.cpu.layers import in_fp8
-from bundle.backends.cpu.runtime import adapted
+from bundle.backends.cpu.layers import make_fp8_layer
+from bundle.backends.cpu.runtime import adapt_spec
 from bundle.backends.local import DuplicatedLinear
 from bundle.errors import JobFailed
 from bundle.recipe.recipe import FP8
@@ -29,7 +29,7 @@ def layer(monkeypatch):
 
     def build(fp8, inputs, outputs, dtype=torch.float32, **options):
         settings = config(perform_initialization=False, params_dtype=dtype)
-        made = in_fp8(DuplicatedLinear, fp8)(
+        made = make_fp8_layer(DuplicatedLinear, fp8)(
             inputs, outputs, config=settings, init_method=torch.nn.init.normal_, **options
         )
         torch.nn.init.normal_(made.weight)
@@ -43,17 +43,17 @@ def test_every_linear_layer_of_a_spec_is_replaced(experts):
     spec = local_spec(config(MLATransformerConfig, num_moe_experts=experts, normalization="RMSNorm"))
     mtp = get_mtp_layer_spec(spec, use_transformer_engine=False)
     for given in (spec, mtp):
-        plain, fp8 = dict(inside(adapted(given))), dict(inside(adapted(given, BLOCKWISE)))
+        plain, fp8 = dict(inside(adapt_spec(given))), dict(inside(adapt_spec(given, BLOCKWISE)))
         replaced = {path for path, value in plain.items() if any(value is layer for layer in LINEAR)}
         assert len(replaced) >= 7
         for path, value in plain.items():
-            assert fp8[path] is (in_fp8(value, BLOCKWISE) if path in replaced else value), path
+            assert fp8[path] is (make_fp8_layer(value, BLOCKWISE) if path in replaced else value), path
 
 
 def test_a_replaced_layer_passes_for_the_one_that_megatron_looks_for():
-    fp8 = in_fp8(DuplicatedLinear, BLOCKWISE)
+    fp8 = make_fp8_layer(DuplicatedLinear, BLOCKWISE)
     assert fp8 in [DuplicatedLinear] and fp8 not in [ColumnParallelLinear]
-    assert in_fp8(DuplicatedLinear, BLOCKWISE) is fp8 is not in_fp8(DuplicatedLinear, MXFP8)
+    assert make_fp8_layer(DuplicatedLinear, BLOCKWISE) is fp8 is not make_fp8_layer(DuplicatedLinear, MXFP8)
 
 
 @pytest.mark.parametrize(

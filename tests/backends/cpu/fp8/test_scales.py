@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from bundle.backends.cpu.scaling import (
     E4M3,
     E5M2,
-    e8m0_scale,
-    exact_scale,
-    largest,
-    power_of_two_scale,
-    rounded,
-    rounded_in_blocks,
+    compute_e8m0_scale,
+    compute_exact_scale,
+    compute_power_of_two_scale,
+    find_amax,
+    round_blocks_to_fp8,
+    round_to_fp8,
 )
 from tests.backends.cpu.fp8 import reference
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
-RULES = {"exact": exact_scale, "power of two": power_of_two_scale, "e8m0": e8m0_scale}
+RULES = {"exact": compute_exact_scale, "power of two": compute_power_of_two_scale, "e8m0": compute_e8m0_scale}
 SIZES = st.floats(2.0**-60, 2.0**60, width=32)
 
 
@@ -27,7 +27,7 @@ SIZES = st.floats(2.0**-60, 2.0**60, width=32)
 def test_every_number_of_a_format_is_its_own_rounding(form):
     table = torch.tensor(reference.numbers(form)).float()
     assert table.max() == torch.finfo(DTYPES[form]).max
-    assert torch.equal(rounded(table, torch.ones(()), DTYPES[form]), table)
+    assert torch.equal(round_to_fp8(table, torch.ones(()), DTYPES[form]), table)
 
 
 @pytest.mark.parametrize("form", DTYPES)
@@ -36,7 +36,7 @@ def test_rounding_is_to_nearest_ties_to_even(form):
     halves = (table[1:] + table[:-1]) / 2
     below, above = halves * (1 - 2**-20), halves * (1 + 2**-20)
     x = np.concatenate([halves, below, above, -halves])
-    got = rounded(torch.tensor(x).float(), torch.ones(()), DTYPES[form])
+    got = round_to_fp8(torch.tensor(x).float(), torch.ones(()), DTYPES[form])
     assert np.array_equal(got.numpy(), reference.nearest(x.astype(np.float32).astype(float), form))
 
 
@@ -44,7 +44,7 @@ def test_rounding_is_to_nearest_ties_to_even(form):
 def test_what_is_too_large_saturates_and_nan_stays(form):
     top = torch.finfo(DTYPES[form]).max
     x = torch.tensor([top * 1.01, -3e38, torch.inf, torch.nan])
-    got = rounded(x, torch.ones(()), DTYPES[form])
+    got = round_to_fp8(x, torch.ones(()), DTYPES[form])
     assert got[:3].tolist() == [top, -top, top] and got[3].isnan()
 
 
@@ -62,7 +62,7 @@ def test_a_scale_that_cannot_be_had_is_one_and_a_tiny_value_has_a_finite_one(rul
     amax = torch.tensor([0.0, torch.inf, torch.nan, 1e-44])
     scale = RULES[rule](amax, DTYPES[form])
     assert scale[:3].tolist() == [1, 1, 1] and scale[3].isfinite()
-    assert largest(torch.zeros(0, 16)) == 0
+    assert find_amax(torch.zeros(0, 16)) == 0
 
 
 @settings(max_examples=30)
@@ -80,9 +80,9 @@ def test_blocks_are_cut_where_the_reference_cuts_them(rows, columns, block, form
     # Sizes differ from row to row and column to column: a block in the wrong place gets another scale.
     sizes = np.exp2(generator.integers(-20, 20, (rows, 1)) + generator.integers(-20, 20, (1, columns)))
     x = (generator.standard_normal((rows, columns)) * sizes).astype(np.float32)
-    got = rounded_in_blocks(torch.from_numpy(x), block, RULES[rule], DTYPES[form])
+    got = round_blocks_to_fp8(torch.from_numpy(x), block, RULES[rule], DTYPES[form])
     assert np.array_equal(got.numpy(), reference.blocks(x.astype(float), block, form, rule))
-    again = rounded_in_blocks(got, block, RULES[rule], DTYPES[form])
+    again = round_blocks_to_fp8(got, block, RULES[rule], DTYPES[form])
     if rule == "power of two":  # E8M0 may find a smaller exponent once the largest value is rounded down
         assert torch.equal(again, got)
 
@@ -91,12 +91,12 @@ def test_blocks_are_cut_where_the_reference_cuts_them(rows, columns, block, form
 def test_one_scale_for_a_tensor(seed, form, size):
     x = (np.random.default_rng(seed).standard_normal((33, 65)) * size).astype(np.float32)
     t = torch.from_numpy(x)
-    got = rounded(t, exact_scale(largest(t), DTYPES[form]), DTYPES[form])
+    got = round_to_fp8(t, compute_exact_scale(find_amax(t), DTYPES[form]), DTYPES[form])
     wanted = reference.blocks(x.astype(float), x.shape, form, "exact")
     # A product with a float32 scale may fall on the other side of a tie.
     wrong = ~np.isclose(got.numpy(), wanted, rtol=2**-22, atol=0)
     assert wrong.mean() < 0.005
     ulp = 2.0 ** -reference.FORMATS[form][1]
     assert np.allclose(got.numpy()[wrong], wanted[wrong], rtol=ulp * 1.01)
-    again = rounded(got, exact_scale(largest(got), DTYPES[form]), DTYPES[form])
+    again = round_to_fp8(got, compute_exact_scale(find_amax(got), DTYPES[form]), DTYPES[form])
     assert torch.allclose(again, got, rtol=2**-22, atol=0)

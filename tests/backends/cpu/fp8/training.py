@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bundle.errors import JobFailed
 from bundle.fp8 import Scaling
-from bundle.planning import plan_for
+from bundle.packing.packing import Packing
+from bundle.planning import build_plan
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
-from bundle.sequences.packing import Packing
-from bundle.training.worker import patched_runtime
+from bundle.training.worker import prepare_runtime
 from tests import world
 from tests.backends.cpu import smoke
 
@@ -46,21 +46,21 @@ class Casts(TorchDispatchMode):
 @contextmanager
 def weight_scales() -> Iterator[dict[int, list[float]]]:
     """The scale that each delayed weight was rounded by in each micro-batch, by layer."""
-    from bundle.backends.cpu.scaling import DelayedWeight
+    from bundle.backends.cpu.scaling import DelayedWeightQuantiser
 
     seen: dict[int, list[float]] = defaultdict(list)
-    original = DelayedWeight._scale_of
+    original = DelayedWeightQuantiser._take_scale
 
     def told(self: Any, x: torch.Tensor, phase: Any) -> torch.Tensor:
         scale = original(self, x, phase)
         seen[id(self)].append(float(scale))
         return scale
 
-    DelayedWeight._scale_of = told  # type: ignore[method-assign]
+    DelayedWeightQuantiser._take_scale = told  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        DelayedWeight._scale_of = original  # type: ignore[method-assign]
+        DelayedWeightQuantiser._take_scale = original  # type: ignore[method-assign]
 
 
 def recipe(case: str) -> Recipe:
@@ -80,7 +80,7 @@ def packs(job: Recipe, scaling: Scaling | None) -> list[Any]:
 
     lengths = (9, 21, 13)
     tokens = torch.randint(0, smoke.VOCABULARY, (2, sum(lengths)), generator=torch.Generator().manual_seed(9))
-    packing = Packing.of(lengths, Alignment(scaling=scaling))
+    packing = Packing.from_lengths(lengths, Alignment(scaling=scaling))
     mask = torch.ones(sum(lengths))
     return [from_packing(tokens[0], tokens[1], mask, packing, mtp_layers=job.architecture.mtp_layers)]
 
@@ -101,8 +101,8 @@ def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
 
 def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
-    runtime = patched_runtime(
-        plan_for(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu").patch_plan, "cpu"
+    runtime = prepare_runtime(
+        build_plan(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu").patch_plan, "cpu"
     )
     rank = world.join()
     seen = world.each(zip(cases, cases, strict=True), lambda case: train(case, jobs[case], runtime))

@@ -1,0 +1,184 @@
+"""What else the tensors of the table are called: by Transformer Engine's layer specs, and in checkpoints.
+
+These specs fold norms into the projection behind them, and make one module of the experts of a rank.
+Megatron-core's distributed checkpoints (`torch_dist`) have the same keys in all minors from 0.12 to 0.19, but
+layers may be stacked along a dimension of their own, and norms have the names of either spec.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from bundle.architectures.architecture import Architecture
+from bundle.architectures.tensors import Tensor, is_expert
+
+# Projection: the norm before it in the same layer, which becomes its `layer_norm_weight`.
+_NORM_BY_PROJECTION = {
+    "self_attention.linear_qkv": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
+    "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
+    "mlp.linear_fc1": "pre_mlp_layernorm",
+}
+_NORM_WEIGHT = "layer_norm_weight"
+_LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+# `experts.linear_fc1.weight3` of a GroupedLinear: the weight of the rank's fourth expert.
+_GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+
+
+def fold_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a decoder layer whose names begin with `prefix`, in the order of registration."""
+    tensors = {tensor.name: tensor for tensor in layer}
+    folds = {
+        f"{prefix}{projection}.weight": f"{prefix}{norm}.weight"
+        for projection, norm in _NORM_BY_PROJECTION.items()
+        if f"{prefix}{projection}.weight" in tensors
+    }
+    for tensor in layer:
+        if tensor.name in folds.values():
+            continue
+        if tensor.name in folds:
+            projection = tensor.name.removesuffix("weight")
+            yield f"{projection}{_NORM_WEIGHT}", tensors[folds[tensor.name]]
+        yield tensor.name, tensor
+
+
+def group_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same with the experts of one rank as one module: all their first matrices, then the second ones."""
+    experts = [(name, tensor) for name, tensor in named if is_expert(name)]
+    for name, tensor in named:
+        if not is_expert(name):
+            yield name, tensor
+        elif experts:
+            for projection in ("linear_fc1", "linear_fc2"):
+                projection_tensors = [(name, tensor) for name, tensor in experts if f".{projection}." in name]
+                local = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in projection_tensors))
+                for name, tensor in projection_tensors:
+                    number = local.index(name.rpartition(".")[0])
+                    yield _LOCAL_EXPERT.sub(rf"experts.\2.\g<3>{number}", name), tensor
+            experts = []
+
+
+def find_norm_name(name: str) -> str | None:
+    """What the spec of megatron-core calls a folded norm; `name` itself where there is none in it.
+
+    None: a norm has been folded into a projection that no release known to us folds.
+    """
+    projection, _, kind = name.rpartition(".")
+    if not kind.startswith("layer_norm_"):
+        return name
+    for folded, norm in _NORM_BY_PROJECTION.items():
+        if projection.endswith(folded):
+            return f"{projection.removesuffix(folded)}{norm}.{kind.removeprefix('layer_norm_')}"
+    return None
+
+
+def find_expert_name(name: str, first_expert: int) -> str:
+    """The name of its own that an expert's tensor has.
+
+    `first_expert` is the number of the rank's first expert.
+    """
+    match = _GROUPED_EXPERT.search(name)
+    if match is None:
+        return name
+    projection, kind, local = match.groups()
+    return f"{name[: match.start()]}experts.local_experts.{first_expert + int(local)}.{projection}.{kind}"
+
+
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+
+
+class CheckpointLocation(NamedTuple):
+    """A tensor is this `entry` of what `key` holds, whose leading dimensions have so many `entries`."""
+
+    key: str
+    entry: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
+
+
+def find_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+    """Everywhere that a tensor may be; a checkpoint has it at one of them at least."""
+    stacked, separate = (
+        _iterate_locations(tensor, architecture, is_stacked=stacked) for stacked in (True, False)
+    )
+    return tuple(dict.fromkeys((*stacked, *separate)))
+
+
+def find_written_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
+    """Where to write a tensor so that models of either layer spec find it.
+
+    Layers of a dense model are stacked, as every release expects. Those of a model with experts are not:
+    whether they are expected to be depends on the form of `moe_layer_freq` (`describe_checkpoint_content`).
+    """
+    return tuple(_iterate_locations(tensor, architecture, is_stacked=architecture.moe is None))
+
+
+def describe_checkpoint_content(architecture: Architecture) -> dict[str, bool]:
+    """What megatron-core is to know about the content of what is `find_written_locations` before it asks
+    for keys.
+    """
+    return {"non_homogeneous_layers": architecture.moe is not None, "singleton_local_shards": False}
+
+
+def find_extra_states(locations: Iterable[CheckpointLocation]) -> Iterator[CheckpointLocation]:
+    """What modules keep besides tensors: Transformer Engine's FP8 state, empty without; models ask for it."""
+    for location in locations:
+        module, _, kind = location.key.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        if kind != "weight" or not (leaf.startswith("linear_") or leaf == "eh_proj"):
+            continue
+        yield location._replace(key=f"{module}._extra_state")
+        if leaf == "linear_proj":
+            yield location._replace(key=f"{parent}.core_attention._extra_state")
+
+
+def build_object_key(location: CheckpointLocation) -> str:
+    """What megatron-core calls an object that is no tensor: the key, the entry, and of how many."""
+    entry, entries = (
+        ".".join(map(str, indices)) for indices in (location.entry or (0,), location.entries or (1,))
+    )
+    return f"{location.key}/shard_{entry}_{entries}"
+
+
+def count_stacked_dims(key: str) -> int:
+    """Along how many leading dimensions many tensors lie under a key: layers, experts."""
+    return bool(re.search(r"decoder\.layers\.(?!\d)", key)) + (".experts.experts." in key)
+
+
+def _iterate_locations(
+    tensor: Tensor, architecture: Architecture, *, is_stacked: bool
+) -> Iterator[CheckpointLocation]:
+    match = _LAYER.fullmatch(tensor.name)
+    if match is None:
+        yield CheckpointLocation(tensor.name)
+        return
+    layers, number, inner, rest = match.groups()
+    entry: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
+    is_decoder = layers.startswith("decoder")
+    has_experts = bool(architecture.layer_pattern[int(number) if is_decoder else -1])
+    if expert := _EXPERT.fullmatch(rest):
+        assert architecture.moe is not None
+        entry, entries = (int(expert[1]),), (architecture.moe.num_experts,)
+        rest = f"mlp.experts.experts.{expert[2]}"
+    for module in _list_names(rest, is_latent=architecture.mla is not None, has_experts=has_experts):
+        if is_stacked and is_decoder:
+            yield CheckpointLocation(
+                f"{layers}.{module}", (int(number), *entry), (architecture.num_layers, *entries)
+            )
+        else:
+            yield CheckpointLocation(f"{layers}.{number}.{inner or ''}{module}", entry, entries)
+
+
+def _list_names(name: str, *, is_latent: bool, has_experts: bool) -> tuple[str, ...]:
+    """What both specs call a tensor of a layer, megatron-core's own first."""
+    if name == "input_layernorm.weight" and not is_latent:
+        return (f"self_attention.linear_qkv.{_NORM_WEIGHT}",)
+    if name == "pre_mlp_layernorm.weight":
+        folded = f"mlp.linear_fc1.{_NORM_WEIGHT}"
+        own_name = name if is_latent else folded
+        return tuple(dict.fromkeys((own_name, name if has_experts else folded)))
+    if is_latent and (norm := re.fullmatch(r"self_attention\.(q|kv)_layernorm\.weight", name)):
+        return name, f"self_attention.linear_{norm[1]}_up_proj.{_NORM_WEIGHT}"
+    return (name,)

@@ -1,0 +1,220 @@
+"""Under which names each family publishes its tensors: what Hugging Face directories call our modules.
+
+Left stands a module of a decoder layer, of an MTP layer or of the model as megatron-core's own specs call it,
+right the published one. `{a,b}` are several that ours is made of, in that order; `#` is an expert's number.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_MODEL = {
+    "embedding.word_embeddings": "{decoder}embed_tokens",
+    "decoder.final_layernorm": "{decoder}norm",
+    "output_layer": "lm_head",
+}
+_LAYER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.linear_qkv": "self_attn.{q,k,v}_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.{gate,up}_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.#.{gate,up}_proj",
+    "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.#.down_proj",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_experts.{gate,up}_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
+}
+_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.local_experts.#.linear_fc1": "block_sparse_moe.experts.#.{w1,w3}",
+    "mlp.experts.local_experts.#.linear_fc2": "block_sparse_moe.experts.#.w2",
+}
+_GPT_OSS = {
+    "self_attention.core_attention": "self_attn",
+    "mlp.router": "mlp.router",
+}
+_HYBRID = {
+    "self_attention": "linear_attn",
+    "self_attention.conv1d": "linear_attn.conv1d",
+    "self_attention.out_norm": "linear_attn.norm",
+    "self_attention.out_proj": "linear_attn.out_proj",
+    "mlp.shared_experts": "mlp.shared_expert_gate",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.{gate,up}_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+}
+_FUSED_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
+_SPLIT_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkv,z,b,a}"}
+_STACKED = {
+    "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
+    "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
+}
+_LATENT = {
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MTPNames:
+    """What a family calls an MTP layer: `outer_modules` are the modules beside its decoder layer."""
+
+    prefix: str  # where it stands; by `depth`, and by `layer`, which counts on after the decoder's
+    outer_modules: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)  # of other tensors: its module -> the original
+    is_hidden_first: bool = False  # eh_proj reads [hidden, embedding]; megatron's reads [embedding, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedNames:
+    """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers.
+
+    `decoder_prefix` stands before the names of all that is the decoder's, `vision_prefix` before those of the
+    tower's. `config_defaults` is what published configs say and transformers' own may leave out; servers
+    (SGLang) read it.
+    """
+
+    architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
+    layer_modules: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    mtp: MTPNames | None = None
+    decoder_prefix: str = "model."
+    vision_prefix: str = ""
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Where transformers' modules, by which PEFT names adapters, are not called as what is published of them.
+    transformers_prefixes: Mapping[str, str] = field(default_factory=dict)
+    # One tensor for those of a layer, [expert, in, out], gate and up in turns or as they are in ours (copy);
+    # nobody loads it in FP8 blocks.
+    stacked_experts: Literal["turns", "copy"] | None = None
+    has_both_stack_orders: bool = False  # some write [expert, out, in], of which all are read
+    ignored_prefix: str = (
+        ""  # what the names of tensors begin with that are there, and that nobody reads here
+    )
+    # The first projection of gated delta nets is two, each head by head of the keys.
+    has_key_head_order: bool = False
+
+    def find_model_module(self, module: str) -> str:
+        """The published name of a module outside all layers."""
+        return _MODEL[module].format(decoder=self.decoder_prefix)
+
+    def to_transformers_name(self, name: str) -> str:
+        """What transformers itself calls the published `name`."""
+        for published, module in self.transformers_prefixes.items():
+            if name.startswith(published):
+                return f"{module}{name.removeprefix(published)}"
+        return name
+
+    def find_layer_modules(self, module: str) -> tuple[str, ...]:
+        """The published modules that one of a decoder layer is made of."""
+        number = re.search(r"(?<=local_experts\.)\d+", module)
+        if number is None:
+            return _expand_pattern(self.layer_modules[module])
+        key = f"{module[: number.start()]}#{module[number.end() :]}"
+        return _expand_pattern(self.layer_modules[key].replace("#", number[0]))
+
+
+def build_suffix(kind: str, *, stacked: bool) -> str:
+    """What stands behind the module's published name for a tensor of this kind: weight, bias and the like."""
+    if stacked:
+        return "" if kind == "weight" else f"_{kind}"
+    return f".{_PUBLISHED_KINDS.get(kind, kind)}"
+
+
+_PUBLISHED_KINDS = {
+    "expert_bias": "e_score_correction_bias",
+    "softmax_offset": "sinks",
+    "gate_weight": "weight",
+}
+
+
+def _expand_pattern(pattern: str) -> tuple[str, ...]:
+    """ "a{b,c}d" -> ("abd", "acd")."""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return (pattern,)
+    choices, _, after = rest.partition("}")
+    return tuple(f"{before}{choice}{after}" for choice in choices.split(","))
+
+
+_DEEPSEEK_MTP = MTPNames(
+    prefix="model.layers.{layer}.",
+    outer_modules={
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "final_layernorm": "shared_head.norm",
+    },
+    copies={"embed_tokens": "embedding.word_embeddings", "shared_head.head": "output_layer"},
+)
+_MIMO_MTP = MTPNames(
+    prefix="model.mtp_layers.{depth}.",
+    outer_modules={
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "final_layernorm": "final_layernorm",
+    },
+    is_hidden_first=True,
+)
+_NOAUX_TC = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+PUBLISHED_NAMES: dict[str, PublishedNames] = {
+    "llama": PublishedNames("LlamaForCausalLM"),
+    "mistral": PublishedNames("MistralForCausalLM"),
+    "mixtral": PublishedNames("MixtralForCausalLM", _LAYER | _MIXTRAL),
+    "qwen2": PublishedNames("Qwen2ForCausalLM"),
+    "mimo": PublishedNames("MiMoForCausalLM", mtp=_MIMO_MTP),
+    "qwen3": PublishedNames("Qwen3ForCausalLM"),
+    "qwen3_moe": PublishedNames("Qwen3MoeForCausalLM"),
+    "deepseek_v2": PublishedNames(
+        "DeepseekV2ForCausalLM",
+        _LAYER | _LATENT,
+        config_defaults={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
+    ),
+    "deepseek_v3": PublishedNames(
+        "DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+    ),
+    "kimi_k2": PublishedNames(
+        "DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+    ),
+    "glm4_moe": PublishedNames("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
+    "gpt_oss": PublishedNames("GptOssForCausalLM", _LAYER | _STACKED | _GPT_OSS, stacked_experts="turns"),
+    "qwen3_next": PublishedNames(
+        "Qwen3NextForCausalLM",
+        _LAYER | _HYBRID | _FUSED_PROJECTIONS,
+        ignored_prefix="mtp.",
+        has_key_head_order=True,
+    ),
+    "qwen3_5_text": PublishedNames(
+        "Qwen3_5ForCausalLM", _LAYER | _HYBRID | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+    ),
+    "qwen3_5_moe_text": PublishedNames(
+        "Qwen3_5MoeForCausalLM", _LAYER | _HYBRID | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+    ),
+    "qwen2_5_vl": PublishedNames(
+        "Qwen2_5_VLForConditionalGeneration",
+        vision_prefix="visual.",
+        transformers_prefixes={"model.": "model.language_model.", "visual.": "model.visual."},
+    ),
+    "qwen3_vl": PublishedNames(
+        "Qwen3VLForConditionalGeneration",
+        decoder_prefix="model.language_model.",
+        vision_prefix="model.visual.",
+    ),
+    "qwen3_vl_moe": PublishedNames(
+        "Qwen3VLMoeForConditionalGeneration",
+        _LAYER | _STACKED,
+        decoder_prefix="model.language_model.",
+        vision_prefix="model.visual.",
+        stacked_experts="copy",
+        has_both_stack_orders=True,
+    ),
+}

@@ -1,0 +1,19 @@
+"""What the verbs that start a job say of the disk that it will need, in the numbers of `check`."""
+
+import logging
+
+from bundle.planning.output import format_disk
+from bundle.recipe import Recipe
+from bundle.runs.directory import RunDirectory
+
+_log = logging.getLogger(__name__)
+
+
+def warn_disk_space(recipe: Recipe, run: RunDirectory) -> None:
+    """Warns where the checkpoints and exports of a run do not fit on its disk, if that can be looked at."""
+    try:
+        disk_space = run.estimate_disk(recipe)
+    except OSError:  # it is that of the nodes alone
+        return
+    if not disk_space.is_sufficient:
+        _log.warning("disk: %s", format_disk(disk_space, run.root))

@@ -1,0 +1,145 @@
+"""Files that hold moving pictures: animated GIF, WebP and PNG by Pillow, and films by PyAV."""
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bundle.data.images import describe_error, import_pillow
+from bundle.data.sources import Corrupt
+from bundle.errors import EnvironmentUnfit
+
+ANIMATION_FORMATS = ("GIF", "WEBP", "PNG")
+# Of FFmpeg's demuxers: none that reads what another file or a URL has.
+VIDEO_FORMATS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "ogg", "flv")
+
+Frame = NDArray[np.uint8]  # [height, width, 3]
+
+
+class VideoMetadata(NamedTuple):
+    """What is known of a file without its pictures."""
+
+    frames: int
+    fps: float  # the mean over all frames
+    height: int
+    width: int
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.frames / self.fps
+
+
+def read_metadata(content: bytes, limit_frames: int, limit_pixels: int) -> VideoMetadata:
+    """The measures of a file. Raises Corrupt for one that is none, and for more than the limits allow."""
+    with _open_video(content) as file:
+        return file.read_metadata(limit_frames, limit_pixels)
+
+
+def decode_frames(content: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
+    """Some frames of a file by their ascending numbers; one may be asked for again. Raises Corrupt."""
+    frame_numbers, at = list(numbers), 0
+    with _open_video(content) as file:
+        for number, picture in enumerate(file.iterate_pictures()):
+            if at < len(frame_numbers) and frame_numbers[at] == number:
+                frame = file.to_frame(picture)
+                while at < len(frame_numbers) and frame_numbers[at] == number:
+                    yield frame
+                    at += 1
+            if at == len(frame_numbers):
+                return
+    raise Corrupt(f"a video ends before its frame {frame_numbers[at]}: the file is cut")
+
+
+class _Animation:
+    """Pictures of one file, which Pillow shows one after the other."""
+
+    def __init__(self, content: bytes) -> None:
+        self._image = import_pillow().open(io.BytesIO(content), formats=ANIMATION_FORMATS)
+
+    def read_metadata(self, limit_frames: int, limit_pixels: int) -> VideoMetadata:
+        count, (width, height) = getattr(self._image, "n_frames", 1), self._image.size
+        _check_limits(count, limit_frames, width, height, limit_pixels)
+        milliseconds = sum(picture.info.get("duration", 0) for picture in self.iterate_pictures())
+        if not milliseconds > 0:
+            raise Corrupt("a video whose frames have no durations: name them as a list, with fps")
+        return VideoMetadata(count, 1000 * count / milliseconds, height, width)
+
+    def iterate_pictures(self) -> Iterator[Any]:
+        for number in range(getattr(self._image, "n_frames", 1)):
+            self._image.seek(number)
+            self._image.load()
+            yield self._image
+
+    def to_frame(self, picture: Any) -> Frame:
+        return np.asarray(picture.convert("RGB"))
+
+    def close(self) -> None:
+        self._image.close()
+
+
+class _VideoStream:
+    """The first video of a file, as FFmpeg decodes it."""
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            import av
+        except ImportError as error:
+            raise EnvironmentUnfit(
+                f"videos that are no animated images need PyAV: pip install 'mcore-bundle[video]' ({error})"
+            ) from error
+        options = {"format_whitelist": ",".join(VIDEO_FORMATS), "protocol_whitelist": "file"}
+        self._container = av.open(io.BytesIO(content), options=options, metadata_errors="ignore")
+        if not self._container.streams.video:
+            raise Corrupt("a file without a video")
+        self._stream = self._container.streams.video[0]
+
+    def read_metadata(self, limit_frames: int, limit_pixels: int) -> VideoMetadata:
+        stream, count = self._stream, self._stream.frames
+        if not count:  # not said: there is a frame in each packet
+            count = sum(1 for packet in self._container.demux(stream) if packet.size)
+        _check_limits(count, limit_frames, stream.width, stream.height, limit_pixels)
+        if not count or not stream.average_rate:
+            raise Corrupt("a video that says neither how many frames it has nor how many a second")
+        return VideoMetadata(count, float(stream.average_rate), stream.height, stream.width)
+
+    def iterate_pictures(self) -> Iterator[Any]:
+        self._container.seek(0)
+        yield from self._container.decode(self._stream)
+
+    def to_frame(self, picture: Any) -> Frame:
+        frame: Frame = picture.to_ndarray(format="rgb24")
+        return frame
+
+    def close(self) -> None:
+        self._container.close()
+
+
+def _check_limits(count: int, limit_frames: int, width: int, height: int, limit_pixels: int) -> None:
+    if count > limit_frames:
+        raise Corrupt(f"a video of {count} frames exceeds data.videos.limit_frames")
+    if width * height > limit_pixels:
+        raise Corrupt(f"a video of {width} x {height} pixels exceeds data.videos.limit_pixels")
+
+
+@contextmanager
+def _open_video(content: bytes) -> Iterator["_Animation | _VideoStream"]:
+    """The file, closed at the end; whatever decoders raise about it is Corrupt."""
+    is_animation = content[:4] in (b"GIF8", b"\x89PNG") or (content[:4], content[8:12]) == (b"RIFF", b"WEBP")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            file = _Animation(content) if is_animation else _VideoStream(content)
+            try:
+                yield file
+            finally:
+                file.close()
+    except (Corrupt, EnvironmentUnfit):
+        raise
+    except Exception as error:
+        kinds = f"{', '.join(ANIMATION_FORMATS)} or {', '.join(VIDEO_FORMATS)}"
+        raise Corrupt(f"no video in {kinds} that can be decoded ({describe_error(error)})") from error

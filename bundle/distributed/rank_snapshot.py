@@ -1,0 +1,109 @@
+"""Where this rank stands, of Python's stacks and torch's record of collectives, for who looks into a hang."""
+
+import os
+import pickle
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+
+from bundle.launch.hang import Collective, RankSnapshot
+from bundle.launch.outcomes import get_node_name
+
+# Where a rank stands is told by what calls these, megatron or us; the last is what torch calls for a facade.
+# typing_extensions wraps what torch has marked as deprecated, of its collectives too.
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    str(Path(torch.__file__).parent),
+    str(typing_extensions.__file__),
+    "<",
+)
+_TORCH_FUNCTION = "__torch_function__"
+
+
+# Of NCCL's groups, and of all others; a build has what it has of them.
+_RECORDER_NAMES = ("_dump_nccl_trace", "_dump_fr_trace")
+_RECORD_ENTRIES = "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
+
+
+def keep_records() -> None:
+    """Has torch record the collectives of this process; called before the first group is made."""
+    newer = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
+    os.environ.setdefault(
+        "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", _RECORD_ENTRIES
+    )
+
+
+def read_flight_records() -> list[bytes]:
+    """Returns torch's records of this process's collectives (pickles for its analyzer), NCCL's first."""
+    bindings = torch._C._distributed_c10d
+    recorders = [getattr(bindings, name) for name in _RECORDER_NAMES if hasattr(bindings, name)]
+    # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
+    return [bytes(recorder(includeStackTraces=False)) for recorder in recorders]
+
+
+def take_snapshot(rank: int, doing: str, seconds: float, records: Sequence[bytes]) -> RankSnapshot:
+    """Returns where this rank stands; `records` is what `read_flight_records` returned."""
+    entries = [entry for record in records for entry in _read_entries(record)]
+    called = [entry for entry in entries if not entry.get("is_p2p")]
+    # The first that is not over holds up those behind it. Gloo retires what is over, and says no more of it.
+    under_way = [e for e in entries if not e.get("retired") and e.get("state") != "completed"]
+    first = min(under_way, key=lambda entry: entry.get("time_created_ns", 0), default=None)
+    return RankSnapshot(
+        rank=rank,
+        node=get_node_name(),
+        doing=doing,
+        seconds=seconds,
+        frame=_find_innermost_frame(),
+        waits=_build_collective(first) if first else None,
+        entered={
+            _describe_group(entry)[0]: int(entry["collective_seq_id"])
+            for entry in sorted(called, key=lambda entry: entry["collective_seq_id"])
+        },
+    )
+
+
+def _read_entries(record: bytes) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = pickle.loads(record).get("entries", []) if record else []
+    return entries
+
+
+def _build_collective(entry: dict[str, Any]) -> Collective:
+    name, ranks = _describe_group(entry)
+    sizes = " and ".join("x".join(map(str, size)) for size in entry.get("input_sizes", ())) or "nothing"
+    number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
+    description = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+    return Collective(name, ranks, int(number), f"{description} of {sizes}")
+
+
+def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """The group of a call as all of its ranks name it, and its ranks."""
+    name, described = entry["process_group"]
+    groups = {group_name: group for group, group_name in dist.distributed_c10d._world.pg_names.items()}
+    ranks = tuple(dist.get_process_group_ranks(groups[name])) if name in groups else ()
+    kind = "all ranks" if described == "default_pg" else f"group {name}"
+    kind += f" {described}" if described not in ("default_pg", "undefined", "") else ""
+    return kind, ranks
+
+
+def _find_innermost_frame() -> str:
+    """The innermost frame of the main thread that is no library's; of a library where there is no other."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    own_frames = [
+        candidate
+        for candidate in frames
+        if not (candidate[0].startswith(_LIBRARIES) or candidate[2] == _TORCH_FUNCTION)
+    ]
+    for name, line, function in (own_frames or frames)[:1]:
+        return f"`{function}` ({Path(name).name}:{line})"
+    return ""

@@ -1,0 +1,127 @@
+"""The PackedSeqParams that attention reads, from a Packing, and the way back to host integers."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bundle.packing.packing import Packing
+
+# Boundaries whose numbers are known on the host, for as long as their tensor lives.
+_HOST_BOUNDARIES = WeakTensorKeyDictionary()
+# What was computed of boundaries on their device, for as long as their tensor lives and is not written to.
+_DEVICE_RESULTS = WeakTensorKeyDictionary()
+
+
+def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
+    """Boundaries of the real and of the padded sequences, tail included; the longest counts its padding.
+
+    The padded boundaries are passed always: megatron lays tokens out by them under context parallel. Whether
+    they differ before the last one is said too (a field from 0.19 on): attention would ask the device.
+    """
+    padding, longest = packing.padding, packing.padding.longest_row
+    _HOST_BOUNDARIES[packing.cu_seqlens_padded] = tuple(accumulate((0, *padding.rows)))
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=packing.cu_seqlens,
+        cu_seqlens_kv=packing.cu_seqlens,
+        cu_seqlens_q_padded=packing.cu_seqlens_padded,
+        cu_seqlens_kv_padded=packing.cu_seqlens_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    inner = slice(None if padding.tail_rows else -1)  # all but the last sequence; a tail is one more
+    params.pad_between_seqs = padding.lengths[inner] != padding.padded_lengths[inner]
+    return params
+
+
+def to_host(boundaries: Tensor) -> tuple[int, ...]:
+    """Boundaries as integers, for kernels that want them so.
+
+    Our own padded ones are known and cost nothing; others are read from the device, once in the life of their
+    tensor and not once in every layer.
+    """
+    if boundaries not in _HOST_BOUNDARIES:
+        _HOST_BOUNDARIES[boundaries] = tuple(boundaries.tolist())
+    known: tuple[int, ...] = _HOST_BOUNDARIES[boundaries]
+    return known
+
+
+def roll_packed(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor:
+    """The value of the next token of the same sequence for every row [..., t / cp], 0 where there is none.
+
+    `boundaries` [sequences + 1] are those of the whole pack, padding included, `group` its context-parallel
+    ranks: rank r holds chunks r and 2 cp - 1 - r of every sequence. One gather, and one exchange of the first
+    tokens of all chunks; nothing is read back from the device, whatever the number of sequences.
+    """
+    source, firsts = _compute_cached(_locate_next_tokens, boundaries, tensor.shape[-1], group)
+    if len(firsts):
+        mine = tensor.index_select(-1, firsts).contiguous()
+        theirs = mine.new_empty(group.size() * len(mine), *mine.shape[1:])  # gloo takes no other shape
+        torch.distributed.all_gather_into_tensor(theirs, mine, group=group)
+        theirs = theirs.view(group.size(), *mine.shape)
+        tensor = torch.cat([tensor, theirs.movedim(0, -2).flatten(-2)], -1)
+    return F.pad(tensor, (0, 1)).index_select(-1, source)
+
+
+def compute_positions(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor, Tensor]:
+    """The position of each row of this rank in its sequence, and where that begins in the pack; [t / cp].
+
+    Boundaries and ranks as those of `roll_packed`; nothing is read back from the device.
+    """
+    result: tuple[Tensor, Tensor] = _compute_cached(_compute_positions, boundaries, rows, group)
+    return result
+
+
+def _compute_cached(compute: Callable[..., Any], boundaries: Tensor, rows: int, group: Any) -> Any:
+    """What `compute` returns for these boundaries on this rank: once until their tensor is written to."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    key = (compute, rows, ranks, rank)
+    if boundaries.is_inference():  # made in torch.inference_mode: nobody counts who writes to it
+        return compute(boundaries, rows, ranks, rank)
+    version, known = _DEVICE_RESULTS.get(boundaries, (None, {}))
+    if version != boundaries._version:
+        known = {}
+        _DEVICE_RESULTS[boundaries] = boundaries._version, known
+    if key not in known:
+        known[key] = compute(boundaries, rows, ranks, rank)
+    return known[key]
+
+
+def _compute_positions(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
+    row = torch.arange(rows, device=boundaries.device)
+    sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    offset, half = row - starts[sequence], ((ends - starts) // 2)[sequence]
+    first, second = offset + rank * half, offset + (2 * ranks - 2 - rank) * half
+    return torch.where(offset < half, first, second), boundaries[:-1].long()[sequence]
+
+
+def _locate_next_tokens(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Where the next token of every row is [t / cp], and what is exchanged: the chunks' first rows.
+
+    Counted over this rank's rows, then the first tokens of the chunks of each rank (all first ones, then all
+    second ones), then a zero. One rank exchanges nothing.
+    """
+    starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
+    middles = (starts + ends) // 2
+    sequences, device = len(starts), boundaries.device
+    first_rows = torch.arange(sequences, device=device) + rows
+    zero = rows + (2 * sequences * ranks if ranks > 1 else 0)
+
+    def find_first(other_rank: int, chunk: int) -> Tensor:
+        return first_rows + (2 * other_rank + chunk) * sequences
+
+    source = torch.arange(1, rows + 2, device=device)  # one row more, for sequences that have none
+    if ranks > 1:
+        after = find_first(rank + 1, 0) if rank + 1 < ranks else find_first(rank, 1)
+        source.scatter_(0, torch.where(starts < middles, middles - 1, rows), after)
+    after = find_first(rank - 1, 1) if rank > 0 else torch.full_like(first_rows, zero)
+    source.scatter_(0, torch.where(starts < ends, ends - 1, rows), after)
+    exchanged = torch.cat([starts, middles]).clamp(max=rows - 1)
+    return source[:rows], exchanged if ranks > 1 else exchanged[:0]

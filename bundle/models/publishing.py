@@ -1,0 +1,193 @@
+"""A tensor of the table as the published ones that it is made of, and the files that these come into."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bundle.architectures import tensors
+from bundle.architectures.tensors import Piece
+from bundle.errors import JobFailed
+from bundle.pretrained.directory import FP8, SCALE_SUFFIX, count_blocks
+from bundle.pretrained.writing import (
+    FP8_BLOCK,
+    OutputTensor,
+    SafetensorsWriter,
+    WeightFormat,
+    build_file_names,
+    is_quantized,
+    split_into_files,
+)
+
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def quantize_blocks(matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 (e4m3), and the number to multiply each block of it by, fp32, as DeepSeek-V3 has them.
+
+    The largest value of a block becomes the largest of FP8. A value is off by at most 1/16 of itself, or by
+    2^-10 of its block's scale where it is smaller than FP8's normal numbers.
+    """
+    rows, columns = matrix.shape
+    down, across = block
+    padded = functional.pad(matrix.float(), (0, -columns % across, 0, -rows % down))
+    tiles = padded.unflatten(1, (-1, across)).unflatten(0, (-1, down))
+    largest = tiles.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / _FP8_MAX, 1.0)
+    stored = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return stored.flatten(0, 1).flatten(1, 2)[:rows, :columns].contiguous(), scales
+
+
+def dequantize_blocks(part: Tensor, scales: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
+    """The numbers, fp32, of a part that begins at row and column `start` of a matrix with these scales."""
+    for dim, size in enumerate(block):
+        numbers = torch.arange(start[dim], start[dim] + part.shape[dim]) // size
+        scales = scales.index_select(dim, numbers)
+    return part.float() * scales
+
+
+# The values of 4 bits, sign first (E2M1).
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers [..., n * 32], bf16, of MXFP4 blocks [..., n, 16] and scales [..., n], both uint8.
+
+    The lower half of a byte comes first; a scale is the exponent of a power of two, 127 more.
+    """
+    values = torch.tensor(_FP4_VALUES, dtype=torch.bfloat16)
+    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    numbers = torch.ldexp(values[halves.int()], scales.int().unsqueeze(-1) - 127)
+    return numbers.to(torch.bfloat16).flatten(-2)
+
+
+# Of torch's kinds of numbers those that are read and written, as safetensors spells them.
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, FP8: torch.float8_e4m3fn}
+
+
+def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterator[OutputTensor]:
+    """What is written of a tensor, in order. Biases that steer the choice of experts stay in fp32.
+
+    All of a stack is written for its first entry.
+    """
+    for name, shape in () if tensor.stack and tensor.stack.entry else tensor.list_published_shapes():
+        if numbers == "fp8" and is_quantized(tensor.name):
+            yield OutputTensor(name, FP8, shape)
+            yield OutputTensor(f"{name}{SCALE_SUFFIX}", "F32", count_blocks(shape, FP8_BLOCK))
+        elif numbers == "fp32" or tensors.is_buffer(tensor.name):
+            yield OutputTensor(name, "F32", shape)
+        else:
+            yield OutputTensor(name, "BF16", shape)
+
+
+def encode_values(tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> Iterator[Tensor]:
+    """The numbers of all that is `list_stored_tensors` of a tensor; of a stack those of its own entry."""
+    in_fp8 = numbers == "fp8" and is_quantized(tensor.name)
+    for part in split_tensor(tensor, full_tensor):
+        yield from quantize_blocks(part, FP8_BLOCK) if in_fp8 else (part,)
+
+
+def split_tensor(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterator[Tensor]:
+    """The numbers of everything that is written of a tensor: views where nothing is put together.
+
+    Of a stack its own entry.
+    """
+    rule = tensor.rule
+    pieces: list[list[tuple[Piece, Tensor]]] = [[] for _ in tensor.published_names]
+    offset = 0
+    for piece in rule.iterate_pieces():
+        pieces[piece.source].append((piece, full_tensor.narrow(rule.dim, offset, piece.length)))
+        offset += piece.length
+    for tensor_pieces, width in zip(pieces, rule.widths, strict=True):
+        part = (
+            tensor_pieces[0][1]
+            if len(tensor_pieces) == 1
+            else _join_pieces(tensor_pieces, rule.dim, width * rule.repeats)
+        )
+        yield part.T if tensor.stack and part.ndim == 2 else part
+    yield from (part for _ in tensor.copy_names)
+
+
+def _join_pieces(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) -> Tensor:
+    """A published tensor, of this size along `dim`, of all its pieces."""
+    shape = list(pieces[0][1].shape)
+    shape[dim] = size
+    joined = pieces[0][1].new_empty(shape)
+    for piece, part in pieces:
+        joined[(slice(None),) * dim + (slice(piece.start, piece.stop, piece.step),)] = part
+    return joined
+
+
+def plan_files(writers: Iterable[Iterable[OutputTensor]]) -> list[dict[str, list[OutputTensor]]]:
+    """The files of each writer by name, and what is in each, for what each of them writes."""
+    planned = [list(split_into_files(everything)) for everything in writers]
+    names = iter(build_file_names(sum(map(len, planned))))
+    return [{next(names): share for share in writer_shares} for writer_shares in planned]
+
+
+class PublishedWriter:
+    """Files that are written one after the other, tensor by tensor; each is put on the disk meanwhile.
+
+    An error waits until `close`, so that others who send tensors need not wait for ever.
+    """
+
+    def __init__(self, directory: Path, shares_by_file: Mapping[str, list[OutputTensor]]) -> None:
+        self._pending_files = [(directory / name, list(share)) for name, share in shares_by_file.items()]
+        self._file: SafetensorsWriter | None = None
+        self._remaining: list[OutputTensor] = []
+        self._dtype = torch.float32
+        self._error: JobFailed | None = None
+        self._sync_pool = ThreadPoolExecutor(1)
+        self._sync_futures: list[Future[None]] = []
+
+    def append(self, tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> None:
+        """Writes all that is `list_stored_tensors` of the next tensor."""
+        entries = itertools.zip_longest(
+            list_stored_tensors(tensor, numbers), encode_values(tensor, full_tensor, numbers)
+        )
+        with self._capture_error():
+            for entry, part in () if self._error else entries:
+                self._append_part(entry, part)
+
+    def close(self) -> None:
+        """Raises what went wrong on the way, when all is on the disk."""
+        self._finish()
+        for synced in self._sync_futures:
+            with self._capture_error():
+                synced.result()
+        self._sync_pool.shutdown()
+        if self._error is not None:
+            raise self._error
+
+    def _append_part(self, entry: OutputTensor | None, part: Tensor) -> None:
+        """The numbers of `entry`; None: more of what came last, which is a stack."""
+        if entry is not None:
+            if not self._remaining:
+                self._finish()
+                path, self._remaining = self._pending_files.pop(0)
+                self._file = SafetensorsWriter(path, self._remaining)
+            assert self._remaining.pop(0) == entry
+            self._dtype = DTYPES[entry.dtype]
+        assert self._file is not None
+        flat = part.to("cpu", self._dtype).contiguous().flatten()
+        self._file.append(memoryview(flat.view(torch.uint8).numpy()))
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            self._sync_futures.append(self._sync_pool.submit(file.close))
+
+    @contextmanager
+    def _capture_error(self) -> Iterator[None]:
+        try:
+            yield
+        except JobFailed as error:
+            self._error = error
+            if self._file is not None:
+                self._file.discard()
+                self._file = None

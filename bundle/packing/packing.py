@@ -1,0 +1,313 @@
+"""Packing sequences for one context-parallel rank, and the way back; shards of what is not packed.
+
+What a rank holds is a few runs: stretches of consecutive rows of one sequence. Everything about a pack is
+arithmetic on them, host integers only, then one `repeat` to the length of the pack: no step looks at one
+sequence at a time. `lengths` are the real tokens of every sequence; a tail is one more sequence with 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bundle.capabilities import ModelMask
+from bundle.errors import JobFailed
+from bundle.recipe.alignment import Alignment, Layout, Padding
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The rows of one rank in its order: for each run, rows start, start+1, ... of a sequence; [runs]."""
+
+    sequence: Ints
+    start: Ints
+    rows: Ints
+
+    def concatenate_ranges(self, first: Ints) -> Ints:
+        """Numbers for every row that begin at `first[run]` and count up within each run."""
+        return concatenate_ranges(first, self.rows)
+
+
+def compute_starts(lengths: Ints) -> Ints:
+    """Where each of these stretches begins when they follow each other."""
+    return np.cumsum(lengths) - lengths
+
+
+def concatenate_ranges(first: Ints, rows: Ints) -> Ints:
+    """first[i], first[i]+1, ... (rows[i] of them) for each i, one after the other."""
+    numbers: Ints = np.repeat(first - compute_starts(rows), rows)
+    numbers += np.arange(len(numbers))
+    return numbers
+
+
+def interleave(first: Ints, second: Ints) -> Ints:
+    """first[0], second[0], first[1], second[1], ..."""
+    return np.ravel((first, second), order="F")
+
+
+def compute_runs(padded: Ints, cp: int, rank: int) -> Runs:
+    """The runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
+    sequence = np.arange(len(padded), dtype=np.int64)
+    if cp == 1:
+        return Runs(sequence, np.zeros_like(padded), padded)
+    chunk = padded // (2 * cp)
+    start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
+    return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
+
+
+def build_pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:
+    """For every row, the token that it takes, and where it takes none (None: every row takes one); [t/cp].
+
+    A row takes the token `roll` places further in its own sequence.
+    """
+    real = _count_real_rows(runs, lengths, roll)
+    index = runs.concatenate_ranges(compute_starts(lengths)[runs.sequence] + runs.start + roll)
+    np.minimum(index, lengths.sum() - 1, out=index)  # rows that take nothing must still name a token
+    if real.sum() == len(index):
+        return index, None
+    blank = np.tile((False, True), len(real))
+    return index, np.repeat(blank, interleave(real, runs.rows - real))
+
+
+def build_unpack_index(shards: Sequence[Runs], lengths: Ints) -> Ints:
+    """For every token, its row when the shards of all ranks follow each other; [tokens]."""
+    columns = zip(*((runs.sequence, runs.start, runs.rows) for runs in shards), strict=True)
+    runs = Runs(*(np.concatenate(column) for column in columns))
+    order = np.argsort(compute_starts(lengths)[runs.sequence] + runs.start, kind="stable")
+    return concatenate_ranges(compute_starts(runs.rows)[order], _count_real_rows(runs, lengths, 0)[order])
+
+
+def _count_real_rows(runs: Runs, lengths: Ints, roll: int) -> Ints:
+    """How many rows of each run, its first ones, take a token."""
+    left: Ints = lengths[runs.sequence] - runs.start - roll
+    taken: Ints = np.minimum(np.maximum(left, 0), runs.rows)  # which types differ between numpy 1 and 2
+    return taken
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The plan of one micro-batch: made once from host lengths, then used for every tensor of it.
+
+    Tensors come in and go out *concatenated*: [tokens, ...], the sequences one after the other, unpadded.
+    Packed, they are what a model takes on this rank: [1, t/cp, ...] in thd, [b, s/cp, ...] in bshd. Each
+    direction is one gather, whatever the number of sequences; nothing is read back from the device.
+    """
+
+    padding: Padding
+    alignment: Alignment
+    rank: int
+    device: torch.device
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int],
+        alignment: Alignment,
+        *,
+        rank: int | None = None,
+        length: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "Packing":
+        """The packing of sequences with these lengths (host ints) for a rank of its context-parallel group.
+
+        `length` forces the padded extent (`Alignment.pad`). Raises JobFailed if they cannot be packed.
+        """
+        if rank is None and alignment.cp > 1:
+            raise JobFailed(
+                f"Which of the {alignment.cp} context-parallel ranks is this packing for? Give `rank`."
+            )
+        if not 0 <= (rank or 0) < alignment.cp:
+            raise JobFailed(f"Context-parallel rank {rank} is not one of 0 .. {alignment.cp - 1}.")
+        return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
+
+    def pack(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
+        """This rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
+
+        `roll` takes the value `roll` tokens later in the same sequence: 1 makes labels from ids, 1 + d those
+        of MTP depth d. `fill` stands where there is none, in padding and at the end of a rolled sequence: a
+        number, or a tensor that broadcasts to the result.
+        """
+        if x.shape[0] != self.padding.tokens:
+            raise JobFailed(
+                f"A tensor of shape {list(x.shape)} is not of this micro-batch: its sequences have"
+                f" {self.padding.tokens} tokens, which must be the first dimension."
+            )
+        index, blank = self._gather(roll)
+        return self._fill_blanks(x.index_select(0, index), blank, fill)
+
+    def spread(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
+        """This rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
+        if values.shape[0] != len(self.padding.lengths):
+            raise JobFailed(
+                f"A tensor of shape {list(values.shape)} is not one value for each of this micro-batch's"
+                f" {len(self.padding.lengths)} sequences."
+            )
+        owner = np.minimum(self._runs.sequence, len(self.padding.lengths) - 1)
+        index = self._to_tensor(np.repeat(owner, self._runs.rows))
+        return self._fill_blanks(values.index_select(0, index), self._gather(0)[1], fill)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The concatenated tensor [tokens, ...] of packed rows, those of all ranks: [cp·b, s/cp, ...].
+
+        All ranks' shards follow each other in the first dimension, as all_gather_into_tensor leaves them.
+        """
+        rows, columns = self.shape
+        if x.shape[:2] != (self.alignment.cp * rows, columns):
+            raise JobFailed(
+                f"A tensor of shape {list(x.shape)} is not the packed form of this micro-batch: its first"
+                f" dimensions must be [{self.alignment.cp * rows}, {columns}], the shards of all ranks."
+            )
+        return x.flatten(0, 1).index_select(0, self._unpack_index)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One view for each sequence of a concatenated tensor."""
+        views: tuple[Tensor, ...] = x.split(self.padding.lengths)
+        return views
+
+    def sum_by_sequence(self, x: Tensor) -> Tensor:
+        """The sum of a concatenated tensor [tokens, ...] over each sequence: [b, ...]."""
+        empty = x.new_zeros(len(self.padding.lengths), *x.shape[1:])
+        return empty.index_add(0, self._owner, x)
+
+    def repeat(self, values: Tensor) -> Tensor:
+        """The concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
+        return values.index_select(0, self._owner)
+
+    @property
+    def layout(self) -> Layout:
+        """thd or bshd."""
+        return self.alignment.layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The first two dimensions of a packed tensor on this rank."""
+        rows = 1 if self.layout == "thd" else len(self.padding.lengths)
+        return rows, self.padding.total // (self.alignment.cp * rows)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The place of every row in its own sequence, padding counted on; int64, `shape`."""
+        return self._to_tensor(self._runs.concatenate_ranges(self._runs.start)).view(self.shape)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """True where a row is a real token; bool, `shape`."""
+        blank = self._gather(0)[1]
+        all_valid = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return all_valid if blank is None else ~blank.view(self.shape)
+
+    @cached_property
+    def unsharded(self) -> "Packing":
+        """The same sequences as rows [b, s] of one length, whole on every rank.
+
+        It is what a vision-language model takes, in thd too: it looks for its image tokens in such rows and
+        packs by itself. In bshd the rows are as long as ours, so that ids, labels and masks fit.
+        """
+        count, extent = len(self.padding.lengths), max(self.padding.padded_lengths)
+        rows = Padding(self.padding.lengths, (extent,) * count, 0)
+        return Packing(rows, Alignment(layout="bshd"), 0, self.device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries of the real lengths over all ranks; int32.
+
+        The tail counts in full, as if its rows were real: no kernel sees an empty sequence.
+        """
+        tail = (self.padding.tail_rows,) if self.padding.tail_rows else ()
+        return self._compute_boundaries((*self.padding.lengths, *tail))
+
+    @cached_property
+    def cu_seqlens_padded(self) -> Tensor:
+        """Boundaries of the padded sequences over all ranks; int32, the last one is all rows."""
+        return self._compute_boundaries(self.padding.rows)
+
+    @cached_property
+    def _runs(self) -> Runs:
+        return self._compute_runs(self.rank)
+
+    def _compute_runs(self, rank: int) -> Runs:
+        return compute_runs(np.asarray(self.padding.rows), self.alignment.cp, rank)
+
+    @cached_property
+    def _lengths(self) -> Ints:
+        """Real tokens of each sequence; the tail is a sequence with none."""
+        return np.asarray((*self.padding.lengths, 0))
+
+    @cached_property
+    def _owner(self) -> Tensor:
+        """The sequence of every token; [tokens]."""
+        return self._to_tensor(np.repeat(np.arange(len(self.padding.lengths)), self.padding.lengths))
+
+    @cached_property
+    def _gathers(self) -> dict[int, tuple[Tensor, Tensor | None]]:
+        return {}
+
+    def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
+        """`build_pack_index` on the device, made once for each roll."""
+        if roll < 0:
+            raise JobFailed(f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more.")
+        if roll not in self._gathers:
+            index, blank = build_pack_index(self._runs, self._lengths, roll)
+            self._gathers[roll] = self._to_tensor(index), None if blank is None else self._to_tensor(blank)
+        return self._gathers[roll]
+
+    @cached_property
+    def _unpack_index(self) -> Tensor:
+        shards = [self._compute_runs(rank) for rank in range(self.alignment.cp)]
+        return self._to_tensor(build_unpack_index(shards, self._lengths))
+
+    def _fill_blanks(self, rows: Tensor, blank: Tensor | None, fill: float | Tensor) -> Tensor:
+        packed = rows.view(*self.shape, *rows.shape[1:])
+        if blank is None:
+            return packed
+        blank = blank.view(*self.shape, *[1] * (rows.dim() - 1))
+        if isinstance(fill, Tensor):
+            return torch.where(blank, fill.to(rows.dtype), packed)
+        return packed.masked_fill(blank, fill)
+
+    def _compute_boundaries(self, lengths: tuple[int, ...]) -> Tensor:
+        return self._to_tensor(np.cumsum((0, *lengths), dtype=np.int32))
+
+    def _to_tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def shard(x: Tensor, cp: int, rank: int) -> Tensor:
+    """The chunks rank and 2·cp-1-rank of the 2·cp of a tensor [b, s, ...]: [b, s/cp, ...].
+
+    A causal mask makes late rows dearer than early ones; pairing them gives every rank the same work. It is
+    the order that Megatron's attention expects (megatron.core.utils.get_batch_on_this_cp_rank).
+    """
+    if cp == 1:
+        return x
+    if x.shape[1] % (2 * cp):
+        raise JobFailed(
+            f"{x.shape[1]} rows do not split over {cp} context-parallel ranks:"
+            f" pad them to a multiple of {2 * cp} (recipe.alignment)."
+        )
+    chunks = x.chunk(2 * cp, 1)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), 1)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What a micro-batch knows of its padding.
+
+    `model` goes into the model: None, or bool [b, s] over whole sequences, True = token. `valid` stays with
+    the rows that come out, for post-processing, whatever the model was given: bool, `Packing.shape`, True =
+    token. A backend that gives its models no mask must not take it from post-processing too.
+    """
+
+    model: Tensor | None
+    valid: Tensor
+
+
+def build_masks(packing: Packing, mask: ModelMask) -> Masks:
+    """The masks of a packing for a model that takes `mask` (Capabilities.find_mask)."""
+    return Masks(packing.unsharded.valid if mask.form == "valid" else None, packing.valid)

@@ -1,0 +1,280 @@
+"""The decision about each patch: a pure function of what was read and of the job."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bundle.environment import packages
+from bundle.patches import mindspeed
+from bundle.patches.entry import (
+    LOCAL_LAYERS,
+    NO_ASSUMPTION,
+    Decision,
+    Patch,
+    PatchAction,
+    Presence,
+    Replacement,
+    Seam,
+    Trap,
+)
+from bundle.patches.megatron_core import Reading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchContext:
+    """What the decisions depend on besides megatron's own code."""
+
+    version: str | None  # of megatron-core, as it calls itself
+    backend: str | None = None  # None: all of them
+    features: frozenset[str] | None = None  # of the recipe; None: all of them count as on
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions of what is installed beside it
+    mindspeed: tuple[str | None] | None = None  # its commit, where it is in the process
+    trains_with_mindspeed: bool = False  # by us: the job trains through it (backend_options.mindspeed)
+    unread_patcher: str | None = (
+        None  # what else replaces parts of megatron-core on NPUs, and nobody read which
+    )
+    conflict: str | None = None  # why megatron itself is not one tree
+    requested: frozenset[str] = frozenset()  # opt-in patches, by id
+    allowed: frozenset[str] = frozenset()  # drifts that the user has looked at, by id
+    vouched: frozenset[str] | None = None  # ids whose `assumes` is so; None: all, as in what our engine calls
+
+    def uses(self, features: frozenset[str]) -> bool:
+        """Whether the job uses all of these features."""
+        return self.features is None or features <= self.features
+
+    def vouches_for(self, patch: Patch) -> bool:
+        """Whether the patch's caller is known to be what it assumes."""
+        return self.vouched is None or patch.assumes in ("", NO_ASSUMPTION) or patch.id in self.vouched
+
+    def runs_on(self, backends: Iterable[str]) -> bool:
+        """Whether the job's backend is one of these."""
+        return self.backend is None or self.backend in backends
+
+
+class _Proposal(NamedTuple):
+    action: PatchAction
+    reason: str
+    proven: bool = True
+
+
+def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
+    """What to do about a patch."""
+    proposal = (
+        _decide_by_version(patch, job) if reading.presence is None else _decide_by_source(patch, reading, job)
+    )
+    unneeded_reason = _explain_unneeded(patch, job)
+    # A drift that this job does not meet is still worth a warning; nothing else is.
+    warning = proposal.action is PatchAction.DRIFT and job.runs_on(patch.backends) and not patch.opt_in
+    if unneeded_reason and proposal.action is not PatchAction.SKIP and not warning:
+        proposal = proposal._replace(action=PatchAction.SKIP, reason=unneeded_reason)
+    elif not unneeded_reason and proposal.action is not PatchAction.SKIP and not job.vouches_for(patch):
+        proposal = proposal._replace(action=PatchAction.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
+    blocked = proposal.action in (PatchAction.DRIFT, PatchAction.CONFLICT) and not unneeded_reason
+    refused = patch.id in job.requested and proposal.action is not PatchAction.APPLY
+    return Decision(
+        id=patch.id,
+        action=proposal.action,
+        reason=proposal.reason,
+        range=patch.range,
+        presence=reading.presence or Presence.UNKNOWN,
+        proven=proposal.proven,
+        targets=tuple(replacement.target for replacement in _list_present_replacements(patch, reading)),
+        fingerprints=tuple(reading.fingerprints.values()),
+        assumes=patch.assumes,
+        stops=refused or (blocked and patch.id not in job.allowed),
+    )
+
+
+def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | None:
+    """TRAP where the job meets it, which stops a job whose recipe is known; None where it does not."""
+    avoided = job.features is not None and bool(trap.unless & job.features)
+    if avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
+        return None
+    if reading.presence is Presence.ABSENT:
+        return None
+    proven = reading.presence is Presence.PRESENT
+    # A number that cannot be placed is no reason to let a job go wrong silently.
+    is_met = proven or packages.is_within(job.version or "", trap.range) is not False
+    reason = f"{trap.why} {trap.instead}" if is_met else ""
+    return Decision(
+        id=trap.id,
+        action=PatchAction.TRAP if is_met else PatchAction.SKIP,
+        reason=reason if proven else f"{reason} {_explain_version_only(reading, job)}".strip(),
+        range=trap.range,
+        presence=reading.presence or Presence.UNKNOWN,
+        proven=proven,
+        stops=is_met and job.features is not None,
+    )
+
+
+def _explain_version_only(reading: Reading, job: PatchContext) -> str:
+    """What decided about a trap, where no source did."""
+    cause = "the code is unfamiliar" if reading.presence else "give --mcore PATH to have its source read"
+    return f"(By the number {job.version} alone: {reading.read_error or cause}.)"
+
+
+def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
+    """A warning that what the bundle relies on is not as reviewed; None where it is."""
+    if (
+        reading is None
+        or not job.uses(seam.when)
+        or packages.is_within(job.version or "", seam.range) is False
+    ):
+        return None
+    changed = [target for target in reading.fingerprints if not reading.references.get(target)]
+    if reading.fingerprints and not changed and not reading.read_error:
+        return None
+    gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} are gone"
+    reason = reading.read_error or gone or f"{', '.join(changed)} is not as reviewed"
+    return Decision(
+        id=seam.id,
+        action=PatchAction.DRIFT,
+        reason=f"{reason}; {seam.use}. {seam.why}",
+        range=seam.range,
+        presence=Presence.UNKNOWN,
+        proven=True,
+        targets=tuple(reading.fingerprints),
+        fingerprints=tuple(reading.fingerprints.values()),
+    )
+
+
+def mark_conflicts(decisions: Iterable[Decision], patches: Mapping[str, Patch]) -> tuple[Decision, ...]:
+    """The decisions, with CONFLICT for patches that cannot share a target with each other."""
+    decisions = tuple(decisions)
+    ids_by_target: dict[str, list[str]] = {}
+    for decision in decisions:
+        for target in decision.targets if decision.action is PatchAction.APPLY else ():
+            ids_by_target.setdefault(target, []).append(decision.id)
+    clashes: dict[str, str] = {}
+    for target, ids in ids_by_target.items():
+        exclusive = any(
+            replacement.exclusive
+            for patch_id in ids
+            for replacement in patches[patch_id].replacements
+            if replacement.target == target
+        )
+        if exclusive and len(ids) > 1:
+            clashes |= {i: f"{' and '.join(ids)} replace {target}, and only one can" for i in ids}
+    return tuple(
+        decision._replace(action=PatchAction.CONFLICT, reason=clashes[decision.id], stops=True)
+        if decision.id in clashes
+        else decision
+        for decision in decisions
+    )
+
+
+def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
+    """Why the job does not need the patch, whatever is in the source; None where it does."""
+    if not job.runs_on(patch.backends):
+        return f"for {' and '.join(patch.backends)} only"
+    if job.trains_with_mindspeed and patch.backends == LOCAL_LAYERS:
+        return "for layers of megatron's own; MindSpeed has Transformer Engine's names"
+    if patch.opt_in and patch.id not in job.requested:
+        return f"opt-in: --request {patch.id} asks for it"
+    if not job.uses(patch.when):
+        return f"the recipe does not use {', '.join(sorted(patch.when - (job.features or frozenset())))}"
+    for name, specifier in patch.requires:
+        if name in job.packages and packages.is_within(job.packages[name], specifier) is False:
+            return f"only with {name}{specifier}; {name} {job.packages[name]} is installed"
+    return None
+
+
+def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Proposal:
+    """The decision where source was read, now or when the list was made."""
+    is_in_range = packages.is_within(job.version, patch.range) if job.version else None
+    is_proven = reading.presence is not Presence.UNKNOWN
+    if reading.presence is Presence.ABSENT:
+        return _Proposal(PatchAction.SKIP, "fixed here, or not yet introduced")
+    if not is_proven and is_in_range is False:
+        return _Proposal(
+            PatchAction.SKIP,
+            f"{job.version} is outside {patch.range}; {reading.read_error or 'its code is unfamiliar'}",
+            False,
+        )
+    ownership = _explain_ownership(patch, job)
+    if ownership and (job.trains_with_mindspeed or patch.id not in job.requested):
+        return _Proposal(PatchAction.OWNED, ownership, is_proven and _is_known_mindspeed(job))
+    if job.conflict:
+        return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
+    drift = _explain_drift(patch, reading) or _explain_unread_patcher(patch, job)
+    if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
+        return _Proposal(PatchAction.DRIFT, f"{drift}, or go on with --allow-drift {patch.id}", is_proven)
+    if drift:
+        return _Proposal(PatchAction.APPLY, f"allowed, although {drift}", is_proven)
+    reason = "the defect is here"
+    if is_in_range is False:
+        reason += f", although {job.version} is outside {patch.range}: the number lies"
+    for name, specifier in patch.requires:
+        if name not in job.packages:
+            reason += f"; {name} is not installed here and taken for {specifier}"
+    if job.features is not None and "attention-auto" in job.features and "attention-flash" in patch.when:
+        reason += "; attention: auto is taken for flash"
+    return _Proposal(PatchAction.APPLY, reason)
+
+
+def _decide_by_version(patch: Patch, job: PatchContext) -> _Proposal:
+    """The decision where there is nothing but a version that was not reviewed."""
+    is_in_range = job.version is not None and packages.is_within(job.version, patch.range)
+    reason = (
+        f"{job.version} is no released version and {'inside' if is_in_range else 'outside'} "
+        f"{patch.range or 'every range'} by its number alone: give --mcore PATH to have its source read"
+    )
+    return _Proposal(PatchAction.APPLY if is_in_range else PatchAction.SKIP, reason, False)
+
+
+def _is_known_mindspeed(job: PatchContext) -> bool:
+    return job.mindspeed is not None and mindspeed.is_known(job.mindspeed[0])
+
+
+def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
+    """Why a target of the patch is MindSpeed's; None where it is not."""
+    if job.mindspeed is None or not job.runs_on(("ascend",)):
+        return None
+    explain = (
+        mindspeed.explain_job_replacement if job.trains_with_mindspeed else mindspeed.explain_replacement
+    )
+    reasons = (explain(replacement.target, job.mindspeed[0]) for replacement in patch.replacements)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _explain_unread_patcher(patch: Patch, job: PatchContext) -> str | None:
+    if job.unread_patcher is None or not job.runs_on(("ascend",)):
+        return None
+    targets = ", ".join(replacement.target for replacement in patch.replacements)
+    return f"{job.unread_patcher} may own {targets}: what it replaces was not read; look there"
+
+
+def _explain_drift(patch: Patch, reading: Reading) -> str | None:
+    """Why nobody can say that the wrapper fits this tree, and what to do; None where it was reviewed."""
+    if reading.read_error:
+        return f"{reading.read_error}; look there"
+    if reading.presence is Presence.UNKNOWN:
+        return f"the code is unfamiliar where the defect would be; read {', '.join(patch.evidence)}"
+    missing = _list_missing_targets(patch, reading)
+    if missing:
+        gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
+        return f"the defect is there, but its target is not: {gone}; point the patch at its new home"
+    changed = [target for target in reading.fingerprints if not reading.references.get(target)]
+    if changed:
+        return (
+            f"the defect is there, but {', '.join(changed)} is not as reviewed; compare it with a release "
+            "and record it in a checkout: `python -m tools.patches.review PATH --write`"
+        )
+    return None
+
+
+def _describe_nearest(target: str, reading: Reading) -> str:
+    names = reading.nearest_names.get(target, ())
+    return f"nearest: {', '.join(names)}" if names else "nothing like it"
+
+
+def _list_missing_targets(patch: Patch, reading: Reading) -> list[str]:
+    """The targets that have to be there and are not; an optional one only when all are gone."""
+    gone = [r for r in patch.replacements if r.target not in reading.fingerprints]
+    return [r.target for r in gone if not r.optional or len(gone) == len(patch.replacements)]
+
+
+def _list_present_replacements(patch: Patch, reading: Reading) -> list[Replacement]:
+    """The replacements that this megatron has a target for; all of them where nothing was read."""
+    present = [r for r in patch.replacements if r.target in reading.fingerprints]
+    return present or list(patch.replacements)

@@ -1,0 +1,269 @@
+"""The megatron-core that decisions are about, and what is known about patches and traps in it.
+
+An installed one, a tree or a version; read from its source, from the reviewed list, or not at all.
+
+The list is releases.json, which `python -m tools.patches.review` writes: fingerprints of every target, and
+where each defect is. A fingerprint in it was looked at together with the wrappers; a release in it is decided
+without having its source at hand. commits.json is code of single targets between releases that was read with
+the wrappers, where nobody has read the other code of the commit; a fingerprint is that of the code, or of the
+signature where the replacement is reviewed by it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from bundle import files
+from bundle.environment import packages
+from bundle.environment.packages import InstalledPackages, MegatronCopy
+from bundle.errors import UsageError
+from bundle.patches import source
+from bundle.patches.definitions import Definitions, SourceEvidence
+from bundle.patches.entry import Patch, Presence, Seam, Trap
+from bundle.patches.source import SourceTree, UnreadableSource
+
+# What `make` installs: where there is no megatron-core, decisions are about this one.
+DEFAULT_RELEASE = "0.16.1"
+
+
+RELEASES_FILE = Path(__file__).with_name("releases.json")
+# target -> fingerprint -> a commit, and what differs there from the releases
+COMMITS_FILE = Path(__file__).with_name("commits.json")
+# name -> value -> the references that have it, in one string: a line of the file for each value
+Listing = Mapping[str, Mapping[str, str]]
+LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Table, and of the file
+
+
+class ReviewTable(NamedTuple):
+    """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
+
+    references: tuple[str, ...]  # oldest first
+    targets: Listing  # target -> fingerprint of its code -> references
+    signatures: Listing  # target -> fingerprint of its signature -> references
+    defects: Listing  # id of a patch or trap -> presence -> references
+    modules: Listing  # module that was read -> digest of its file -> references
+
+    def find_fingerprint(self, target: str, reference: str, *, by_signature: bool = False) -> str | None:
+        """The target's fingerprint in a reference; None where it does not have the target."""
+        return _find_value(self._select_fingerprints(target, by_signature), reference)
+
+    def find_presence(self, entry: str, reference: str) -> Presence:
+        """What was found in a reference; UNKNOWN for an entry that the reference was not read for."""
+        return Presence(_find_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
+
+    def find_references(
+        self, target: str, fingerprint: str, *, by_signature: bool = False
+    ) -> tuple[str, ...]:
+        """The references in which this code, or signature, of the target was reviewed."""
+        return tuple(self._select_fingerprints(target, by_signature).get(fingerprint, "").split())
+
+    def _select_fingerprints(self, target: str, by_signature: bool) -> Mapping[str, str]:
+        return (self.signatures if by_signature else self.targets).get(target, {})
+
+    def find_matching_reference(self, digests: Mapping[str, str]) -> str | None:
+        """The newest reference whose every module that was read has this digest ("" is no such module)."""
+        candidates = set(self.references)
+        for module, known in self.modules.items():
+            listed = known.get(digests[module])
+            if listed is not None:
+                candidates &= set(listed.split())
+            elif digests[module]:
+                return None
+            else:
+                candidates -= {reference for references in known.values() for reference in references.split()}
+        return next((reference for reference in reversed(self.references) if reference in candidates), None)
+
+
+def _find_value(known: Mapping[str, str], reference: str) -> str | None:
+    return next((value for value, references in known.items() if reference in references.split()), None)
+
+
+@cache
+def load_review_table() -> ReviewTable:
+    """The list that is shipped with the package."""
+    return parse_review_table(RELEASES_FILE.read_text("utf-8"))
+
+
+def parse_review_table(text: str) -> ReviewTable:
+    """The table of a releases.json."""
+    document = json.loads(text)
+    return ReviewTable(tuple(document["references"].split()), *(document[listing] for listing in LISTINGS))
+
+
+@cache
+def load_commits() -> Mapping[str, Mapping[str, str]]:
+    """The code of single targets that was read in commits."""
+    known: dict[str, dict[str, str]] = json.loads(COMMITS_FILE.read_text("utf-8"))
+    return known
+
+
+class MegatronCore(NamedTuple):
+    """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
+
+    version: str | None
+    commit: str | None
+    root: Path | None  # of its source; None for a mere version
+    origin: str
+    reference: str | None  # every file that matters is the same there
+    conflict: str | None = None
+
+    def __str__(self) -> str:
+        location = (
+            f" in {files.to_printable(self.root)} ({self.origin})" if self.root else f" ({self.origin})"
+        )
+        comparison = (
+            "reviewed" if self.reference == self.version else f"like {self.reference} wherever it matters"
+        )
+        commit = f" at {self.commit[:12]}" if self.commit else ""
+        review_state = comparison if self.reference else "not reviewed"
+        return f"megatron-core {self.version or 'without a version'}{commit}{location}: {review_state}"
+
+    def as_json(self) -> dict[str, str | None]:
+        """The same, as plain JSON values."""
+        return {
+            "version": self.version,
+            "base_version": packages.parse_base_version(self.version) if self.version else None,
+            "commit": self.commit,
+            "path": str(self.root) if self.root else None,
+            "origin": self.origin,
+            "reference": self.reference,
+        }
+
+    def build_reader(self, table: ReviewTable) -> "DefectReader":
+        """What can tell about patches in this megatron."""
+        if self.root is None or self.reference is not None:
+            return DefectReader(self.reference, None, table)
+        return DefectReader(None, Definitions(SourceTree(self.root)), table)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known about one entry: about the defect, and about each target of a patch."""
+
+    presence: Presence | None  # None: nothing was read, there is only a version number
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of the targets that are there
+    references: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # references with that code
+    nearest_names: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # names like a missing target's
+    read_error: str | None = None  # why the source could not be read
+
+
+VERSION_ONLY = Reading(None)
+
+
+@dataclass(frozen=True)
+class DefectReader:
+    """Reads one megatron for any entry: from the reviewed list where it equals a reference of it."""
+
+    reference: str | None
+    definitions: Definitions | None
+    table: ReviewTable
+
+    def read(self, entry: Patch | Trap) -> Reading:
+        """What is known about a patch, or about a trap, which replaces nothing."""
+        replacements = entry.replacements if isinstance(entry, Patch) else ()
+        targets = {replacement.target: replacement.by_signature for replacement in replacements}
+        if self.reference is not None:
+            return self._read_from_table(entry.id, targets, self.reference)
+        if self.definitions is None:
+            return VERSION_ONLY
+        reading = self._read_from_source(targets, self.definitions)
+        try:
+            presence = entry.defect(SourceEvidence(self.definitions, frozenset(entry.evidence)))
+            gone = _describe_missing_files(entry, self.definitions) if presence is Presence.UNKNOWN else ""
+        except UnreadableSource as error:
+            return replace(reading, presence=Presence.UNKNOWN, read_error=str(error))
+        return replace(reading, presence=presence, read_error=reading.read_error or gone or None)
+
+    def list_read_modules(self) -> tuple[str, ...]:
+        """The modules that what is known rests on, those that are not there too."""
+        if self.reference is not None:
+            return tuple(self.table.modules)
+        return self.definitions.tree.list_read_modules() if self.definitions else ()
+
+    def read_seam(self, seam: Seam) -> Reading | None:
+        """What the tree says about the names of a seam; None where it is reviewed, or not at hand."""
+        if self.definitions is None:
+            return None
+        return self._read_from_source(dict.fromkeys(seam.targets, seam.by_signature), self.definitions)
+
+    def _read_from_table(self, entry: str, targets: Mapping[str, bool], reference: str) -> Reading:
+        """What the reviewed list says about one of its references."""
+        known = {t: self.table.find_fingerprint(t, reference, by_signature=by) for t, by in targets.items()}
+        fingerprints = {
+            target: fingerprint for target, fingerprint in known.items() if fingerprint is not None
+        }
+        references = self._find_references(fingerprints, targets)
+        return Reading(self.table.find_presence(entry, reference), fingerprints, references)
+
+    def _read_from_source(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
+        """What the source of a tree says about names, by their code or (True) their signature; no verdict."""
+        read_error, fingerprints, nearest_names = None, {}, {}
+        for target, by_signature in targets.items():
+            try:
+                definition = definitions[target]
+                if definition is not None:
+                    fingerprints[target] = definition.signature if by_signature else definition.fingerprint
+                else:
+                    nearest_names[target] = definitions.find_nearest(target)
+            except UnreadableSource as error:
+                read_error = str(error)
+        return Reading(
+            None, fingerprints, self._find_references(fingerprints, targets), nearest_names, read_error
+        )
+
+    def _find_references(
+        self, fingerprints: Mapping[str, str], targets: Mapping[str, bool]
+    ) -> Mapping[str, tuple[str, ...]]:
+        """The releases, and the commits, in which what is there was reviewed."""
+        return {
+            target: self.table.find_references(target, value, by_signature=targets[target])
+            + tuple(load_commits().get(target, {}).get(value, "").split()[:1])
+            for target, value in fingerprints.items()
+        }
+
+
+def _describe_missing_files(entry: Patch | Trap, definitions: Definitions) -> str:
+    """Which files of the evidence are not there; "" where all are."""
+    modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
+    missing = [module for module in modules if definitions.tree.find_module(module) is None]
+    gone = [f"{module.replace('.', '/')}.py" for module in missing]
+    return f"{', '.join(gone)} {'are' if gone[1:] else 'is'} not there" if gone else ""
+
+
+def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> MegatronCore:
+    """The megatron-core that a worker would import; the default release where there is none."""
+    core = stack.megatron.core
+    if core is not None:
+        return _from_copy(core, table, stack.megatron.conflict)
+    archive = stack.megatron.archive
+    origin = (
+        f"in a zip, which is not read: {files.to_printable(archive)}" if archive else "none is installed here"
+    )
+    return find_named_core(DEFAULT_RELEASE, table)._replace(origin=f"{origin}: the default release")
+
+
+def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
+    """The megatron-core that `--mcore` names: a tree where there is one, else a version."""
+    path = Path(name)
+    copy = packages.find_copy(path.absolute())
+    if copy is not None:
+        return _from_copy(copy, table, None)
+    number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
+    version = packages.parse_version(number)
+    if version is None:
+        no_tree = "holds no megatron/core" if files.is_directory(path) else "is no directory"
+        raise UsageError(f"--mcore {files.to_printable(name[:200])}: no version, and it {no_tree}")
+    reference = next((ref for ref in table.references if packages.parse_version(ref) == version), None)
+    return MegatronCore(number, version.local, None, "--mcore", reference)
+
+
+def _from_copy(copy: MegatronCopy, table: ReviewTable, conflict: str | None) -> MegatronCore:
+    digests = {module: source.compute_digest(copy.root, module) for module in table.modules}
+    reference = table.find_matching_reference(digests)
+    version, commit = (value and files.to_printable(value) for value in (copy.version, copy.commit))
+    return MegatronCore(version, commit, copy.root, files.to_printable(copy.origin), reference, conflict)

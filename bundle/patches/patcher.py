@@ -1,0 +1,327 @@
+"""Applies a plan to this process, lazily, and takes it back exactly.
+
+The one part of this room that touches imported code: it imports a wrapper, by name, when its target is there.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bundle.errors import PatchError
+from bundle.patches import source
+from bundle.patches.plan import PatchPlan, PatchStep
+
+
+class PostImportFinder(MetaPathFinder):
+    """Finder in front of all others that lets them find, and calls back once the module has run.
+
+    An exception of the callback fails the import, the next one too: nobody gets a module that was to be
+    patched and was not. Who only looks for the module, or fails to import it, uses nothing up.
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, Callable[[ModuleType], None]] = {}
+
+    def add_callback(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        """Calls back when the module is imported, until the callback has returned once."""
+        self._callbacks[name] = callback
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def clear_callbacks(self) -> None:
+        """Drops what has not been called yet."""
+        self._callbacks.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def list_pending_modules(self) -> tuple[str, ...]:
+        """The modules that have not been imported yet."""
+        return tuple(self._callbacks)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders have for the module, its loader calling back."""
+        if name not in self._callbacks:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = _CallbackLoader(spec.loader, self)
+                return spec
+        return None
+
+    def run_callback(self, module: ModuleType) -> None:
+        """Calls back for a module that has run."""
+        name = module.__name__
+        if name in self._callbacks:
+            self._callbacks[name](module)
+            self._callbacks.pop(name, None)
+
+
+class _CallbackLoader(Loader):
+    """The loader that was found, calling back after it has run the module."""
+
+    def __init__(self, loader: Any, hook: PostImportFinder) -> None:
+        self._loader, self._hook = loader, hook
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """What the loader creates."""
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the module under its own loader, so that it cannot tell the difference."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._hook.run_callback(module)
+
+
+_ABSENT = object()  # a name that only a branch not taken would have bound
+
+
+@dataclass(frozen=True, eq=False)
+class _ReplacedAttribute:
+    """One replaced attribute: where, what was there (the raw descriptor), and what is there now."""
+
+    step: PatchStep
+    owner: Any
+    name: str
+    raw_original: Any
+    replacement: Any
+    references: tuple[tuple[ModuleType, str], ...]  # names that held the original by value
+
+
+class _PatchState:
+    """What has been done to this process."""
+
+    def __init__(self) -> None:
+        self.plan: PatchPlan | None = None
+        self.replaced: list[_ReplacedAttribute] = []
+        self.hook = PostImportFinder()
+
+
+_state = _PatchState()
+
+
+def apply(plan: PatchPlan) -> None:
+    """Patches what is imported already at once, everything else when it is imported. Again is no change.
+
+    Raises PatchError, with nothing changed, where a module or its code is not what was planned, and where
+    another plan is in force. What is imported later fails to import instead.
+    """
+    if _state.plan is not None:
+        if _state.plan != plan:
+            raise PatchError("Another plan of patches is in force in this process: revert it first")
+        return
+    by_module: dict[str, list[PatchStep]] = {}
+    for step in plan.steps:
+        by_module.setdefault(step.target.partition(":")[0], []).append(step)
+    try:
+        for name, steps in by_module.items():
+            if name in sys.modules:
+                _apply_to(sys.modules[name], steps)
+            else:
+                _state.hook.add_callback(name, lambda module, steps=steps: _apply_to(module, steps))  # type: ignore[misc]
+    except BaseException:
+        _undo_all()
+        raise
+    _state.plan = plan
+
+
+def revert() -> None:
+    """Puts back every attribute as it was, the very descriptor; objects built meanwhile keep what they have.
+
+    Raises PatchError, with nothing changed, where somebody has replaced one of ours since.
+    """
+    foreign_patches = [
+        f"{attribute.step.target} in {getattr(owner, '__name__', owner)} is now"
+        f" {_describe(_get_raw_attribute(owner, name))}"
+        for attribute in _list_outermost()
+        for owner, name in ((attribute.owner, attribute.name), *attribute.references)
+        if _get_raw_attribute(owner, name) is not attribute.replacement
+    ]
+    if foreign_patches:
+        raise PatchError("Patches cannot be taken back from under somebody else's:", foreign_patches)
+    _undo_all()
+
+
+def get_active_plan() -> PatchPlan | None:
+    """The plan that is applied to this process."""
+    return _state.plan
+
+
+def list_applied_targets() -> tuple[str, ...]:
+    """The targets that are patched now, in the order of patching."""
+    return tuple(attribute.step.target for attribute in _state.replaced)
+
+
+def list_pending_modules() -> tuple[str, ...]:
+    """The modules that will be patched when they are imported."""
+    return _state.hook.list_pending_modules()
+
+
+def find_early_imports(plan: PatchPlan) -> list[str]:
+    """The planned functions that modules of others imported by value already: no patch reaches them there."""
+    early_imports = []
+    for step in plan.steps:
+        module, _, name = step.target.partition(":")
+        original = getattr(sys.modules.get(module), name, None) if step.everywhere else None
+        early_imports += [  # one module may go by two names, as __main__ does
+            f"{step.patch}: {holder.__name__} has imported {step.target}"
+            for holder, _ in _find_references(original, module, inside=False)
+        ]
+    return list(dict.fromkeys(early_imports))
+
+
+def _list_outermost() -> list[_ReplacedAttribute]:
+    """The outermost of ours on each attribute."""
+    return list({(id(attribute.owner), attribute.name): attribute for attribute in _state.replaced}.values())
+
+
+def _undo_all() -> None:
+    _undo(list(_state.replaced))
+    _state.hook.clear_callbacks()
+    _state.plan = None
+
+
+def _undo(replaced: list[_ReplacedAttribute]) -> None:
+    """Takes these replacements back, the latest first."""
+    for attribute in reversed(replaced):
+        original = (
+            _unwrap_descriptor(attribute.raw_original) if attribute.raw_original is not _ABSENT else None
+        )
+        for module, name in attribute.references:
+            setattr(module, name, original)
+        if attribute.raw_original is _ABSENT:
+            delattr(attribute.owner, attribute.name)
+        else:
+            setattr(attribute.owner, attribute.name, attribute.raw_original)
+        _state.replaced.remove(attribute)
+
+
+def _apply_to(module: ModuleType, steps: list[PatchStep]) -> None:
+    """All of the steps, or none: a wrapper that is imported may import other modules, which stay patched."""
+    replaced: list[_ReplacedAttribute] = []
+    try:
+        for step in steps:
+            replaced.append(_replace_attribute(module, step))
+            _state.replaced.append(replaced[-1])
+    except BaseException:
+        _undo(replaced)
+        raise
+
+
+def _replace_attribute(module: ModuleType, step: PatchStep) -> _ReplacedAttribute:
+    owner, name = _find_owner(module, step)
+    _check_file(module, step)
+    raw_original = _get_raw_attribute(owner, name)
+    original = getattr(owner, name, None)
+    if inspect.isfunction(original) or inspect.ismethod(original):
+        _check_code(module, original, step)
+    inherited = raw_original is _ABSENT and original is not None
+    wrapped = _load_wrapper(step)(
+        _unwrap_descriptor(original) if inherited else _unwrap_descriptor(raw_original)
+    )
+    replacement = (
+        type(raw_original)(wrapped) if isinstance(raw_original, staticmethod | classmethod) else wrapped
+    )
+    setattr(owner, name, replacement)
+    references = _rebind_references(original, replacement, step) if step.everywhere else ()
+    return _ReplacedAttribute(step, owner, name, raw_original, replacement, references)
+
+
+def _find_owner(module: ModuleType, step: PatchStep) -> tuple[Any, str]:
+    *path, name = step.target.partition(":")[2].split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+        if owner is None:
+            raise PatchError(f"{step.patch}: {step.target} was planned, but there is no {part}")
+    return owner, name
+
+
+def _get_raw_attribute(owner: Any, name: str) -> Any:
+    """What stands under the name in the owner itself, unbound; _ABSENT where it is inherited or nowhere."""
+    return vars(owner).get(name, _ABSENT)
+
+
+def _unwrap_descriptor(raw: Any) -> Any:
+    """What a wrapper is given: the function in a static or class method; None where there is nothing."""
+    if raw is _ABSENT:
+        return None
+    if isinstance(raw, property):
+        raise PatchError("a property cannot be wrapped")
+    return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+
+
+def _load_wrapper(step: PatchStep) -> Any:
+    module, _, name = step.wrapper.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _check_file(module: ModuleType, step: PatchStep) -> None:
+    """That the module is the planned one, to the byte: another tree may be first on this rank's path."""
+    file = Path(module.__file__ or "")
+    if not file.as_posix().endswith(f"/{step.file}"):
+        raise PatchError(f"{step.patch}: {module.__name__} comes from {file}, not from a {step.file}")
+    root = file.parents[step.file.count("/")]
+    if source.compute_digest(root, module.__name__) != step.file_digest:
+        raise PatchError(f"{step.patch}: {file} is not the file that the patches were planned for")
+
+
+def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
+    """That the code under everybody's wrappers is upstream's own."""
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    file = Path(code.co_filename) if code else Path()
+    root = Path(module.__file__ or "").parents[step.file.count("/")]
+    if file != root / step.code_file:
+        raise PatchError(
+            f"{step.patch}: {step.target} is {_describe(original)}, and not the code in {step.code_file} "
+            "that the patch was planned for: another patcher has replaced it"
+        )
+
+
+def _rebind_references(
+    original: Any, replacement: Any, step: PatchStep
+) -> tuple[tuple[ModuleType, str], ...]:
+    """The names in modules of the same top package that held the original by value.
+
+    They hold `replacement` now.
+    """
+    references = _find_references(original, step.target, inside=True)
+    for module, name in references:
+        setattr(module, name, replacement)
+    return references
+
+
+def _find_references(original: Any, target: str, *, inside: bool) -> tuple[tuple[ModuleType, str], ...]:
+    """The names in modules, inside the target's top package or outside, that hold an object by value."""
+    top = target.partition(".")[0]
+    return tuple(
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if original is not None and (module_name.partition(".")[0] == top) is inside
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if value is original
+    )
+
+
+def _describe(value: Any) -> str:
+    if value is _ABSENT:
+        return "gone"
+    function = inspect.unwrap(value) if callable(value) else value
+    code = getattr(function, "__code__", None)
+    where = f" of {code.co_filename}" if code else ""
+    return f"{getattr(function, '__qualname__', repr(function))}{where}"

@@ -1,0 +1,33 @@
+"""The replacement functions of the patches, one module for each upstream area.
+
+Each is `wrapper(original) -> replacement`, calls `original`, and copies nothing of it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+Function = Callable[..., Any]
+
+
+def make_wrapper(function: Function) -> Callable[[Function], Function]:
+    """Makes a wrapper of a function that is called as the replacement is, with the original in front."""
+
+    @functools.wraps(function)
+    def wrapper(original: Function) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return wrapper
+
+
+def bind_arguments(original: Function, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """What a call gives for each parameter of the original. Raises TypeError as the call would."""
+    return _read_signature(original).bind(*args, **kwargs)
+
+
+_read_signature = functools.cache(inspect.signature)

@@ -1,0 +1,79 @@
+"""Distributed checkpoints: the optimizer's state, newer torch and numpy, files that could run code."""
+
+import functools
+import inspect
+import sys
+import types
+from typing import Any
+
+import torch
+
+from bundle.mcore import unpickling
+from bundle.replacements import Function, make_wrapper
+
+
+@make_wrapper
+def pass_serialization_format(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Returns `FileSystemWriterAsync.write_preloaded_data` that works with torch 2.8 and later (0.12).
+
+    There torch's `_write_item` has one more argument, which 0.12 does not pass.
+    """
+    module: Any = sys.modules[original.__module__]
+    write_item = module._write_item
+    if "serialization_format" not in inspect.signature(write_item).parameters:
+        return original(*args, **kwargs)
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    module._write_item = functools.partial(write_item, serialization_format=SerializationFormat.TORCH_SAVE)
+    try:  # mcore calls this in a child process of its own, so that no thread sees the name change
+        return original(*args, **kwargs)
+    finally:
+        module._write_item = write_item
+
+
+def with_product(original: types.ModuleType) -> types.ModuleType:
+    """Returns numpy as it is called before 2.0, with `product`, in one module of megatron only (to 0.15)."""
+    older = types.ModuleType(original.__name__, original.__doc__)
+    vars(older).update(vars(original), product=original.prod)
+    return older
+
+
+@make_wrapper
+def unpickle_data_only(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Returns a loader of common state that unpickles data only, as 0.14 does.
+
+    A checkpoint is somebody's file, and unpickling it freely runs whatever is in it.
+    """
+    with unpickling.restrict_to_weights():
+        return original(*args, **kwargs)
+
+
+@make_wrapper
+def default_to_reshardable(
+    original: Function,
+    self: Any,
+    model_sharded_state_dict: Any = None,
+    is_loading: bool = False,
+    sharding_type: str | None = None,
+    metadata: Any = None,
+) -> Any:
+    """Returns `DistributedOptimizer.sharded_state_dict` whose default form can be saved (0.16 and later)."""
+    options = dict(metadata or {})
+    if sharding_type is None and not getattr(self.ddp_config, "use_megatron_fsdp", False):
+        options.setdefault("distrib_optim_sharding_type", "fully_reshardable")
+    return original(self, model_sharded_state_dict or {}, is_loading, sharding_type, options)
+
+
+@make_wrapper
+def keep_loaded_steps(original: Function, self: Any, state_dict: Any) -> Any:
+    """Returns `DistributedOptimizer.load_parameter_state_from_dp_reshardable` that leaves Adam's steps alone.
+
+    They come with the parameter groups and are there already. The shards bring those of the time when the
+    places to load into were made.
+    """
+    states = self.optimizer.state
+    steps = {p: s["step"].clone() for p, s in states.items() if torch.is_tensor(s.get("step"))}
+    loaded = original(self, state_dict)
+    for parameter, step in steps.items():
+        states[parameter]["step"] = step
+    return loaded

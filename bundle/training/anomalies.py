@@ -1,0 +1,92 @@
+"""What is unusual while a run trains, told as it happens: ranks slower than others, losses that jump."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from bundle.launch import outcomes
+
+# A rank that takes so many times as long as the middle of its stage, in so many reports in a row.
+STRAGGLER_RATIO, STRAGGLER_REPORTS = 1.5, 2
+# A loss that is so many times as far above the middle of the reports before it as these usually are.
+SPIKE_RATIO, SPIKE_WINDOW, SPIKE_LEAST_REPORTS = 10.0, 32, 8
+
+
+class Stragglers:
+    """Compares what ranks of the same stage take for their own part of a step; of all ranks, rank 0 tells."""
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        """A collective, as is `measure`; `stage` is this rank's, of the pipeline."""
+        self._device = device
+        places: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+        dist.all_gather_object(places, (stage, outcomes.get_node_name()))
+        self._stages, self._nodes = [stage for stage, _ in places], [node for _, node in places]
+        self._slow: tuple[int | None, int] = (None, 0)  # which rank was the slowest, in how many reports
+
+    def measure(self, step: int, seconds: float) -> Mapping[str, float]:
+        """How many times as long as the middle of its stage the slowest rank took, as a metric.
+
+        `seconds` is this rank's own time of a step. Nothing where no two ranks can be compared.
+        """
+        own_seconds = torch.tensor([seconds], dtype=torch.float32, device=self._device)
+        all_seconds = [torch.empty_like(own_seconds) for _ in self._stages]
+        dist.all_gather(all_seconds, own_seconds)
+        if dist.get_rank() != 0:
+            return {}
+        rank, ratio, usual = find_slowest(torch.cat(all_seconds).tolist(), self._stages)
+        if rank is None:
+            return {}
+        earlier_rank, count = self._slow
+        count = 0 if ratio < STRAGGLER_RATIO else count + 1 if rank == earlier_rank else 1
+        self._slow = rank, count
+        if count == STRAGGLER_REPORTS:
+            outcomes.record_notice(
+                f"step {step}: rank {rank} on {self._nodes[rank]} straggles: {ratio:.2g} times as long as the"
+                f" middle of its stage ({ratio * usual:.3g} s, {usual:.3g} s)"
+            )
+        return {"train/straggler_ratio": ratio}
+
+
+def find_slowest(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int | None, float, float]:
+    """The rank that is slowest beside the middle of its stage, how many times so, and that middle.
+
+    Of two ranks, the faster one is the middle. None for the rank where every stage has one rank.
+    """
+    result: tuple[int | None, float, float] = (None, 1.0, 0.0)
+    for stage in set(stages):
+        ranks = [rank for rank, rank_stage in enumerate(stages) if rank_stage == stage]
+        usual = statistics.median_low([seconds[rank] for rank in ranks])
+        if len(ranks) == 1 or usual <= 0:
+            continue
+        rank = max(ranks, key=lambda candidate: seconds[candidate])
+        ratio = seconds[rank] / usual
+        if result[0] is None or ratio > result[1]:
+            result = rank, ratio, usual
+    return result
+
+
+class LossSpikes:
+    """Losses that are far above those before them."""
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self.count = 0
+
+    def measure(self, step: int, loss: float) -> Mapping[str, float]:
+        """How many there were so far, as a metric; call it with every report's loss."""
+        if len(self._before) >= SPIKE_LEAST_REPORTS and math.isfinite(loss):
+            middle = statistics.median(self._before)
+            usual = statistics.median(abs(earlier_loss - middle) for earlier_loss in self._before)
+            if loss - middle > SPIKE_RATIO * max(usual, 1e-3 * abs(middle)):
+                self.count += 1
+                outcomes.record_notice(
+                    f"step {step}: the loss is {loss:.4g}, and was {middle:.4g} in the middle of the"
+                    f" {len(self._before)} reports before"
+                )
+        if math.isfinite(loss):
+            self._before.append(loss)
+        return {"train/loss_spikes": self.count}
