@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, load
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 
 OVERRIDES = (
     "parallel.ep=1",
@@ -65,12 +64,19 @@ def main() -> None:
 def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     """One block of each kind of training: (the bundle's, the bare one)."""
     from bundle import data
+    from bundle.checkpoints.checkpoints import Checkpoints
+    from bundle.checkpoints.directory import CheckpointDirectory
+    from bundle.distributed.watchdog import Watchdog
     from bundle.distributed.world import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
-    from bundle.runs.metrics import JsonLines, MetricsWriter
+    from bundle.runs.anomalies import Anomalies
+    from bundle.runs.directory import RunDirectory
+    from bundle.runs.metrics import JsonLines, MetricsWriter, Profiler, Speed
+    from bundle.runs.progress import Progress
+    from bundle.runs.session import Session
     from bundle.training import loop
-    from bundle.training.loop import Batches, Progress
+    from bundle.training.loop import Batches, EarlyStopping
 
     cpu = torch.device("cpu")
     with runtime.megatron_calls():
@@ -78,20 +84,25 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     feed = data.Loader(recipe, data.prepare(recipe, directory), 0, 1)
     batches = Batches(recipe, feed, state, cpu)
     engine = Engine(recipe, runtime, state, cpu)
-    metrics = MetricsWriter([JsonLines(directory / "metrics.jsonl")])
-    stop = StopRequest(cpu)
-    hooks = loop.Hooks(
-        save=lambda at: None,
-        should_stop=stop.agree_to_stop,
-        send_heartbeat=lambda step: None,
-        profile_step=lambda step: nullcontext(),
-        count_flops=lambda: 0.0,
-        compute_gauges=lambda flops, seconds: {},
-        broadcast_from_rank_0=lambda loss: loss,
+    session = Session(
+        recipe=recipe,
+        engine=engine,
+        directory=RunDirectory(directory),
+        checkpoints=Checkpoints(CheckpointDirectory(directory / "checkpoints"), engine, keep=1),
+        watchdog=Watchdog(3600, directory, 0, 0),
+        metrics=MetricsWriter([JsonLines(directory / "metrics.jsonl")]),
+        speed=Speed(recipe, "cpu", cpu, dp=1),
+        anomalies=Anomalies(0, cpu),
+        profiler=Profiler(recipe, directory / "profile", 0),
+        should_stop=StopRequest(cpu).agree_to_stop,
+        progress=Progress(),
+        identity={},
     )
+    session._save = lambda: None  # type: ignore[method-assign]
 
     def bundle() -> None:
-        loop.train(engine, batches, Progress(), metrics, hooks)
+        session.progress = Progress()
+        loop.train(session, batches, EarlyStopping(None))
 
     plain = Engine(recipe, runtime, state, cpu)
     del plain.models[-1].compute_language_model_loss  # the bundle's tap: the bare loop has none

@@ -40,7 +40,7 @@ from bundle.pretrained.writing import (
     write_index,
 )
 from bundle.recipe import Recipe, from_mapping
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 
 # Seconds as a multiple of the copy's; the growth of memory as a multiple of the largest tensor.
 BOUNDS = {

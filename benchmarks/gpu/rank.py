@@ -24,7 +24,7 @@ from bundle.launch.rendezvous import discover
 from bundle.planning import Plan
 from bundle.planning.size import compute_model_size
 from bundle.recipe import Recipe
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 
 TIMEOUT = timedelta(seconds=120)
 PACKAGES = ("torch", "megatron-core", "transformer-engine")

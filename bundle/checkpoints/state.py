@@ -123,3 +123,13 @@ def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Opti
             f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own_optimizer};"
             " --weights-only begins with its weights alone"
         )
+
+
+def list_data_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """Return what differs between the data of a checkpoint and the data of this run."""
+    keys = dict.fromkeys([*saved, *current])
+    return [
+        f"data {key}: was {saved.get(key)}, is {current.get(key)}"
+        for key in keys
+        if saved.get(key) != current.get(key)
+    ]

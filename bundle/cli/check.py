@@ -79,7 +79,7 @@ def check(
 
 def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
     """Raise UsageError where `train` would go on with a run that was trained on other data."""
-    from bundle.data import list_changes
+    from bundle.checkpoints.state import list_data_changes
 
     checkpoints = CheckpointDirectory(run.checkpoints)
     if not (steps := checkpoints.list_steps()):
@@ -88,7 +88,7 @@ def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
         last_identity = state.read(checkpoints.get_path(steps[0])).state.metrics.get("data", {})
     except ValueError:  # which `train` says
         return
-    if changes := list_changes(last_identity, corpus.identity):
+    if changes := list_data_changes(last_identity, corpus.identity):
         raise UsageError(
             f"{run.root} was trained on other data: put that back as it was, or name another directory with"
             " --run-directory",

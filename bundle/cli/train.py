@@ -307,7 +307,7 @@ def import_megatron_from(mcore: str) -> None:
 
 def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
     """Ends this process as a rank, which alone imports torch."""
-    from bundle.training.worker import run_rank
+    from bundle.worker import run_rank
 
     raise typer.Exit(int(run_rank(rendezvous, decide, job, wait)))
 

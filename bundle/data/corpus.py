@@ -227,12 +227,6 @@ def _build_data_set(
     return _DataSet(stores, len(sources), join_samples(training), held_out, is_megatron)
 
 
-def list_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between the data of a checkpoint and the data found now; empty when they are the same."""
-    keys = dict.fromkeys([*saved, *now])
-    return [f"data {k}: was {saved.get(k)}, is {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
-
-
 def _build_identity(
     recipe: Recipe, files: int, tokenizer: Tokenizer, stores: Sequence[Store]
 ) -> dict[str, str]:

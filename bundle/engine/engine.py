@@ -1,6 +1,7 @@
 """The engine: forward and backward of a step, the optimizer's step, evaluation."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class Engine:
         """Clips, updates the weights and advances the learning rate.
 
         With `train.on_nan: skip` an update whose gradient is not finite is left out: its norm is not finite
-        in the result and `updated` is False.
+        in the result and `updated` is False. Otherwise raises JobFailed for such a gradient.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with self.runtime.megatron_calls():
@@ -146,6 +147,12 @@ class Engine:
                 grad_norm = self.optimizer.get_grad_norm()
         if updated:
             self.scheduler.step(increment=1)
+        if not math.isfinite(grad_norm) and self.recipe.train.on_nan == "stop":
+            raise JobFailed(
+                f"the gradient of step {self.scheduler.num_steps} is not finite; no checkpoint was written"
+                " since, so that a resume starts from finite weights. Lower optimizer.lr, raise"
+                " optimizer.warmup_steps, or set train.on_nan: skip"
+            )
         return StepResult(float(grad_norm), float(learning_rate), bool(updated))
 
     def gather_weights(self) -> None:

@@ -1,9 +1,7 @@
-"""The training loop: batches, step, report, evaluate, save, to the last step or a reason to end before it."""
+"""The training loop on fixed data: learn, report, evaluate, save, until the last step or an early stop."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,17 +13,17 @@ from torch import Tensor
 
 from bundle.data import Loader, SampleBatch
 from bundle.data.samples import BLANK, SampleSizes
-from bundle.engine import Engine, Losses, MicroBatch
-from bundle.engine.engine import StepResult
+from bundle.distributed.world import run_on_rank_0
+from bundle.engine import Engine, MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
-from bundle.errors import JobFailed, Preempted, UsageError
+from bundle.errors import UsageError
 from bundle.mcore.groups import Groups
 from bundle.packing.images import ImageInputs
 from bundle.packing.packing import Packing
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
 from bundle.recipe.sections import EarlyStop
-from bundle.runs.metrics import MetricsWriter
+from bundle.runs.session import Session, name_losses
 from bundle.training.preferences import with_reference
 
 
@@ -53,11 +51,6 @@ class Batches:
         """The micro-batches of the step that begins after `consumed_samples` samples of the whole run."""
         self.sizes = self._loader.compute_sizes(consumed_samples)
         return [self._build_micro_batch(batch) for batch in self._loader.read_training_step(consumed_samples)]
-
-    @property
-    def tokens_of_step(self) -> int:
-        """Tokens of the last step on all replicas, learned or not."""
-        return int(self.sizes.lengths.sum())
 
     def iterate_once(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
         """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
@@ -113,38 +106,32 @@ def remove_padding(batch: SampleBatch, values: Tensor) -> Tensor:
 
 
 @dataclass
-class Progress:
-    """How far a run has come: what a checkpoint keeps beside weights and optimizer.
+class EarlyStopping:
+    """What an early stop (train.early_stop) remembers of the evaluations of a run.
 
-    Steps done, samples read, and updates left out because a gradient was not finite. `unreported_steps` took
-    `unreported_seconds` and `unreported_flops` of a device for `unreported_tokens` since the last report;
-    `losses` are those reported last. `lowest` is the validation loss that an early stop holds others against,
-    and `unimproved` how many evaluations were not below it since.
+    `lowest` is the loss that others are compared with, `unimproved` counts evaluations since then that were
+    not below it.
     """
 
-    step: int = 0
-    consumed_samples: int = 0
-    skipped_updates: int = 0
-    unreported_steps: int = 0
-    unreported_seconds: float = 0.0
-    unreported_flops: float = 0.0
-    unreported_tokens: int = 0
-    losses: Losses | None = None
+    rule: EarlyStop | None
     lowest: float | None = None
     unimproved: int = 0
 
-    def count_evaluation(self, loss: float, rule: EarlyStop) -> None:
-        """Counts an evaluation; one that is no number is not below any."""
-        if math.isfinite(loss) and (self.lowest is None or loss < self.lowest - rule.min_delta):
+    def count_evaluation(self, loss: float) -> None:
+        """Count an evaluation; a loss that is not a number is not below any."""
+        if self.rule is None:
+            return
+        if math.isfinite(loss) and (self.lowest is None or loss < self.lowest - self.rule.min_delta):
             self.lowest, self.unimproved = loss, 0
         else:
             self.unimproved += 1
 
-    def find_early_end(self, rule: EarlyStop | None) -> str | None:
+    @property
+    def reason(self) -> str | None:
         """Why the run ends before its last step; None where it does not."""
-        if rule is None or self.unimproved < rule.patience:
+        if self.rule is None or self.unimproved < self.rule.patience:
             return None
-        least = f", by {rule.min_delta:g} or more" if rule.min_delta else ""
+        least = f", by {self.rule.min_delta:g} or more" if self.rule.min_delta else ""
         lowest = "infinity" if self.lowest is None else f"{self.lowest:.4f}"
         return (
             f"train.early_stop: the validation loss was not below {lowest}{least}"
@@ -152,120 +139,45 @@ class Progress:
         )
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What the loop calls besides the engine; all ranks call each, and `should_stop` answers all alike."""
+def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> None:
+    """Train to the last step, which an early stop may have made an earlier one.
 
-    save: Callable[[Progress], None]
-    should_stop: Callable[[], bool]
-    send_heartbeat: Callable[[int], None]
-    profile_step: Callable[[int], AbstractContextManager[None]]
-    count_flops: Callable[[], float]  # of a device, in the step that was just made
-    compute_gauges: Callable[[float, float], Mapping[str, float]]  # of FLOPs and the seconds that they took
-    broadcast_from_rank_0: Callable[[float], float]  # on every rank, what rank 0 calls it with
-    # Writes the model as others open it, after this many steps: before the next one, or when a run goes on.
-    export: Callable[[int], None] = lambda _: None
-    # What is unusual about the steps that are about to be reported, as metrics.
-    measure_anomalies: Callable[[Progress], Mapping[str, float]] = lambda _: {}
-
-
-def train(engine: Engine, data: Batches, progress: Progress, metrics: MetricsWriter, hooks: Hooks) -> None:
-    """Returns after the last step, which an early stop may have made an earlier one.
-
-    `progress` holds the losses reported last: of held-out data, else of the first validation set, if any.
-    Raises UsageError for an early stop without either, Preempted after a checkpoint when told to stop,
-    JobFailed when a gradient or a reported loss is not finite and the recipe says `train.on_nan: stop`.
+    The session's progress holds the losses reported last: of held-out data, else of the first validation set,
+    if any. Raises UsageError for an early stop without either, Preempted after a checkpoint when told to
+    stop, JobFailed when a gradient or a reported loss is not finite and `train.on_nan` is stop.
     """
-    recipe, early_stop = engine.recipe, engine.recipe.train.early_stop
-    validation = data.build_validation_batches()
-    if early_stop is not None and not validation:
+    engine, recipe, progress = session.engine, session.recipe, session.progress
+    validation = batches.build_validation_batches()
+    if early_stopping.rule is not None and not validation:
         raise UsageError("train.early_stop: so little data is held out that there is no evaluation")
-    while progress.step < recipe.train.steps and not progress.find_early_end(early_stop):
-        if progress.step and _is_due(progress.step, recipe.checkpoint.export_interval):
-            hooks.export(progress.step)
-        started = time.perf_counter()
-        with hooks.profile_step(progress.step + 1):
-            engine.forward_backward(data.build_training_batches(progress.consumed_samples))
-            result = engine.step()
-        progress.unreported_seconds += time.perf_counter() - started
-        progress.unreported_flops += hooks.count_flops()
-        progress.unreported_tokens += data.tokens_of_step
-        progress.unreported_steps += 1
-        progress.step += 1
-        progress.consumed_samples += recipe.train.global_batch_size
-        hooks.send_heartbeat(progress.step)
-
-        if not math.isfinite(result.grad_norm):
-            _handle_infinite_gradient(recipe.train.on_nan, progress)
-        if _is_due(progress.step, recipe.train.log_interval) or progress.step == recipe.train.steps:
-            progress.losses = engine.take_losses()
-            report = _build_report(recipe, progress, progress.losses, result)
-            gauges = hooks.compute_gauges(progress.unreported_flops, progress.unreported_seconds)
-            metrics.write(progress.step, report | dict(gauges) | dict(hooks.measure_anomalies(progress)))
-            if recipe.train.on_nan == "stop":
-                _refuse_infinite_loss(progress, progress.losses)
-            progress.unreported_steps, progress.unreported_seconds = 0, 0.0
-            progress.unreported_flops, progress.unreported_tokens = 0.0, 0
-        last = progress.step == recipe.train.steps
-        if validation and (last or _is_due(progress.step, recipe.train.eval_interval)):
-            losses = {name: engine.evaluate(batches) for name, batches in validation.items()}
-            progress.losses = next(iter(losses.values()))
-            for name, set_losses in losses.items():
-                metrics.write(progress.step, _name_losses(name, set_losses))
-            if early_stop is not None:
-                progress.count_evaluation(hooks.broadcast_from_rank_0(progress.losses.main), early_stop)
-                last = last or progress.find_early_end(early_stop) is not None
-        stop = hooks.should_stop()
-        if stop or last or _is_due(progress.step, recipe.checkpoint.interval):
-            hooks.save(progress)
-        if stop and not last:
-            raise Preempted(
-                f"stopped at step {progress.step} as told; a checkpoint is written, start it again"
-            )
-
-
-def _handle_infinite_gradient(policy: str, progress: Progress) -> None:
-    if policy == "stop":
-        raise JobFailed(
-            f"the gradient of step {progress.step} is not finite; no checkpoint was written since, so that a"
-            " resume starts from finite weights. Lower optimizer.lr, raise optimizer.warmup_steps, or set"
-            " train.on_nan: skip"
+    while not session.is_last_step and not early_stopping.reason:
+        session.export_if_due()
+        result = session.make_update(
+            lambda: _learn(engine, batches, progress.consumed_samples), recipe.train.global_batch_size
         )
-    progress.skipped_updates += 1
+        if session.is_due(recipe.train.log_interval) or session.is_last_step:
+            session.report(result)
+        if validation and (session.is_due(recipe.train.eval_interval) or session.is_last_step):
+            _evaluate(session, validation, early_stopping)
+        session.end_step(
+            is_last=session.is_last_step or early_stopping.reason is not None,
+            is_save_due=session.is_due(recipe.checkpoint.interval),
+        )
 
 
-def _refuse_infinite_loss(progress: Progress, losses: Losses) -> None:
-    if math.isfinite(losses.main):
-        return
-    begun = progress.step - progress.unreported_steps + 1
-    reason = "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
-    raise JobFailed(
-        f"the loss of steps {begun} to {progress.step} is not finite, {reason}; no checkpoint was written of"
-        " these. Look at the data: which parts of its rows are answers, and whether any are"
-    )
+def _learn(engine: Engine, batches: Batches, consumed_samples: int) -> SampleSizes:
+    engine.forward_backward(batches.build_training_batches(consumed_samples))
+    return batches.sizes
 
 
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
-
-
-def _name_losses(part: str, losses: Losses) -> dict[str, float]:
-    values = {f"{part}/loss": losses.main} | {
-        f"{part}/{name}": value for name, value in losses.measures.items()
-    }
-    return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}
-
-
-def _build_report(recipe: Recipe, progress: Progress, losses: Losses, result: StepResult) -> dict[str, float]:
-    """What training did since the last report; rates are of the steps alone, without evaluation or saving."""
-    skipped = {"train/skipped_updates": progress.skipped_updates} if recipe.train.on_nan == "skip" else {}
-    seconds = progress.unreported_seconds / progress.unreported_steps
-    return _name_losses("train", losses) | {
-        "train/grad_norm": result.grad_norm,
-        "train/learning_rate": result.learning_rate,
-        "train/tokens_per_second": progress.unreported_tokens / progress.unreported_seconds,
-        "train/step_seconds": seconds,
-        "train/seconds_left": seconds * (recipe.train.steps - progress.step),
-        "train/samples": progress.consumed_samples,
-        **skipped,
-    }
+def _evaluate(
+    session: Session, validation: Mapping[str, Sequence[MicroBatch]], early_stopping: EarlyStopping
+) -> None:
+    losses = {name: session.engine.evaluate(micro_batches) for name, micro_batches in validation.items()}
+    session.progress.losses = first = next(iter(losses.values()))
+    for name, set_losses in losses.items():
+        session.metrics.write(session.progress.step, name_losses(name, set_losses))
+    if early_stopping.rule is not None:
+        # Ranks without the head have no loss of their own.
+        early_stopping.count_evaluation(run_on_rank_0(lambda: first.main))
+        session.task_state["early_stopping"] = [early_stopping.lowest, early_stopping.unimproved]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.data import Loader, list_changes, prepare
+from bundle.checkpoints.state import list_data_changes
+from bundle.data import Loader, prepare
 from bundle.data.corpus import inspect
 from bundle.data.samples import MAX_PARTS, Blend
 from bundle.errors import UsageError
@@ -181,7 +182,7 @@ def test_other_data_to_evaluate_with_is_other_data(built, tmp_path):
     before = prepare(validating(built), tmp_path).identity
     sets = f"data.validation_sets={{alone: {{path: {built / 'large'}}}}}"
     now = prepare(recipe(built, sets), tmp_path).identity
-    assert [line.split(":")[0] for line in list_changes(before, now)] == [
+    assert [line.split(":")[0] for line in list_data_changes(before, now)] == [
         "data validation set alone",
         "data validation set two",
     ]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.data import Loader, cache, list_changes, prepare
+from bundle.checkpoints.state import list_data_changes
+from bundle.data import Loader, cache, prepare
 from bundle.data.store import open_store
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -138,7 +139,7 @@ def test_learning_the_last_turn_alone_is_other_data(tmp_path):
     ]
     counts = [int(each.training.build_batch(np.asarray([0])).loss_mask.sum()) for each in made]
     assert counts[0] == 2 * counts[1] > 0
-    assert len(list_changes(made[0].identity, made[1].identity)) == 1
+    assert len(list_data_changes(made[0].identity, made[1].identity)) == 1
 
 
 @pytest.mark.parametrize("sft", [False, True])
@@ -186,9 +187,9 @@ def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
         return [batch.lengths for batch in everything(made(cp).training, 10)]
 
     for cp in (1, 4, 8):
-        assert list_changes(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
+        assert list_data_changes(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
     assert packs(2) != packs(3)
-    assert list_changes(made(2).identity, made(3).identity) == [
+    assert list_data_changes(made(2).identity, made(3).identity) == [
         "data packs (parallel.cp decides): was 480 tokens, each sequence a multiple of 16,"
         " is 480 tokens, each sequence a multiple of 48"
     ]
@@ -197,14 +198,16 @@ def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
 def test_changed_data_is_named(rows, tmp_path):
     made = recipe(rows)
     before = prepare(made, tmp_path).identity
-    assert list_changes(before, prepare(made, tmp_path).identity) == []
+    assert list_data_changes(before, prepare(made, tmp_path).identity) == []
     copy = tmp_path / "copy.jsonl"
     copy.write_text(Path(rows).read_text().replace("fox", "cat"))
-    (line,) = list_changes(before, prepare(recipe(copy), tmp_path).identity)
+    (line,) = list_data_changes(before, prepare(recipe(copy), tmp_path).identity)
     assert line.startswith("data tokens: was ")
     shuffled_otherwise = {name: value for name, value in before.items() if name != "order"}
-    assert list_changes(shuffled_otherwise, before) == ["data order: was None, is numpy.random.RandomState"]
-    assert list_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
+    assert list_data_changes(shuffled_otherwise, before) == [
+        "data order: was None, is numpy.random.RandomState"
+    ]
+    assert list_data_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
         "data stdlib: was CPython 3.12.1, is CPython 3.11.7"
     ]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bundle.data import Loader, list_changes, prepare
+from bundle.checkpoints.state import list_data_changes
+from bundle.data import Loader, prepare
 from bundle.data.corpus import decode_first_samples, inspect
 from bundle.errors import UsageError
 from bundle.planning.datafiles import expand
@@ -101,10 +102,10 @@ def test_files_that_are_none_are_refused(built):
 
 def test_other_tokens_in_the_same_files_are_noticed(built):
     before = prepare(recipe([built / "small"]), built / "data").identity
-    assert list_changes(before, prepare(recipe([built / "small"]), built / "data").identity) == []
+    assert list_data_changes(before, prepare(recipe([built / "small"]), built / "data").identity) == []
     tokens = (built / "small.bin").read_bytes()
     (built / "small.bin").write_bytes(tokens[2:] + tokens[:2])
-    (line,) = list_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
+    (line,) = list_data_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
     assert line.startswith("data tokens: was ")
 
 
@@ -112,7 +113,7 @@ def test_other_documents_of_the_same_tokens_are_noticed(built):
     before = prepare(recipe([built / "small"]), built / "data").identity
     build(built / "whole", [[flat(built / "small", np.uint16)]], np.uint16)
     (built / "whole.idx").replace(built / "small.idx")
-    (line,) = list_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
+    (line,) = list_data_changes(before, prepare(recipe([built / "small"]), built / "data").identity)
     assert line.startswith("data tokens: was ")
 
 

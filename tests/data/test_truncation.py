@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bundle.data import list_changes, prepare
+from bundle.checkpoints.state import list_data_changes
+from bundle.data import prepare
 from bundle.data.corpus import inspect
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -111,12 +112,12 @@ def test_a_pack_may_be_longer_than_the_models_positions_but_no_sequence_of_it(ro
     assert max(pack.position_ids.max() for pack in packs) == 39
     assert sum(lengths) == corpus.tokens
     other = recipe(rows, "data.sequence_length=192", "model.config.max_position_embeddings=48", *keys)
-    assert len(list_changes(corpus.identity, prepare(other, tmp_path / "other").identity)) >= 1
+    assert len(list_data_changes(corpus.identity, prepare(other, tmp_path / "other").identity)) >= 1
 
 
 def test_other_truncation_is_other_data(rows, tmp_path):
     right, left = (prepare(recipe(rows, f"data.truncation={side}"), tmp_path) for side in ("right", "left"))
-    assert len(list_changes(right.identity, left.identity)) == 1
+    assert len(list_data_changes(right.identity, left.identity)) == 1
 
 
 def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path):

@@ -105,7 +105,7 @@ def test_it_listens_where_only_this_machine_can_ask_unless_told_otherwise_and_a_
 
 
 def test_each_metric_of_the_dashboard_is_one_that_a_run_reports():
-    from bundle.training.loop import Progress
+    from bundle.runs.progress import Progress
     from tests.training.test_loop import Slow, recipe, run
 
     reported: set[str] = set()

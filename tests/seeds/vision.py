@@ -20,7 +20,7 @@ from bundle.packing.packing import Packing, build_masks
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.seeds.mindspeed import Attention as MindSpeedAttention

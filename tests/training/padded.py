@@ -14,7 +14,7 @@ from bundle.data import Loader, prepare
 from bundle.launch import job as job_file
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 from tests import world
 
 LENGTH = 128
@@ -64,7 +64,7 @@ def main(directory: Path) -> None:
                 alone.append(from_rows(*of, cp=1, rank=0, mtp_layers=1))
         seen, wanted = (after(job.trained_recipe, runtime, made, given) for given in (rows, alone))
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
-    told = batches.sizes.lengths.tolist() == lengths and batches.tokens_of_step == sum(lengths)
+    told = batches.sizes.lengths.tolist() == lengths
     print(json.dumps(found | {"lengths": told, "tokens": sum(lengths)}))
 
 

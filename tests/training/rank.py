@@ -6,7 +6,7 @@ from pathlib import Path
 from bundle.launch import job as job_file
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 from tests.world import join
 
 SMALL = (
@@ -28,11 +28,12 @@ def main(directory: Path) -> None:
     assert job.patches is not None
     runtime = prepare_runtime(job.patches, job.backend)
     from bundle.distributed.watchdog import Watchdog
+    from bundle.runs.session_builder import SessionBuilder
     from bundle.training.trainer import Trainer
 
     with Watchdog(600, directory, rank, rank) as dog:
-        made = Trainer(job, runtime, runtime.select_device(rank), dog, goes_on=False)
-    print(job.recipe.model.attention, job.attention, made.engine.recipe.model.attention)
+        made = Trainer(SessionBuilder(job, runtime, runtime.select_device(rank), dog, is_resumed=False))
+    print(job.recipe.model.attention, job.attention, made.session.engine.recipe.model.attention)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,19 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bundle.data.samples import SampleSizes
 from bundle.engine import Losses, StepResult
 from bundle.errors import JobFailed, Preempted, UsageError
 from bundle.recipe import Recipe, load
+from bundle.runs import session
 from bundle.runs.metrics import MetricsWriter
+from bundle.runs.progress import Progress
+from bundle.runs.session import Session
 from bundle.training import loop
-from bundle.training.loop import Progress
+from bundle.training.loop import EarlyStopping
 
 STEP, ASIDE = 0.02, 0.25  # seconds that a step takes, and evaluating or saving
 
@@ -30,7 +35,8 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(loop, "run_on_rank_0", lambda body: body())
 
 
 @dataclass
@@ -42,8 +48,11 @@ class Slow:
     losses: list[float] = field(default_factory=list)
     gradient: float = 1.0
     tokens: int = 100
-    tokens_of_step: int = 400
     validated: list[float] = field(default_factory=list)
+    sizes: SampleSizes = field(
+        default_factory=lambda: SampleSizes(np.array([250, 150]), np.zeros((0, 3), np.int64))
+    )
+    forward_timer: Any = field(default_factory=lambda: SimpleNamespace(take_seconds=lambda: None))
 
     def build_training_batches(self, _consumed: int) -> list[Any]:
         return []
@@ -62,6 +71,9 @@ class Slow:
         taken, self.losses = self.losses, []
         mean = sum(taken) / len(taken) if self.tokens else math.nan
         return Losses(mean, (), self.tokens * len(taken))
+
+    def gather_loss_sums(self) -> list[float]:
+        return []
 
     def evaluate(self, batches: list[Any]) -> Losses:
         Clock.passes(ASIDE)
@@ -83,39 +95,40 @@ class Kept:
         pass
 
 
-def gauges(flops: float, seconds: float) -> dict[str, float]:
-    return {"flops": flops, "seconds": seconds}
-
-
-def same(loss: float) -> float:
-    return loss
-
-
 def run(
     engine: Slow,
     progress: Progress,
     saved: list[int] | None = None,
     stops_at: int | None = None,
     exported: list[int] | None = None,
+    early_stopping: EarlyStopping | None = None,
 ) -> list[dict[str, float]]:
     kept, either = Kept(), engine
 
-    def save(now: Progress) -> None:
+    def save(state: Any) -> None:
         Clock.passes(ASIDE)
         if saved is not None:
-            saved.append(now.step)
+            saved.append(state.step)
 
-    hooks = loop.Hooks(
-        save,
-        lambda: progress.step == stops_at,
-        lambda _: None,
-        lambda _: nullcontext(),
-        lambda: 6e12,
-        gauges,
-        same,
-        export=lambda step: exported.append(step) if exported is not None else None,
+    made = Session(
+        recipe=engine.recipe,
+        engine=either,  # type: ignore[arg-type]
+        directory=SimpleNamespace(),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(save=save, poll=lambda: None),  # type: ignore[arg-type]
+        watchdog=SimpleNamespace(report_progress=lambda _: None, extend_patience=nullcontext),  # type: ignore[arg-type]
+        metrics=MetricsWriter([kept]),
+        speed=SimpleNamespace(  # type: ignore[arg-type]
+            compute_flops=lambda *_: 6e12,
+            compute_gauges=lambda flops, seconds: {"flops": flops, "seconds": seconds},
+        ),
+        anomalies=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
+        profiler=SimpleNamespace(step=nullcontext),  # type: ignore[arg-type]
+        should_stop=lambda: progress.step == stops_at,
+        progress=progress,
+        identity={},
     )
-    loop.train(either, either, progress, MetricsWriter([kept]), hooks)  # type: ignore[arg-type]
+    made.export = lambda step=None: exported.append(step) if exported is not None else None  # type: ignore
+    loop.train(made, either, early_stopping or EarlyStopping(engine.recipe.train.early_stop))  # type: ignore[arg-type]
     return kept.lines
 
 
@@ -176,20 +189,6 @@ def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero():
     assert [line["step"] for line in run(Slow(recipe("train.on_nan=skip"), tokens=0), Progress())][-1] == 6
 
 
-@pytest.mark.parametrize("gradient", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_stops_the_run_in_its_step_before_anything_is_saved(gradient):
-    saved: list[int] = []
-    progress, engine = Progress(), Slow(recipe())
-
-    def step() -> StepResult:
-        return StepResult(gradient if progress.step == 2 else 1.0, 1e-3, updated=True)
-
-    engine.step = step  # type: ignore[method-assign]
-    with pytest.raises(JobFailed, match="gradient of step 3 is not finite; no checkpoint was written"):
-        run(engine, progress, saved)
-    assert saved == [1, 2] and not progress.skipped_updates
-
-
 STOPPING = ("train.steps=40", "train.early_stop={patience: 2, min_delta: 0.1}")
 
 
@@ -207,24 +206,27 @@ STOPPING = ("train.steps=40", "train.early_stop={patience: 2, min_delta: 0.1}")
 def test_a_run_ends_when_the_validation_loss_falls_no_more(validated, ends, resumed_at):
     saved: list[int] = []
     progress, asked = Progress(), recipe(*STOPPING)
+    state = EarlyStopping(asked.train.early_stop)
     if resumed_at is not None:  # a checkpoint, told to stop there
         rest, validated = validated[resumed_at:], validated[:resumed_at]
-        run(Slow(recipe(f"train.steps={resumed_at}", STOPPING[1]), validated=validated), progress)
-        progress, validated = Progress(**vars(progress)), rest
+        short = Slow(recipe(f"train.steps={resumed_at}", STOPPING[1]), validated=validated)
+        run(short, progress, early_stopping=state)
+        progress, validated = Progress.from_dump(progress.dump()), rest
+        state = EarlyStopping(state.rule, state.lowest, state.unimproved)
     ended = progress.step == ends
-    assert ended == (progress.find_early_end(asked.train.early_stop) is not None)
-    run(Slow(asked, validated=list(validated)), progress, saved)
+    assert ended == (state.reason is not None)
+    run(Slow(asked, validated=list(validated)), progress, saved, early_stopping=state)
     assert progress.step == ends and saved[-1:] == ([] if ended else [ends])
-    why = progress.find_early_end(asked.train.early_stop)
-    assert why is not None and "2 evaluations" in why
-    run(Slow(asked), progress, saved := [])  # killed before it could write its result
+    assert state.reason is not None and state.unimproved == 2
+    run(Slow(asked), progress, saved := [], early_stopping=state)  # killed before it could write its result
     assert progress.step == ends and not saved
 
 
 def test_the_same_loss_again_is_not_below_itself():
-    progress, rule = Progress(), "train.early_stop={patience: 2}"
-    run(Slow(recipe("train.steps=40", rule), validated=[3.0, 3.0, 3.0, 1.0]), progress)
-    assert (progress.step, progress.lowest, progress.unimproved) == (3, 3.0, 2)
+    progress, asked = Progress(), recipe("train.steps=40", "train.early_stop={patience: 2}")
+    state = EarlyStopping(asked.train.early_stop)
+    run(Slow(asked, validated=[3.0, 3.0, 3.0, 1.0]), progress, early_stopping=state)
+    assert (progress.step, state.lowest, state.unimproved) == (3, 3.0, 2)
 
 
 def test_the_step_of_an_early_stop_is_the_last_it_is_saved_and_a_request_to_stop_there_is_none():
@@ -239,9 +241,10 @@ def test_the_step_of_an_early_stop_is_the_last_it_is_saved_and_a_request_to_stop
 
 def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
     progress, engine = Progress(), Slow(recipe(*STOPPING), validated=[3.0, 2.0, 1.0, 0.5])
-    monkeypatch.setattr("tests.training.test_loop.same", lambda _: 5.0)
-    run(engine, progress)
-    assert progress.step == 3 and progress.lowest == 5.0
+    monkeypatch.setattr(loop, "run_on_rank_0", lambda _: 5.0)
+    state = EarlyStopping(engine.recipe.train.early_stop)
+    run(engine, progress, early_stopping=state)
+    assert progress.step == 3 and state.lowest == 5.0
 
 
 def test_an_early_stop_without_held_out_data_is_said():

@@ -6,14 +6,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bundle import backends
+from bundle import backends, worker
 from bundle.backends import ascend
 from bundle.backends.ascend import facade, mindspeed
 from bundle.capabilities.ascend import FACADE, MINDSPEED_FACADE, RESTORED_FUNCTIONS
 from bundle.errors import EnvironmentUnfit, PatchError
 from bundle.patches import patcher
 from bundle.patches.plan import PatchPlan
-from bundle.training import worker
 from tests.planning.jobs import QWEN3, job
 
 THROUGH = job(QWEN3, backend_options={"mindspeed": True})

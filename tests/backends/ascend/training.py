@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bundle.packing.packing import Packing
 from bundle.planning import build_plan
 from bundle.recipe.alignment import Alignment
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe

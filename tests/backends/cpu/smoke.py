@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
-from bundle.training.worker import prepare_runtime
+from bundle.worker import prepare_runtime
 from tests import world
 
 STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258

@@ -90,3 +90,16 @@ class LossSpikes:
         if math.isfinite(loss):
             self._before.append(loss)
         return {"train/loss_spikes": self.count}
+
+
+class Anomalies:
+    """What is unusual about the updates that are about to be reported, as metrics."""
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        """All ranks call it; `stage` is this rank's, of the pipeline."""
+        self._stragglers, self._spikes = Stragglers(stage, device), LossSpikes()
+
+    def measure(self, step: int, loss: float, seconds: float | None) -> dict[str, float]:
+        """Return the metrics; `seconds` is this rank's own time of a step, None where it is not known."""
+        slow = {} if seconds is None else self._stragglers.measure(step, seconds)
+        return {**slow, **self._spikes.measure(step, loss)}

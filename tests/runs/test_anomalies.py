@@ -7,7 +7,7 @@ import torch
 
 from bundle.engine.forward_timer import ForwardTimer
 from bundle.launch import outcomes
-from bundle.training.anomalies import LossSpikes, find_slowest
+from bundle.runs.anomalies import LossSpikes, find_slowest
 from tests.world import World
 
 

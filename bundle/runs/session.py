@@ -1,0 +1,223 @@
+"""A run on one rank, whatever its task: weights, engine, checkpoints, metrics, and what each step does.
+
+A task adds its data and its loop: `training` and `rl`.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bundle import files
+from bundle.checkpoints.checkpoints import Checkpoints
+from bundle.checkpoints.state import TrainState
+from bundle.distributed.watchdog import Watchdog
+from bundle.distributed.world import run_on_rank_0
+from bundle.engine import Engine, Losses, StepResult
+from bundle.errors import JobFailed, Preempted
+from bundle.files import digest_json
+from bundle.models import exporting
+from bundle.recipe import Recipe
+from bundle.runs.anomalies import Anomalies
+from bundle.runs.directory import RunDirectory
+from bundle.runs.metrics import MetricsWriter, Profiler, Speed, replace_nonfinite
+from bundle.runs.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+class StepSizes(Protocol):
+    """What an update learned from, on all replicas together."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, learned or not."""
+
+    @property
+    def grids(self) -> NDArray[np.int64]:
+        """[images, 3]: patches of each image in time, height and width."""
+
+
+@dataclass
+class Session:
+    """One run on this rank. Every rank has one, and all of them call its methods together.
+
+    `recipe` counts steps. `task_state` are plain values that the task adds to every checkpoint; after a
+    resume those of the checkpoint. `identity` names the data. `end_tokens` end an answer in an export.
+    """
+
+    recipe: Recipe
+    engine: Engine
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+    metrics: MetricsWriter
+    speed: Speed
+    anomalies: Anomalies
+    profiler: Profiler
+    should_stop: Callable[[], bool]  # on all ranks alike
+    progress: Progress
+    identity: Mapping[str, str]
+    task_state: dict[str, Any] = field(default_factory=dict)
+    end_tokens: Collection[int] = ()
+
+    def run(self, train: Callable[[], None], describe_result: Callable[[], Mapping[str, Any]]) -> None:
+        """Call `train`, then complete the last checkpoint, export, and write the result.
+
+        Raises what `train` raises, after Preempted with a complete checkpoint; JobFailed where the run
+        learned nothing.
+        """
+        with self.metrics, self.profiler:
+            try:
+                train()
+            except Preempted:  # the checkpoint that is said to be written may be under way
+                self._complete_checkpoint()
+                raise
+            self._complete_checkpoint()
+            self.export()
+            run_on_rank_0(lambda: self._write_result(describe_result()))
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the last update of the recipe is made."""
+        return self.progress.step >= self.recipe.train.steps
+
+    def is_due(self, interval: int) -> bool:
+        """Return whether something that happens every `interval` updates (0: never) is due now."""
+        return interval > 0 and self.progress.step % interval == 0
+
+    def make_update(self, learn: Callable[[], StepSizes], samples: int) -> StepResult:
+        """Make one update of the weights: `learn` adds the gradients and returns what it learned from.
+
+        Raises JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
+        """
+        progress = self.progress
+        started = time.perf_counter()
+        with self.profiler.step(progress.step + 1):
+            sizes = learn()
+            result = self.engine.step()
+        seconds = time.perf_counter() - started
+        flops = self.speed.compute_flops(sizes.lengths, sizes.grids)
+        progress.count_update(seconds, flops, int(sizes.lengths.sum()), samples)
+        progress.skipped_updates += not math.isfinite(result.grad_norm)
+        self.watchdog.report_progress(f"step {progress.step + 1}")
+        self.checkpoints.poll()
+        return result
+
+    def report(self, result: StepResult, extra: Mapping[str, float] | None = None) -> None:
+        """Write the metrics of all updates since the last report; `result` is that of the last update.
+
+        Raises JobFailed for a loss that is not finite, unless `train.on_nan` is skip.
+        """
+        progress = self.progress
+        progress.losses = losses = self.engine.take_losses()
+        values = self._describe_updates(losses, result)
+        values |= self.speed.compute_gauges(progress.unreported_flops, progress.unreported_seconds)
+        forward_seconds = self.engine.forward_timer.take_seconds()
+        values |= self.anomalies.measure(
+            progress.step,
+            losses.main,
+            None if forward_seconds is None else forward_seconds / progress.unreported_steps,
+        )
+        self.metrics.write(progress.step, values | dict(extra or {}))
+        if self.recipe.train.on_nan == "stop":
+            self._refuse_infinite_loss(losses)
+        progress.clear_unreported()
+
+    def end_step(self, *, is_last: bool, is_save_due: bool) -> None:
+        """Save where that is due, at the end, or when the run is told to stop. Raises Preempted for that."""
+        is_told_to_stop = self.should_stop()
+        if is_told_to_stop or is_last or is_save_due:
+            self._save()
+        if is_told_to_stop and not is_last:
+            raise Preempted(
+                f"stopped at step {self.progress.step} as told; a checkpoint is written, start it again"
+            )
+
+    def export(self, step: int | None = None) -> None:
+        """Write the model as checkpoint.export says, if at all; `step`: of a step before the last."""
+        kind = self.recipe.checkpoint.export
+        if kind is None:
+            return
+        directory = self.directory.build_export_path(kind, step)
+        engine = self.engine
+        engine.gather_weights()
+        with self.watchdog.extend_patience("exporting"), engine.runtime.megatron_calls():
+            if kind == "peft":
+                exporting.export_adapters(directory, self.recipe, engine.models)
+            else:
+                exporting.export(directory, self.recipe, engine.models, engine.groups, self.end_tokens)
+        _log.info("exported to %s", directory)
+
+    def export_if_due(self) -> None:
+        """Write an export of a step before the last, where one is due."""
+        if self.progress.step and self.is_due(self.recipe.checkpoint.export_interval):
+            self.export(self.progress.step)
+
+    def _save(self) -> None:
+        progress, engine = self.progress, self.engine
+        carried = {
+            "progress": progress.dump(),
+            "losses": engine.gather_loss_sums(),
+            "data": dict(self.identity),
+            "task": self.task_state,
+        }
+        state = TrainState(progress.step, progress.consumed_samples, digest_json(self.identity), carried)
+        with self.watchdog.extend_patience(f"saving step {progress.step}"):
+            self.checkpoints.save(state)
+
+    def _complete_checkpoint(self) -> None:
+        with self.watchdog.extend_patience("completing the last checkpoint"):
+            self.checkpoints.poll(wait=True)
+
+    def _describe_updates(self, losses: Losses, result: StepResult) -> dict[str, float]:
+        """Return what the updates since the last report did; rates are of the updates alone."""
+        progress = self.progress
+        is_skipping = self.recipe.train.on_nan == "skip"
+        skipped = {"train/skipped_updates": progress.skipped_updates} if is_skipping else {}
+        seconds = progress.unreported_seconds / progress.unreported_steps
+        return name_losses("train", losses) | {
+            "train/grad_norm": result.grad_norm,
+            "train/learning_rate": result.learning_rate,
+            "train/tokens_per_second": progress.unreported_tokens / progress.unreported_seconds,
+            "train/step_seconds": seconds,
+            "train/seconds_left": seconds * (self.recipe.train.steps - progress.step),
+            "train/samples": progress.consumed_samples,
+            **skipped,
+        }
+
+    def _refuse_infinite_loss(self, losses: Losses) -> None:
+        if math.isfinite(losses.main):
+            return
+        last = self.progress.step
+        first = last - self.progress.unreported_steps + 1
+        reason = (
+            "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
+        )
+        raise JobFailed(
+            f"the loss of steps {first} to {last} is not finite, {reason}; no checkpoint was written of"
+            " these. Look at the data: which parts of its rows are answers, and whether any are"
+        )
+
+    def _write_result(self, values: Mapping[str, Any]) -> None:
+        """Write the result, which makes the run a finished one."""
+        progress = self.progress
+        if progress.step and progress.skipped_updates == progress.step:
+            raise JobFailed(
+                f"not one of {progress.step} updates was made, since no gradient was finite: the weights are"
+                " those of the start. Lower optimizer.lr or look at the data"
+            )
+        result = {"step": progress.step, "skipped_updates": progress.skipped_updates, **values}
+        files.write_json(self.directory.result, replace_nonfinite(result))
+
+
+def name_losses(part: str, losses: Losses) -> dict[str, float]:
+    """Return the losses and measures as metrics of `part`, such as train."""
+    values = {f"{part}/loss": losses.main}
+    values |= {f"{part}/{name}": value for name, value in losses.measures.items()}
+    return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}

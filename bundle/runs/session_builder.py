@@ -1,0 +1,285 @@
+"""Builds the session of a run: the model with its first weights, then what the run or its origin has kept."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from bundle import pretrained
+from bundle.backends import Runtime
+from bundle.checkpoints import manifest, state
+from bundle.checkpoints.checkpoints import Checkpoints, LoadedCheckpoint
+from bundle.checkpoints.directory import CheckpointDirectory
+from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
+from bundle.distributed.world import StopRequest, run_on_all_ranks, run_on_rank_0
+from bundle.engine import Engine, Objective
+from bundle.environment import packages
+from bundle.errors import UsageError
+from bundle.files import digest_json
+from bundle.launch import events, outcomes
+from bundle.launch.job import Job
+from bundle.mcore import groups
+from bundle.pretrained import PretrainedWeights
+from bundle.recipe import Recipe, with_steps
+from bundle.runs.anomalies import Anomalies
+from bundle.runs.directory import Origin, RunDirectory, refuse_mid_run
+from bundle.runs.metrics import (
+    JsonLines,
+    MetricsWriter,
+    Profiler,
+    Sink,
+    Speed,
+    TensorBoard,
+    build_terminal_sink,
+    start_trackers,
+)
+from bundle.runs.progress import Progress
+from bundle.runs.prometheus import PrometheusSink
+from bundle.runs.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+class SessionBuilder:
+    """What a task finds when its rank begins: the job, the process groups, the run directory.
+
+    `weights` are what the engine was built with, after `build`; None: random ones, or a checkpoint's.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        runtime: Runtime,
+        device: torch.device,
+        watchdog: Watchdog,
+        *,
+        is_resumed: bool,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """All ranks call it."""
+        self.job, self.runtime, self.device, self.watchdog = job, runtime, device, watchdog
+        self.is_resumed, self.should_stop = is_resumed, should_stop
+        self.recipe, self.directory = job.recipe, RunDirectory(job.directory)
+        self.weights: PretrainedWeights | None = None
+        with runtime.megatron_calls():
+            self.groups = groups.initialize(
+                job.recipe.parallel,
+                seed=job.recipe.seed,
+                timeout_seconds=compute_collective_seconds(job.recipe.distributed.timeout_seconds),
+            )
+
+    def build(
+        self,
+        samples: int,
+        identity: Mapping[str, str],
+        *,
+        objective: Objective | None = None,
+        end_tokens: Collection[int] = (),
+        keep_reference: Callable[[Engine], None] | None = None,
+    ) -> Session:
+        """Return the session, with the weights and the progress of the newest checkpoint, if any.
+
+        `samples` are what an epoch has, `identity` names the data, `objective` takes the place of the main
+        loss. `keep_reference` is called with the weights that training began with, before those of a
+        checkpoint of the run are read. All ranks call it. Raises UsageError for a checkpoint of other data.
+        """
+        recipe = with_steps(self.recipe, samples)
+        with self.watchdog.extend_patience("loading the weights"):
+            self.weights = self._find_weights(needs_first=keep_reference is not None)
+            engine = Engine(
+                with_steps(self.job.trained_recipe, samples),
+                self.runtime,
+                self.groups,
+                self.device,
+                self.weights,
+                objective,
+            )
+        checkpoints = Checkpoints(
+            CheckpointDirectory(self.directory.checkpoints),
+            engine,
+            keep=recipe.checkpoint.keep,
+            background=recipe.checkpoint.async_,
+            base_digests=self._digest_base_weights(),
+            on_published=self._write_checkpoint_event,
+        )
+        with self.watchdog.extend_patience("loading a checkpoint"):
+            progress, task_state = self._restore(engine, checkpoints, recipe, identity, keep_reference)
+        run_on_rank_0(lambda: self.directory.rewind_metrics(progress.step))
+        return Session(
+            recipe=recipe,
+            engine=engine,
+            directory=self.directory,
+            checkpoints=checkpoints,
+            watchdog=self.watchdog,
+            metrics=self._build_metrics(recipe, progress.step),
+            speed=Speed(recipe, self.job.backend, self.device, dp=self.groups.dp.size),
+            anomalies=Anomalies(self.groups.pp.rank, self.device),
+            profiler=Profiler(recipe, self.directory.profile, dist.get_rank()),
+            should_stop=self.should_stop,
+            progress=progress,
+            identity=identity,
+            task_state=task_state,
+            end_tokens=end_tokens,
+        )
+
+    def _find_weights(self, *, needs_first: bool) -> PretrainedWeights | None:
+        """Return the published weights that the model begins with; None where a checkpoint has them all."""
+        # A checkpoint of adapters holds no weights.
+        if self.recipe.model.lora is not None or not self._has_checkpoint(needs_first=needs_first):
+            return agree_on_weights(self.recipe)
+        return None
+
+    def _has_checkpoint(self, *, needs_first: bool) -> bool:
+        """Return whether the first weights come from a checkpoint: this run's newest, or its origin."""
+        checkpoints = CheckpointDirectory(self.directory.checkpoints)
+        return run_on_rank_0(
+            lambda: (
+                bool(not needs_first and self.is_resumed and checkpoints.list_steps())
+                or self.directory.read_origin() is not None
+            )
+        )
+
+    def _digest_base_weights(self) -> Mapping[str, str] | None:
+        """Return digests of the files that hold what adapters are trained beside; None without adapters."""
+        if self.recipe.model.lora is None:
+            return None
+        paths = self.weights.files if self.weights else []
+        own_paths = paths[dist.get_rank() :: dist.get_world_size()]
+        with self.watchdog.extend_patience("reading what the adapters are beside"):
+            shares = run_on_all_ranks(
+                lambda: {path.name: manifest.compute_digest(path) for path in own_paths}
+            )
+        return {name: digest for share in shares for name, digest in share.items()}
+
+    def _restore(
+        self,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        recipe: Recipe,
+        identity: Mapping[str, str],
+        keep_reference: Callable[[Engine], None] | None,
+    ) -> tuple[Progress, dict[str, object]]:
+        """Return where training begins, and the task's state there: after a checkpoint, or at the start."""
+        origin = run_on_rank_0(self.directory.read_origin)
+        if keep_reference is not None:
+            if origin is not None:
+                self._load_origin(checkpoints, recipe, weights_only=True)
+            keep_reference(engine)
+        loaded = checkpoints.load_newest() if self.is_resumed else None
+        if loaded is None and origin is not None:
+            loaded = self._load_origin(checkpoints, recipe, weights_only=origin.weights_only)
+        if loaded is None:
+            return Progress(), {}
+        saved = loaded.state
+        if saved.data_digest != digest_json(identity):
+            raise UsageError(
+                f"{loaded.directory.name} was trained on other data: put that back as it was, or begin"
+                f" another run with these weights alone (--from {loaded.directory} --weights-only)",
+                state.list_data_changes(saved.metrics.get("data", {}), identity),
+            )
+        engine.restore_loss_sums(saved.metrics["losses"])
+        for note in loaded.notes:
+            _log.info(note)
+        _log.info("goes on after step %d", saved.step)
+        return Progress.from_dump(saved.metrics["progress"]), dict(saved.metrics["task"])
+
+    def _load_origin(
+        self, checkpoints: Checkpoints, recipe: Recipe, *, weights_only: bool
+    ) -> LoadedCheckpoint | None:
+        """Load the checkpoint that the run begins with; None where only its weights are taken."""
+        checkpoint = run_on_rank_0(self.directory.find_initial_checkpoint)
+        assert checkpoint is not None
+        if weights_only:
+            checkpoints.load_weights(checkpoint)
+            _log.info("begins with the weights of %s", checkpoint)
+            return None
+        loaded = checkpoints.load_from(checkpoint)
+        refuse_mid_run(checkpoint, loaded.state.step, recipe)
+        return loaded
+
+    def _write_checkpoint_event(self, step: int) -> None:
+        if events.has_listener():
+            path = CheckpointDirectory(self.directory.checkpoints).get_path(step).absolute()
+            events.write_event("checkpoint", step=step, directory=str(path))
+
+    def _build_metrics(self, recipe: Recipe, step: int) -> MetricsWriter:
+        if dist.get_rank() != 0:
+            return MetricsWriter([])
+        sinks: list[Sink] = [JsonLines(self.directory.metrics)]
+        if recipe.metrics.tensorboard:
+            sinks.append(TensorBoard(self.directory.tensorboard, step))
+        if (prometheus := recipe.metrics.prometheus) is not None:
+            name = self.directory.root.absolute().name
+            sinks.append(PrometheusSink(prometheus, name, outcomes.count_earlier_launches()))
+        sinks += start_trackers(recipe, self.directory)
+        return MetricsWriter([*sinks, build_terminal_sink(recipe.train.steps, step)])
+
+
+def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
+    """Return what the model begins with, the same on every rank; say it.
+
+    Raises UsageError where it cannot be loaded, or is not what another rank has found.
+    """
+    weights: list[PretrainedWeights | None] = []
+
+    def find_weights() -> str:
+        weights.append(pretrained.find_recipe_weights(recipe))
+        return str(weights[0] or "random weights")
+
+    descriptions = run_on_all_ranks(find_weights)
+    if len(set(descriptions)) > 1:
+        raise UsageError(
+            f"model.path {recipe.model.path}: ranks find different weights",
+            [
+                f"rank {descriptions.index(description)}: {description}"
+                for description in dict.fromkeys(descriptions)
+            ],
+        )
+    if recipe.model.path is not None:
+        _log.info("begins with %s", pretrained.describe_weights(recipe, weights[0]))
+    return weights[0]
+
+
+def run_job(
+    job: Job,
+    runtime: Runtime,
+    device: torch.device,
+    watchdog: Watchdog,
+    train: Callable[[SessionBuilder], None],
+) -> None:
+    """Call `train` with the run directory held, unless the run is finished; raise what it raises."""
+    directory = RunDirectory(job.directory)
+    with ExitStack() as exit_stack:
+        stop = StopRequest(device)
+        run_on_rank_0(lambda: exit_stack.enter_context(directory.hold_lock()))
+        is_resumed = run_on_rank_0(lambda: _begin(job, directory))
+        if is_resumed is not None:
+            train(
+                SessionBuilder(
+                    job,
+                    runtime,
+                    device,
+                    watchdog,
+                    is_resumed=is_resumed,
+                    should_stop=stop.agree_to_stop,
+                )
+            )
+
+
+def _begin(job: Job, directory: RunDirectory) -> bool | None:
+    """Return whether there is a run to go on with, None where nothing is left to do; write its start."""
+    recipe, origin = job.recipe, Origin.from_start(job.start)
+    versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_packages()}
+    is_resumed = directory.check_start(recipe, job.start)
+    if not is_resumed:
+        if job.start.fresh:
+            directory.reference.unlink(missing_ok=True)
+        directory.write_start(recipe, job.dump(), versions, origin)
+    elif directory.is_finished(recipe):
+        _log.info(directory.describe_finished())
+        return None
+    else:
+        directory.write_resume(recipe, job.dump(), versions)
+    return is_resumed
