@@ -28,7 +28,7 @@ NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-c
 HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo lint test golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
+.PHONY: demo grpo lint test golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -65,6 +65,9 @@ $(FOREIGN): $(DEVELOP) Makefile
 
 demo: $(RUN)  ## train the demo recipe on this machine's CPU
 	$(VENV)/bin/mcore-bundle train demo --fresh
+
+grpo: $(DEVELOP)  ## GRPO on this machine's CPU, four seeds, each held against the bounds of benchmarks/grpo.py
+	$(VENV)/bin/python -m benchmarks.grpo
 
 lint: $(DEVELOP)  ## formatting, lint, types, names, and who may import whom
 	$(VENV)/bin/ruff check .

@@ -84,9 +84,12 @@ def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -
         world.initialize(rendezvous, store, runtime.collectives, timeout, device)
         with dog.extend_patience("importing megatron"):
             # Only now: it must meet the patches.
-            from bundle.training import trainer
+            if job.recipe.task == "rl":
+                from bundle.rl.trainer import run
+            else:
+                from bundle.training.trainer import run
         try:
-            trainer.run(job, runtime, device, dog)
+            run(job, runtime, device, dog)
         except Preempted:
             world.destroy()  # all ranks stop together; after any other error the others may never come
             raise

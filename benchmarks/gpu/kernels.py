@@ -69,7 +69,7 @@ EXPECTED: Mapping[str, str] = {
     "norms": r".*: .*(norm|ln_(fwd|bwd))",
     "optimizer": r".*: .*(multi_tensor|adam)",
     "gradients added in fp32": r"aten::add_: .*CUDAFunctor_add<float>",
-    "fused cross-entropy": r"triton_\w+(exp_sub|to_copy_copy)",
+    "fused cross-entropy": r"triton_\w+(exp_sub|to_copy_copy|div_split|index_put_rsub)",
 }
 # What one kind of training has beside it.
 EXPECTED_IN: Mapping[str, str] = {

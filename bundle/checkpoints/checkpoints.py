@@ -52,6 +52,7 @@ class Checkpoints:
         """
         self.directory, self.engine, self.keep, self.background = directory, engine, keep, background
         self.base_digests, self.on_published = base_digests, on_published
+        self.best_step: int | None = None  # of the checkpoint that stays whatever comes after it
         self._writing: tuple[int, megatron_checkpoints.AsyncSave] | None = None
 
     def save(self, train_state: state.TrainState) -> None:
@@ -182,7 +183,7 @@ class Checkpoints:
 
         def finish() -> None:
             manifest.write(partial, {name: digest for share in shares for name, digest in share.items()})
-            self.directory.publish(step, self.keep)
+            self.directory.publish(step, self.keep, self.best_step)
             self.on_published(step)
 
         run_on_rank_0(finish)

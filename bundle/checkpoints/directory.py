@@ -7,12 +7,12 @@ from pathlib import Path
 
 from bundle import files
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 MEGATRON = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
 _OWN_NAME = re.compile(
-    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_COMPLETE.pattern}|{LATEST}|\.{LATEST}\.\d+"
+    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_COMPLETE.pattern}|{LATEST}|\.{LATEST}\.\d+|{BEST}"
 )
 
 
@@ -48,8 +48,11 @@ class CheckpointDirectory:
         """Where the checkpoint of `step` is while it is written."""
         return self.root / f"{_PARTIAL}{step:08d}"
 
-    def publish(self, step: int, keep: int) -> None:
-        """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay."""
+    def publish(self, step: int, keep: int, best_step: int | None = None) -> None:
+        """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay.
+
+        That of `best_step` stays as well, and `best` names it.
+        """
         partial, complete = self.get_partial_path(step), self.get_path(step)
         for directory in (path for path in partial.rglob("*") if path.is_dir()):
             files.sync_directory(directory)  # `partial` itself is synced with the manifest, its last file
@@ -57,7 +60,10 @@ class CheckpointDirectory:
             self._remove(complete)
         partial.rename(complete)
         self._point_latest_at(step)  # syncs the new name too: what is older goes only then
-        for old in [earlier for earlier in self.list_steps() if earlier < step][keep - 1 :]:
+        if best_step is not None and best_step in self.list_steps():
+            files.write_text(self.root / BEST, f"{self.get_path(best_step).name}\n")
+        earlier_steps = [old for old in self.list_steps() if old < step and old != best_step]
+        for old in earlier_steps[keep - 1 :]:
             self._remove(self.get_path(old))
 
     def go_back_to(self, step: int) -> list[str]:

@@ -55,6 +55,15 @@ Epochs = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]
+Rollouts = Annotated[
+    Path | None,
+    typer.Option(
+        "--rollouts",
+        parser=read_path,
+        metavar="DIRECTORY",
+        help="Task rl: learn from the answers that a run wrote (its folder rollouts), and ask nothing.",
+    ),
+]
 StartFrom = Annotated[
     Path | None,
     typer.Option("--from", help="A checkpoint, or a run's newest, that a new run begins with."),

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ class JobRequest:
     resume: options.Resume = False
     start_from: options.StartFrom = None
     weights_only: options.WeightsOnly = False
+    rollouts: options.Rollouts = None
     backend: options.Backend = ""
     mcore: options.Mcore = ""
     allow_drift: options.AllowDrift = None
@@ -29,7 +31,8 @@ class JobRequest:
 
     def load_recipe(self, recipe: str) -> Recipe:
         """The recipe of that name or file, with what is said of its keys."""
-        return load(recipe, self.overrides or ())
+        replayed = [] if self.rollouts is None else [f"rl.rollout.path={json.dumps(str(self.rollouts))}"]
+        return load(recipe, [*(self.overrides or ()), *replayed])
 
     def find_run_directory(self, recipe: Recipe) -> Path:
         """Where the run lives."""

@@ -73,7 +73,7 @@ def train(
         bool, typer.Option("--json", help="Write one JSON event a line; all else goes to standard error.")
     ] = False,
 ) -> None:
-    """Train a recipe: pre-training, SFT or DPO. A stopped run goes on where its last checkpoint is."""
+    """Train a recipe: pre-training, SFT, DPO or RL. A stopped run goes on where its last checkpoint is."""
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:

@@ -16,6 +16,7 @@ from bundle.data.sources import Corrupt
 from bundle.data.store import TokenDocument
 from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from bundle.errors import UsageError
+from bundle.recipe.chat_template import NO_TEMPLATE
 from bundle.recipe.data import Data
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # what a conversation gives
@@ -29,17 +30,19 @@ def build_writer(data: Data, tokenizer: Tokenizer) -> "PlainTemplate | ChatTempl
     Raises UsageError for a tokenizer without a usable chat template.
     """
     if not data.has_template:
-        return PlainTemplate(tokenizer)
+        return PlainTemplate(tokenizer, has_headings=data.template != NO_TEMPLATE)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise UsageError(f"data.template: {data.tokenizer} takes no chat template; use data.template: plain")
     return ChatTemplate(tokenizer, data.date, data.template_arguments, data.template_text)
 
 
 class PlainTemplate:
-    """Plain headings like "### User", and the end of text after each turn of the assistant."""
+    """Headings like "### User", or none, and the end of text after each turn of the assistant."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, has_headings: bool = True) -> None:
+        """Without headings the texts follow each other with nothing between them."""
         self._tokenizer, self._end = tokenizer, np.uint32(tokenizer.end_of_text)
+        self._has_headings = has_headings
 
     def prepare(self, conversation: Conversation) -> Conversation:
         """Return the conversation. Raises Corrupt for what headings do not write."""
@@ -58,17 +61,21 @@ class PlainTemplate:
     def _build_pieces(self, conversation: Conversation) -> Pieces:
         pieces = []
         for index, message in enumerate(conversation.messages):
-            pieces.append((_format_heading(message["role"]), False, False))
+            pieces.append((self._format_heading(message["role"]), False, False))
             answers, learned = message["role"] == "assistant", index in conversation.learned_turns
-            pieces.append((f"{message['content']}\n", answers, learned))
+            end = "\n" if self._has_headings else ""
+            pieces.append((f"{message['content']}{end}", answers, learned))
         return pieces
 
     def write_prompt(self, messages: list[Message]) -> Pieces:
         """Return what the assistant speaks after, as a draft of which nothing is learned."""
         return [
             *self._build_pieces(self.prepare(Conversation(messages, ()))),
-            (_format_heading("assistant"), False, False),
+            (self._format_heading("assistant"), False, False),
         ]
+
+    def _format_heading(self, role: str) -> str:
+        return f"### {role.capitalize()}\n" if self._has_headings else ""
 
     def encode(self, drafts: Sequence[Pieces]) -> Iterator[TokenDocument]:
         """The tokens of each draft."""
@@ -77,10 +84,6 @@ class PlainTemplate:
             parts = [np.append(next(encoded), self._end) if ends else next(encoded) for _, ends, _ in pieces]
             learned = np.repeat([learned for _, _, learned in pieces], [len(part) for part in parts])
             yield TokenDocument(np.concatenate(parts), learned)
-
-
-def _format_heading(role: str) -> str:
-    return f"### {role.capitalize()}\n"
 
 
 class ChatTemplate:

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -28,12 +28,16 @@ ROWS_TOGETHER = 256
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One row: `ids` are the rendered question, `number` is its place among all rows of its set."""
+    """One row: `ids` are the rendered question, `number` is its place among all rows of its set.
+
+    `response` are the ids of the row's own answer; none without rl.warm_start_steps.
+    """
 
     number: int
     ids: tuple[int, ...]
     row: Mapping[str, Any]  # all columns, as read
     place: str  # file:line
+    response: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ class _Reader:
                 self.violations += error.violations or [str(error)]
                 continue
             questions += [
-                Question(len(questions) + number, ids, row, place)
-                for number, (place, row, ids) in enumerate(read)
+                Question(len(questions) + number, ids, row, place, response)
+                for number, (place, row, ids, response) in enumerate(read)
             ]
             sizes.append(len(read))
         lines = (*noted.corrupt.format_lines(), *noted.deleted.format_lines())[:MAX_REASONS]
@@ -157,19 +161,24 @@ class _Reader:
 
     def _read(
         self, sources: Iterable[DataFile], errors: DataErrors, *, is_learned: bool
-    ) -> Iterator[tuple[str, Values, tuple[int, ...]]]:
-        """Yield the place, the row and the ids of each question; `errors` note the other rows."""
+    ) -> Iterator[tuple[str, Values, tuple[int, ...], tuple[int, ...]]]:
+        """Yield place, row, ids and response of each question; `errors` note the other rows."""
         read = read_rows([*sources], None, errors)
         drafted = errors.convert_rows(read, lambda row: (row, self._draft(row, is_learned=is_learned)))
         while batch := [*islice(drafted, ROWS_TOGETHER)]:
-            documents = self._writer.encode([draft for _, (_, draft) in batch])
-            for (place, (row, _)), document in zip(batch, documents, strict=True):
-                ids = tuple(document.ids.tolist())
-                if self._fits(place, ids, errors):
-                    yield place, row, ids
+            documents = iter(self._writer.encode([draft for _, (_, drafts) in batch for draft in drafts]))
+            for place, (row, drafts) in batch:
+                ids, *responses = [next(documents) for _ in drafts]
+                question = tuple(ids.ids.tolist())
+                response = tuple(responses[0].ids[responses[0].loss_mask].tolist()) if responses else ()
+                if self._fits(place, question, response, errors):
+                    yield place, row, question, response
 
-    def _draft(self, row: Values, *, is_learned: bool) -> Any:
-        """Return the rendered question of a row. Raise Corrupt for a row that is not a question."""
+    def _draft(self, row: Values, *, is_learned: bool) -> list[Any]:
+        """Return the question of a row, and with its answer where that is learned first.
+
+        Raise Corrupt for a row that is not a question.
+        """
         messages = read_prompt(row, self._data.fields.prompt)
         answer: Message = {"role": "assistant", "content": "."}
         # With an answer it is a conversation, which has the row's system message, tools and images.
@@ -182,16 +191,22 @@ class _Reader:
             raise Corrupt(f"has {conversation.media[0].kind}s, and questions are text")
         if reason := find_missing_reference(self._rl.rewards, row, self._data.fields.response):
             raise Corrupt(reason)
-        if is_learned and self._rl.warm_start_steps:
-            try:
-                read_conversation(row, self._data)
-            except Corrupt as error:
-                raise Corrupt(f"rl.warm_start_steps: learns the row's own answer: {error}") from error
-        return self._writer.write_prompt(conversation.messages[:-1])
+        question = self._writer.write_prompt(conversation.messages[:-1])
+        if not (is_learned and self._rl.warm_start_steps):
+            return [question]
+        try:
+            answered = read_conversation(row, self._data)
+        except Corrupt as error:
+            raise Corrupt(f"rl.warm_start_steps: learns the row's own answer: {error}") from error
+        answered = replace(answered, learned_turns=[len(answered.messages) - 1])
+        (drafts,) = self._writer.draft([self._writer.prepare(answered)])
+        if isinstance(drafts, Corrupt):
+            raise drafts
+        return [question, drafts[-1][0]]
 
-    def _fits(self, place: str, ids: tuple[int, ...], errors: DataErrors) -> bool:
+    def _fits(self, place: str, ids: tuple[int, ...], response: tuple[int, ...], errors: DataErrors) -> bool:
         """Return whether the longest answer has room behind a question; `errors` note where it has not."""
-        longest = self._rl.rollout.max_completion_length
+        longest = max(self._rl.rollout.max_completion_length, len(response))
         if not ids:
             errors.add(place, "the question is not a single token")
         elif len(ids) + longest > self._room:

@@ -23,6 +23,7 @@ from bundle.engine.losses import (
     compute_factors,
 )
 from bundle.engine.microbatch import Mean, MicroBatch, build_blanks
+from bundle.engine.reference import HostReference
 from bundle.engine.replay import RouterReplay
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
@@ -88,6 +89,7 @@ class Engine:
                 self.models[-1], trunk=mtp_options.detach_trunk, embeddings=mtp_options.detach_embeddings
             )
         self._objective = objective
+        self._reference: HostReference | None = None
         self._tap = LossTap(
             self.models[-1],
             depths=recipe.architecture.mtp_layers,
@@ -181,9 +183,26 @@ class Engine:
         return collect_scores(batches, local_scores, self.groups, self.device)[: len(micro_batches)]
 
     def compute_reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The log-probabilities of `compute_log_probs` by the model without its adapters."""
-        with adapters.disable_adapters(self.models):
+        """The log-probabilities of `compute_log_probs` by the model that is compared with.
+
+        That is the model without its adapters; without any, the one that `keep_reference` has seen. Raises
+        ValueError where there is neither.
+        """
+        if self.recipe.model.lora is not None:
+            reference = adapters.disable_adapters(self.models)
+        elif self._reference is not None:
+            self.gather_weights()
+            reference = self._reference.swap_in()
+        else:
+            raise ValueError(
+                "reference: there is none without adapters. Call keep_reference before training."
+            )
+        with reference:
             return [scores.log_probs for scores in self.compute_log_probs(micro_batches)]
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the present weights on the host, for `compute_reference_log_probs`."""
+        self._reference = HostReference(self.models)
 
     def take_losses(self) -> Losses:
         """The mean losses of everything run since the last call."""

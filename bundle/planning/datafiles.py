@@ -14,8 +14,10 @@ from typing import NamedTuple
 from bundle import files, hub
 from bundle.errors import UsageError
 from bundle.recipe.data import DataKind
+from bundle.recipe.loading import DIRECTORY as RECIPES
 
 STDLIB = "stdlib"
+BUILT_IN = "builtin:"  # begins the name of a file that comes with the package
 MEGATRON = "megatron"
 # Tests hold deliberately broken sources, and what pip installed is not the standard library.
 SKIPPED_DIRECTORIES = frozenset(
@@ -122,6 +124,11 @@ def _find_stdlib_files() -> Iterator[DataFile]:
 
 def _find_sources(path: str, kind: DataKind | None, unreadable: list[str]) -> Iterator[DataFile]:
     """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
+    if path.startswith(BUILT_IN):
+        location = RECIPES / "data" / path.removeprefix(BUILT_IN)
+        if location.parent == RECIPES / "data" and files.is_file(location):
+            yield DataFile(location, path, kind or _find_kind(location.name))
+        return
     is_repository = hub.is_reference(path, "dataset")
     path = hub.find_local_path(path, "dataset")
     location = Path(find_index(path, kind))

@@ -101,6 +101,7 @@ def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[Jo
         ("model.path", recipe.model.path),
         ("model.lora.path", lora.path if lora else None),
         ("data.tokenizer", tokenizer if kind == "hf" else None),
+        ("rl.rollout.path", recipe.rl.rollout.path if recipe.rl else None),
         ("--from", str(origin) if origin else None),
     )
     for key, value in named_values:

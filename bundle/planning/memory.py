@@ -24,6 +24,7 @@ from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import format_bytes
 from bundle.planning.activations import ActivationBytes, estimate_activations
 from bundle.planning.layout import ModelChunk, RankLayout
+from bundle.planning.rollout import RolloutBytes, estimate_rollout
 from bundle.planning.size import BF16, FP8_WEIGHTS, FP32, Parameter, list_parameters, list_trained_parameters
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
@@ -67,11 +68,13 @@ class MemoryEstimate(NamedTuple):
     stage: int
     states: StateBytes
     activations: ActivationBytes
+    rollout: RolloutBytes = RolloutBytes()
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment of a step."""
-        return self.states.total + self.activations.total
+        """Bytes at the worst moment of a step: nothing is learned while answers are sampled."""
+        worst = max(self.activations.total, self.rollout.transient)
+        return self.states.total + self.rollout.weights + worst
 
 
 def estimate_memory(
@@ -79,11 +82,13 @@ def estimate_memory(
 ) -> tuple[MemoryEstimate, ...]:
     """The estimate of every pipeline stage."""
     buffers = StateBuffers.from_recipe(recipe, layout, traits, code)
+    rollout = estimate_rollout(recipe, layout.world)
     return tuple(
         MemoryEstimate(
             stage=stage,
             states=buffers.compute_largest_bytes(stage),
             activations=estimate_activations(recipe, layout, stage, traits, code),
+            rollout=rollout,
         )
         for stage in range(len(layout.stages))
     )

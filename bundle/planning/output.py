@@ -98,6 +98,8 @@ def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) ->
             **to_json_value(memory.states),
             "activations_held": memory.activations.saved,
             "activations_passing": memory.activations.transient,
+            "rollout_weights": memory.rollout.weights,
+            "rollout_passing": memory.rollout.transient,
             "total": memory.total,
         },
         "in_flight": list(memory.activations.in_flight),
@@ -223,6 +225,15 @@ def _format_length(plan: Plan) -> str:
     train = plan.recipe.train
     if train.epochs is not None:
         return f"{train.epochs:g} epochs: `check` tokenises the data, and then says how many steps they are"
+    if (rl := plan.recipe.rl) is not None:
+        updates = rl.answers_per_step // train.global_batch_size * rl.num_iterations
+        warm_start = f", the first {rl.warm_start_steps:,} on the rows' own answers" * bool(
+            rl.warm_start_steps
+        )
+        return (
+            f"{train.steps:,} updates{warm_start}; {rl.prompts_per_step:,} questions x"
+            f" {rl.num_generations:,} answers are {updates:,} update{'s' * (updates != 1)}"
+        )
     return f"{train.steps:,} steps, {train.steps * train.global_batch_size:,} samples"
 
 
@@ -353,6 +364,9 @@ def _format_memory(plan: Plan) -> Iterator[str]:
             f"activations {format_bytes(activations.saved)} ({max(activations.in_flight)} in flight)",
             f"passing {format_bytes(activations.transient)}",
         ]
+        if stage.rollout.weights:
+            rollout_bytes = format_bytes(stage.rollout.weights), format_bytes(stage.rollout.transient)
+            parts.append("rollout engine {}, and {} while nothing is learned".format(*rollout_bytes))
         if states.host:
             parts.append(f"and on the host {format_bytes(states.host)}")
         yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}"

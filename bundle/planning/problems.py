@@ -98,8 +98,6 @@ def find_backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
     """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
-    if recipe.task == "rl":
-        yield to_recipe_problem("task: rl is checked, and no command trains it yet. Use sft or dpo.")
     refused = can.list_attention_refusals(recipe, hardware.generation.value)
     yield from (to_recipe_problem(f"model.attention: {reason}") for reason in refused)
     yield from (

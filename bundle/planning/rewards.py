@@ -14,7 +14,12 @@ _SOURCE_BYTES = 2**24
 
 
 def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what is missing for the rewards of a recipe; no file is executed."""
+    """Yield what is missing for the rewards of a recipe, and for answers of files; no file is executed."""
+    answers = recipe.rl.rollout.path if recipe.rl else None
+    if answers is not None and not files.is_file(Path(answers) / "step-00000000.jsonl"):
+        yield to_recipe_problem(
+            f"rl.rollout.path: {answers} has no step-00000000.jsonl. Name the folder `rollouts` of a run."
+        )
     for number, reward in enumerate(recipe.rl.rewards if recipe.rl else ()):
         key = f"rl.rewards.{number}"
         if reward.function is not None and (reason := _find_defect(*split_function(reward.function))):

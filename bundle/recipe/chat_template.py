@@ -6,7 +6,9 @@ from pathlib import Path
 from bundle import files
 from bundle.errors import UsageError, find_nearest, format_suggestion
 
-PLAIN_TEMPLATE, TOKENIZER_TEMPLATE = "plain", "chat"  # without a template; the tokenizer's own
+# Roles as headings; nothing but the texts; the tokenizer's own.
+PLAIN_TEMPLATE, NO_TEMPLATE, TOKENIZER_TEMPLATE = "plain", "none", "chat"
+NAMES = (PLAIN_TEMPLATE, NO_TEMPLATE, TOKENIZER_TEMPLATE)
 DIRECTORY = Path(__file__).parent / "templates"
 SUFFIX = ".jinja"
 MOST_BYTES = 2**20  # bytes; published ones have less than 2**15
@@ -27,11 +29,8 @@ def read_text(name: str) -> str:
     """Return the text of a built-in template or of a file. Raise UsageError saying why there is none."""
     names = list_built_in()
     if name not in names and not name.endswith(SUFFIX):
-        near = format_suggestion(find_nearest(name, (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE, *names)))
-        raise UsageError(
-            f"{name} is no template{near}. Choose {PLAIN_TEMPLATE}, {TOKENIZER_TEMPLATE},"
-            f" {', '.join(names)} or FILE{SUFFIX}"
-        )
+        near = format_suggestion(find_nearest(name, (*NAMES, *names)))
+        raise UsageError(f"{name} is no template{near}. Choose {', '.join((*NAMES, *names))} or FILE{SUFFIX}")
     path = DIRECTORY / f"{name}{SUFFIX}" if name in names else Path(name)
     try:
         text = files.read_content(path, MOST_BYTES).decode()

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bundle.recipe.chat_template import PLAIN_TEMPLATE, TOKENIZER_TEMPLATE
+from bundle.recipe.chat_template import NAMES as TEMPLATE_NAMES
+from bundle.recipe.chat_template import NO_TEMPLATE, PLAIN_TEMPLATE
 from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Section, make_optional
 
 # 256 bytes, end of text, padding.
@@ -208,8 +209,9 @@ class Data(Section):
     template: str = Field(
         default=PLAIN_TEMPLATE,
         min_length=1,
-        description="SFT, DPO: `plain`, roles as headings; `chat`, the tokenizer's chat template; `chatml`;"
-        " or FILE.jinja, whose text stands in the job for the file and is exported with the tokenizer."
+        description="SFT, DPO, RL: `plain`, roles as headings; `none`, the texts alone; `chat`, the"
+        " tokenizer's chat template; `chatml`; or FILE.jinja, whose text stands in the job for the file and"
+        " is exported with the tokenizer."
         " Left out: chat, if the tokenizer has a template.",
     )
     date: str | None = Field(
@@ -230,12 +232,12 @@ class Data(Section):
     @property
     def has_template(self) -> bool:
         """Whether a chat template writes the rows."""
-        return self.template != PLAIN_TEMPLATE
+        return self.template not in (PLAIN_TEMPLATE, NO_TEMPLATE)
 
     @property
     def template_text(self) -> str | None:
         """The chat template that takes the place of the tokenizer's; None where none does."""
-        return None if self.template in (PLAIN_TEMPLATE, TOKENIZER_TEMPLATE) else self.template
+        return None if self.template in TEMPLATE_NAMES else self.template
 
     @property
     def data_sets(self) -> list[tuple[str, ...]]:

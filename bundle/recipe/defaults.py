@@ -1,13 +1,14 @@
 """What a recipe leaves out, by the kind of training: values of published recipes, each with its source.
 
 Most kinds train published weights. What else begins with random weights, such as SFT of them, keeps the
-defaults of the schema. Reinforcement learning becomes one more kind.
+defaults of the schema.
 """
 
 from typing import Any, NamedTuple
 
 SFT, LORA_SFT = "full SFT", "LoRA SFT"
 DPO, LORA_DPO = "full DPO", "LoRA DPO"
+RL, LORA_RL = "full RL", "LoRA RL"
 CONTINUED, LORA_CONTINUED = "continued pre-training", "LoRA continued pre-training"
 PRETRAINING = "pre-training"
 # By task, and whether adapters are trained.
@@ -16,6 +17,8 @@ KINDS = {
     ("sft", True): LORA_SFT,
     ("dpo", False): DPO,
     ("dpo", True): LORA_DPO,
+    ("rl", False): RL,
+    ("rl", True): LORA_RL,
     ("pretrain", False): CONTINUED,
     ("pretrain", True): LORA_CONTINUED,
 }
@@ -52,6 +55,9 @@ _SWIFT_PACKED = "ms-swift examples/megatron/dense/qwen3_32b.sh"
 _SWIFT_LORA = "ms-swift examples/megatron/lora/dense.sh"
 _SWIFT_DPO = "ms-swift examples/megatron/rlhf/dpo/packing.sh"
 _SWIFT_PRETRAIN = "ms-swift examples/megatron/pretrain.sh"
+_SWIFT_GRPO = "ms-swift examples/megatron/grpo/dense_colocate.sh"
+_SWIFT_LORA_GRPO = "ms-swift examples/megatron/grpo/moe_colocate_lora.sh"
+_SLIME = "slime scripts/run-qwen3-4B.sh"
 _TULU = "open-instruct docs/tulu3.md"
 _ZEPHYR = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
 _ZEPHYR_LORA = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
@@ -96,6 +102,13 @@ _DPO_OPTIMIZER = (
     Default("optimizer.clip_grad", 1.0, _ARGUMENTS),
     Default("optimizer.schedule", "cosine", _ZEPHYR),
 )
+_RL_OPTIMIZER = (
+    Default("optimizer.warmup_ratio", 0.0, f"{_SLIME} (names none)"),
+    Default("optimizer.weight_decay", 0.1, _SLIME),
+    Default("optimizer.betas", (0.9, 0.98), _SLIME),
+    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS),
+    Default("optimizer.schedule", "constant", _SLIME),
+)
 _MERGED_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT)
 _ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA)
 
@@ -132,6 +145,21 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
         Default("data.packed", True, _SWIFT_DPO),
         Default("optimizer.lr", 5e-6, _ZEPHYR_LORA),
         *_DPO_OPTIMIZER,
+        _ADAPTER_EXPORT,
+    ),
+    RL: (
+        Default("model.dtype", "bf16", _SWIFT_GRPO),
+        Default("data.packed", True, _SWIFT_GRPO),
+        Default("optimizer.lr", 1e-6, _SLIME),
+        *_RL_OPTIMIZER,
+        _MERGED_EXPORT,
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO),
+    ),
+    LORA_RL: (
+        Default("model.dtype", "bf16", _SWIFT_LORA_GRPO),
+        Default("data.packed", True, _SWIFT_LORA_GRPO),
+        Default("optimizer.lr", 5e-5, _SWIFT_LORA_GRPO),
+        *_RL_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
     CONTINUED: (

@@ -288,7 +288,7 @@ def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str
     name = data.get("template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or chat_template.is_text(name):
         return {}
-    if name in (chat_template.PLAIN_TEMPLATE, chat_template.TOKENIZER_TEMPLATE):
+    if name in chat_template.NAMES:
         return {}
     path = ("data", "template")
     try:

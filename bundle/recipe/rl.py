@@ -44,6 +44,12 @@ class RLRollout(Section):
         " needs the probabilities of all tokens.",
     )
     max_completion_length: Count = Field(default=256, description="Longest answer [tokens].")
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder `rollouts` of a run: learn from the answers that it wrote, and ask nothing."
+        " null: ask.",
+    )
     stop: Names = Field(
         default=(),
         description="Texts of one token each that end an answer, beside the tokenizer's end of text and what"
@@ -250,8 +256,8 @@ class RL(Section):
         return self.loss.temperature or self.rollout.temperature
 
     @property
-    def divisor(self) -> float | None:
-        """What the sum over all tokens of a step is divided by; None where the loss is a mean."""
+    def divisor_per_answer(self) -> float | None:
+        """What each answer adds to the divisor of an update; None where the loss is a mean."""
         if self.loss.mean != "constant":
             return None
-        return self.answers_per_step * (self.loss.divisor or self.rollout.max_completion_length)
+        return self.loss.divisor or self.rollout.max_completion_length

@@ -104,6 +104,17 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
             f"{train.global_batch_size} does not divide the {answers} answers of a step"
             f" (rl.prompts_per_step {rl.prompts_per_step} x rl.num_generations {rl.num_generations}).",
         )
+    if train.epochs is None and rl.warm_start_steps >= train.steps:
+        yield (
+            "rl.warm_start_steps",
+            f"{rl.warm_start_steps} leaves none of the {train.steps} updates to rewards. Raise train.steps.",
+        )
+    if rl.warm_start_steps and rl.loss.kl and recipe.model.lora is None:
+        yield (
+            "rl.loss.kl",
+            f"{rl.loss.kl:g} is the distance from the model before the {rl.warm_start_steps} updates of"
+            " rl.warm_start_steps. Set one of them to 0.",
+        )
     if train.epochs is not None:
         yield "train.epochs", f"{train.epochs:g} counts rows, and rl counts updates. Give train.steps."
     if rl.old_log_probs == "trainer" and rl.loss_temperature != rl.rollout.temperature:

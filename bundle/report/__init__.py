@@ -4,7 +4,6 @@ It is one HTML file that needs no network, its curves drawn by plotly, its text 
 a run directory are data from outside: bounded, most may be missing.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from bundle.errors import EnvironmentUnfit, UsageError, format_bytes
 from bundle.files import read_content
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import flatten
+from bundle.report.reading import parse_json
+from bundle.report.samples import SampleAnswer, read_samples
 
 # Points of a curve that are drawn. Of more, the lowest and highest of each stretch stay: they are looked for.
 MAX_POINTS = 2000
@@ -51,6 +52,7 @@ class RunReport:
     versions: Mapping[str, Any]
     result: Mapping[str, Any]
     unread: tuple[str, ...]  # what there was to read and could not be
+    samples: tuple[SampleAnswer, ...] = ()  # of task rl
 
     def find_plan_value(self, *keys: str) -> Any:
         """A value of the plan by its keys, None where there is none."""
@@ -77,7 +79,8 @@ def read_run(directory: Path) -> RunReport:
     )
     plan = job.get("plan")
     planned = {**(plan if isinstance(plan, dict) else {}), "recipe": job.get("recipe")} if job else {}
-    run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread))
+    samples = read_samples(directory, unread)
+    run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread), samples)
     if _is_drawable(run):
         return run
     return replace(run, plan={}, unread=(*unread, "job.json: no job as a launcher writes it"))
@@ -100,7 +103,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
     seen: dict[str, dict[int, float]] = {}
     broken = 0
     for line in data.splitlines():
-        report = _parse_json(line)
+        report = parse_json(line)
         step = report.pop("step", None) if isinstance(report, dict) else None
         if type(step) is not int:
             broken += bool(line.strip())
@@ -119,7 +122,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
 def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     """The JSON object in a file; an empty one where there is no file, or no object in it."""
     try:
-        document = _parse_json(read_content(path, _FILE_LIMIT))
+        document = parse_json(read_content(path, _FILE_LIMIT))
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -131,22 +134,22 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     return document
 
 
-def _parse_json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
 # Title of a chart -> beginnings of the names of the numbers on it. What fits nowhere gets a chart of its own.
 CHARTS: Mapping[str, tuple[str, ...]] = {
+    "Reward": ("reward/mean", "evaluation/reward"),
+    "Accuracy on questions that are not learned": ("evaluation/accuracy", "evaluation/pass@"),
+    "Tokens of an answer": ("completions/m", "evaluation/mean_length"),
+    "Shares of groups and answers": ("groups/flat", "groups/small", "completions/truncated"),
+    "Entropy, nats": ("train/entropy",),
+    "Mismatch of rollout engine and trainer": ("train/mismatch/",),
+    "Shares of clipped tokens": ("train/clip_fraction/",),
     "Loss, nats per token": ("train/loss", "validation/loss"),
     "Losses of multi-token prediction, nats per token": ("train/mtp_", "validation/mtp_"),
     "Rewards of preferences": ("train/rewards/", "validation/rewards/"),
     "Norm of the gradient": ("train/grad_norm",),
     "Learning rate": ("train/learning_rate",),
     "Tokens a second": ("train/tokens_per_second",),
-    "Time, seconds": ("train/step_seconds", "seconds/"),
+    "Time, seconds": ("train/step_seconds", "seconds/", "rollout/seconds", "reward/seconds"),
     "Model TFLOP/s of a device": ("train/tflops",),
     "Model FLOPs utilisation (MFU)": ("train/mfu",),
     "Time left, seconds": ("train/seconds_left",),

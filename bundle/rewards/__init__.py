@@ -7,6 +7,7 @@ from bundle.rewards.judging import (
     Judgement,
     Verdict,
     check_failed_share,
+    join_judgements,
     judge_all,
 )
 from bundle.rewards.pool import RewardPool
@@ -21,5 +22,6 @@ __all__ = [
     "Verdict",
     "check_failed_share",
     "find_reference",
+    "join_judgements",
     "judge_all",
 ]

@@ -80,6 +80,23 @@ def judge_all(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, f
     )
 
 
+def join_judgements(parts: Sequence[Judgement]) -> Judgement:
+    """Return the judgement of all answers, those of each part behind those of the part before."""
+    failures: dict[tuple[str, FailureKind], int] = {}
+    for part in parts:
+        for key, count in part.failures.items():
+            failures[key] = failures.get(key, 0) + count
+    reasons = [part.first_reason for part in parts if part.first_reason is not None]
+    return Judgement(
+        rewards=[reward for part in parts for reward in part.rewards],
+        values={name: [value for part in parts for value in part.values[name]] for name in parts[0].values},
+        failures=failures,
+        failed=sum(part.failed for part in parts),
+        unjudged=sum(part.unjudged for part in parts),
+        first_reason=reasons[0] if reasons else None,
+    )
+
+
 def check_failed_share(failed: int, answers: int, limit: float, first_reason: str | None) -> None:
     """Raise JobFailed where rewards failed on more than a share `limit` of the answers of a step."""
     if failed > limit * answers:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bundle.architectures import Architecture
 from bundle.errors import JobFailed, UsageError
+from bundle.planning.rollout import MOST_ROWS
 from bundle.rollouts import Answer, Request, Sampling
 from bundle.rollouts.sampling import sample_answers
 from bundle.rollouts.twins import TwinBuilder
@@ -27,7 +28,7 @@ class TransformersRollout:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        batch_limit: int = 256,
+        batch_limit: int = MOST_ROWS,
     ) -> None:
         """`config` is the Hugging Face config; `batch_limit` are the rows that are sampled at once.
 

@@ -65,6 +65,7 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"  # one folder per checkpoint
         # What the ranks of each launch said; kept by a fresh start, which is itself logged there.
         self.logs = root / "logs"
+        self.rollouts = root / "rollouts"  # answers of task rl, a file for each step
         self.result = root / "result.json"  # written when the run is finished, and only then
 
     def build_export_path(self, kind: str, step: int | None = None) -> Path:

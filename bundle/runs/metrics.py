@@ -41,9 +41,28 @@ _NOT_IN_LINE = (
     "train/mfu",
     "train/straggler_ratio",
     "train/loss_spikes",
+    "train/approx_kl",
+    "reward/std",
+    "reward/failed",
+    "reward/unjudged",
+    "reward/seconds",
+    "completions/max_length",
+    "completions/truncated",
+    "groups/small",
+    "groups/skipped_steps",
+    "evaluation/mean_length",
+    "evaluation/failed",
+)
+_NOT_IN_LINE_PREFIXES = (
+    "train/clip_fraction/",
+    "train/mismatch/",
+    "train/ratio/",
+    "train/correction/",
+    "reward/failed/",
+    "rollout/",
 )
 # What an event is called that holds such numbers; any other is a step.
-_EVENTS = {"validation": "evaluation", "data": "data"}
+_EVENTS = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
 
 
 class Sink(Protocol):
@@ -157,7 +176,11 @@ def build_terminal_sink(steps: int, done: int, stream: TextIO = sys.stdout) -> S
 
 def _format_line(values: Mapping[str, float]) -> str:
     """Return what a person watches: losses, tokens a second, peak memory and the time that is left."""
-    words = [f"{name} {_format_value(value)}" for name, value in values.items() if name not in _NOT_IN_LINE]
+    words = [
+        f"{name} {_format_value(value)}"
+        for name, value in values.items()
+        if name not in _NOT_IN_LINE and not name.startswith(_NOT_IN_LINE_PREFIXES)
+    ]
     if _SPEED in values:
         words.append(f"tokens/s {values[_SPEED]:,.0f}")
     if _MEMORY in values:

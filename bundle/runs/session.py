@@ -87,9 +87,14 @@ class Session:
         """Whether the last update of the recipe is made."""
         return self.progress.step >= self.recipe.train.steps
 
-    def is_due(self, interval: int) -> bool:
-        """Return whether something that happens every `interval` updates (0: never) is due now."""
-        return interval > 0 and self.progress.step % interval == 0
+    def is_due(self, interval: int, previous_step: int | None = None) -> bool:
+        """Return whether something that happens every `interval` updates (0: never) is due now.
+
+        It is due when a multiple was reached since `previous_step`, by default the update before.
+        """
+        step = self.progress.step
+        previous_step = step - 1 if previous_step is None else previous_step
+        return interval > 0 and step // interval > previous_step // interval
 
     def make_update(self, learn: Callable[[], StepSizes], samples: int) -> StepResult:
         """Make one update of the weights: `learn` adds the gradients and returns what it learned from.
@@ -154,9 +159,10 @@ class Session:
                 exporting.export(directory, self.recipe, engine.models, engine.groups, self.end_tokens)
         _log.info("exported to %s", directory)
 
-    def export_if_due(self) -> None:
-        """Write an export of a step before the last, where one is due."""
-        if self.progress.step and self.is_due(self.recipe.checkpoint.export_interval):
+    def export_if_due(self, previous_step: int | None = None) -> None:
+        """Write an export of a step before the last, where one is due (`is_due`)."""
+        is_due = self.is_due(self.recipe.checkpoint.export_interval, previous_step)
+        if self.progress.step and not self.is_last_step and is_due:
             self.export(self.progress.step)
 
     def _save(self) -> None:

@@ -8,7 +8,7 @@ and by the weights that they are of; a killed job goes on with those that it fin
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from bundle import files
 from bundle.data import Corpus, SampleBatch
 from bundle.distributed.watchdog import Watchdog
 from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
-from bundle.engine import Engine
+from bundle.engine import Engine, MicroBatch
 from bundle.errors import JobFailed
 from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe
@@ -99,7 +99,7 @@ def compute_log_probs(
                 " they are of"
                 " have been trained since; put the file back, or begin the run anew (--fresh)"
             )
-        scored = engine.compute_reference_log_probs(micro_batches)
+        scored = _score(engine, micro_batches)
         sums = np.concatenate([_sum_log_probs(*pair) for pair in zip(scored, host_batches, strict=True)])
         for rank_numbers, rank_sums in run_on_all_ranks(
             partial(_report_sums, numbers[is_document], sums[is_document], is_reporter=is_reporter)
@@ -120,6 +120,13 @@ def _report_sums(
     if not np.isfinite(sums).all():
         raise JobFailed("the reference's log-probability of an answer is no finite number")
     return (numbers, sums) if is_reporter else (numbers[:0], sums[:0])
+
+
+def _score(engine: Engine, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Return the log-probabilities by the reference; without adapters the weights are still its own."""
+    if engine.recipe.model.lora is not None:
+        return engine.compute_reference_log_probs(micro_batches)
+    return [scores.log_probs for scores in engine.compute_log_probs(micro_batches)]
 
 
 def _sum_log_probs(scored: Tensor, batch: SampleBatch) -> Numbers:

@@ -30,6 +30,17 @@ def test_the_newest_stay_and_latest_names_the_last(kept):
     assert sorted(p.name for p in kept.root.iterdir()) == ["latest", "step-00000300", "step-00001000"]
 
 
+def test_the_best_stays_whatever_comes_after_it_and_is_named(kept):
+    for step, best in ((10, None), (20, 20), (30, 20), (40, 40), (50, 40), (60, 40)):
+        partial = kept.create_partial(step)
+        manifest.write(partial, {})
+        kept.publish(step, 1, best)
+    assert kept.list_steps() == [60, 40]
+    assert (kept.root / "best").read_text() == "step-00000040\n"
+    kept.remove_all()
+    assert not [*kept.root.iterdir()]
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_after_a_fall_back_the_checkpoint_just_written_stays(kept, keep):
     for step in (10, 20, 30):

@@ -236,3 +236,52 @@ def test_files_without_rows_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (line,) = refuse(f"data.path={tmp_path}/a.txt", "data.source=null")
     assert line.startswith("data.path: ")
+
+
+def test_texts_alone_follow_each_other_and_the_rows_answer_ends_with_the_end_of_text(tmp_path):
+    rows = [
+        {"prompt": "1+2=", "response": "3", "answer": "3"},
+        {"prompt": "é?", "response": "ab", "answer": "x"},
+    ]
+    path = write(tmp_path / "train.jsonl", rows)
+    built = build(f"data.path={path}", "data.template=none", "rl.warm_start_steps=1")
+    questions = prepare_questions(built).training.questions
+    assert [bytes(question.ids).decode() for question in questions] == ["1+2=", "é?"]
+    assert [question.response for question in questions] == [(ord("3"), 256), (ord("a"), ord("b"), 256)]
+
+
+def test_an_own_answer_is_that_of_the_template_and_must_have_room(tmp_path):
+    rows = [{"prompt": "1+2=", "response": "3", "answer": "3"}]
+    path = write(tmp_path / "train.jsonl", rows)
+    (question,) = prepare_questions(build(f"data.path={path}", "rl.warm_start_steps=1")).training.questions
+    assert bytes(question.response[:-1]).decode() == "3\n" and question.response[-1] == 256
+    assert prepare_questions(build(f"data.path={path}")).training.questions[0].response == ()
+    write(path, [{**rows[0], "response": "9" * 200}])
+    (line,) = refuse(f"data.path={path}", "rl.warm_start_steps=1")
+    assert line.startswith(f"{path}:1") and "202" in line
+
+
+def test_files_of_the_package_are_read_by_their_name():
+    built = build(
+        "data.path=builtin:arithmetic-test.jsonl", "data.fields={prompt: question, response: answer}"
+    )
+    questions = prepare_questions(built).training.questions
+    assert len(questions) == 80 and questions[0].place == "builtin:arithmetic-test.jsonl:1"
+    for question in questions:
+        first, _, second = question.row["question"].rstrip("=").partition("+")
+        assert int(first) + int(second) == int(question.row["answer"])
+        assert all(int(a) + int(b) < 10 for a, b in zip(first, second, strict=True))
+    for wrong in ("builtin:none.jsonl", "builtin:../demo.yaml", "builtin:"):
+        with pytest.raises(UsageError) as caught:
+            prepare_questions(build(f"data.path={wrong}"))
+        assert caught.value.code == 2 and wrong in str(caught.value)
+
+
+def test_no_question_to_evaluate_with_is_learned():
+    rows: dict[str, set[str]] = {}
+    for name in ("train", "test"):
+        built = build(
+            f"data.path=builtin:arithmetic-{name}.jsonl", "data.fields={prompt: question, response: answer}"
+        )
+        rows[name] = {q.row["question"] for q in prepare_questions(built).training.questions}
+    assert len(rows["train"]) == 320 and not rows["train"] & rows["test"]

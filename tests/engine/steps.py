@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.engine.losses import score_labels
+from bundle.errors import JobFailed
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.numbers import DENSE, Bench, find_worst
 from tests.engine.experiments import EVEN, MODELS, engine, gradients, micro_batches, recipe
@@ -67,6 +68,49 @@ def left_out(bench: Bench) -> float:
         made.forward_backward(batches)
         goes_on = made.step().updated and ready.call_count == 2 * optimizers
         return 0.0 if still and told and goes_on else math.inf
+
+
+def refused(bench: Bench) -> float:
+    """Infinite if a step whose gradient is not finite on one rank goes through on any of them."""
+    with engine(bench, _job()) as made:
+        batches = micro_batches(made, texts(EVEN), "rows", "token")
+        made.forward_backward(batches)
+        made.step()
+        poison = math.nan if dist.get_rank() == 1 else 1.0
+        made.forward_backward(batches, lambda _, scores: scores.log_probs * poison)
+        try:
+            made.step()
+        except JobFailed as error:
+            return 0.0 if "step 2 " in str(error) else math.inf
+        return math.inf
+
+
+def compared(bench: Bench) -> float:
+    """How far a reference for all weights is from the model that it was kept of; infinite without one.
+
+    Or if the weights are not what they were after it was asked.
+    """
+    with engine(bench, _job()) as made:
+        batches = micro_batches(made, texts(EVEN), "rows", "token")
+        try:
+            made.compute_reference_log_probs(batches)
+        except ValueError:
+            made.keep_reference()
+        else:
+            return math.inf
+        wanted = [scores.log_probs for scores in made.compute_log_probs(batches)]
+        for _ in range(2):
+            made.forward_backward(batches)
+            made.step()
+        before = [p.detach().clone() for p in made.models[0].parameters()]
+        moved = [scores.log_probs for scores in made.compute_log_probs(batches)]
+        seen = made.compute_reference_log_probs(batches)
+        same = all(torch.equal(a, b) for a, b in zip(before, made.models[0].parameters(), strict=True))
+        away = max(float((a - b).abs().max()) for a, b in zip(wanted, moved, strict=True))
+        gap = max(float((a - b).abs().max()) for a, b in zip(wanted, seen, strict=True))
+        made.forward_backward(batches)  # and it trains on as if nobody had asked
+        goes_on = made.step().updated
+        return gap if same and away > 1e-3 and goes_on else math.inf
 
 
 def apart(bench: Bench) -> float:

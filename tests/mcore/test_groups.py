@@ -73,7 +73,7 @@ def describe_last_rank(layout: Parallel, world: int) -> dict[str, Any]:
     dist.init_process_group("fake", rank=world - 1, world_size=world, store=FakeStore())
     from bundle.mcore import groups
 
-    with runtime.megatron():
+    with runtime.megatron_calls():
         made = groups.initialize(layout, seed=1, timeout_seconds=60)
         random = {"drawn": drawn(), "drawn again": drawn()}
     axes = ("tp", "pp", "cp", "ep", "etp", "dp")

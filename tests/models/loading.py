@@ -154,7 +154,7 @@ def part(named, whole: torch.Tensor) -> torch.Tensor:
     whole = whole.detach().float()
     behind = named.compute_full_shape()[0] - len(whole)
     whole = torch.cat((whole, whole.new_zeros(behind, *whole.shape[1:]))) if behind else whole
-    return named.shard.of(whole) if named.shard else whole
+    return named.shard.extract(whole) if named.shard else whole
 
 
 if __name__ == "__main__":

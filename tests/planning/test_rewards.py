@@ -3,7 +3,6 @@
 import pytest
 
 from bundle.errors import ExitCode
-from bundle.planning import build_plan
 from bundle.planning.inputs import find_input_problems, find_local_inputs
 from bundle.planning.rewards import find_reward_problems
 from tests.data.test_questions import ROWS, build, write
@@ -62,6 +61,11 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     assert {one.key for one in find_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}
 
 
-def test_no_command_starts_to_train_a_policy():
-    plan = build_plan(build("data.path=x.jsonl", reward="{kind: exact}"), backend="cpu", per_node=1)
-    assert [p.code for p in plan.problems if p.text.startswith("task: rl ")] == [ExitCode.USAGE]
+def test_answers_of_files_must_be_here(tmp_path):
+    data = write(tmp_path / "rows.jsonl", ROWS)
+    recipe = build(f"data.path={data}", f"rl.rollout.path={tmp_path}")
+    (problem,) = find_reward_problems(recipe)
+    assert problem.code == ExitCode.USAGE and problem.text.startswith(f"rl.rollout.path: {tmp_path} ")
+    (tmp_path / "step-00000000.jsonl").touch()
+    assert [*find_reward_problems(recipe)] == []
+    assert "rl.rollout.path" in {one.key for one in find_local_inputs(recipe)}

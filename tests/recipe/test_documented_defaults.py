@@ -15,6 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
     [
         ("chats.md", (defaults.SFT, defaults.LORA_SFT)),
         ("preferences.md", (defaults.DPO, defaults.LORA_DPO)),
+        ("reinforcement-learning.md", (defaults.RL, defaults.LORA_RL)),
     ],
 )
 def test_a_page_has_the_defaults_of_its_task(page, kinds):

@@ -31,7 +31,7 @@ def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
 def test_every_built_in_recipe_loads_under_its_name_and_fits_two_ranks(name):
     recipe = load(name)
     assert recipe.name == name
-    assert recipe.parallel.minimal_world == 2
+    assert recipe.parallel.minimal_world in (1, 2)
     assert recipe.find_layout_violations(2) == []
 
 

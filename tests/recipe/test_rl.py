@@ -69,9 +69,9 @@ def test_each_loss_has_bounds_and_a_mean_of_its_own(kind, clip, mean):
 
 
 def test_the_constant_divisor_counts_answers_of_a_step_and_tokens_of_an_answer():
-    assert build().rl.divisor is None
-    assert build(loss={"mean": "constant"}).rl.divisor == 8 * 4 * 64
-    assert build(loss={"mean": "constant", "divisor": 3.0}).rl.divisor == 8 * 4 * 3
+    assert build().rl.divisor_per_answer is None
+    assert build(loss={"mean": "constant"}).rl.divisor_per_answer == 64
+    assert build(loss={"mean": "constant", "divisor": 3.0}).rl.divisor_per_answer == 3
     assert build(loss={"mean": "constant"}).loss_mean == "token"
 
 
@@ -113,6 +113,8 @@ BROKEN = [
     ("rl.rewards.0.feild", {"rewards": [MATH | {"feild": "answer"}]}, "rl.rewards.field"),
     ("rl.rewards", {"rewards": []}, "[]"),
     ("rl.max_failed", {"max_failed": 1.5}, "1.5"),
+    ("rl.warm_start_steps", {"warm_start_steps": 1000000}, "1000000"),
+    ("rl.loss.kl", {"warm_start_steps": 1, "loss": {"kl": 0.25}}, "0.25"),
 ]
 BATCH, LONGEST = "train.global_batch_size=32", "rl.rollout.max_completion_length=128"
 BROKEN_ELSEWHERE = [

@@ -123,3 +123,24 @@ def test_names_of_numbers_come_from_the_file_alone(tmp_path):
     run = write(tmp_path / "run", [{"step": 1, "</script>": 1}])
     assert json.loads((run / "metrics.jsonl").read_text()) == {"step": 1, "</script>": 1}
     assert set(read_run(run).curves) == {"</script>"}
+
+
+def test_answers_of_the_first_and_the_last_step_are_shown(tmp_path):
+    run = write(tmp_path / "run", [{"step": 1, "reward/mean": 1}])
+    rollouts = run / "rollouts"
+    rollouts.mkdir()
+    for step in range(3):
+        lines = [
+            {"prompt": f"<b>{step}?", "text": f"{step}-{answer}", "reward": None if answer else 0.5}
+            for answer in range(8)
+        ]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (rollouts / f"step-{step:08d}.jsonl").write_text(text + ("{\n" * 8 if step == 2 else ""))
+    found = read_run(run)
+    assert {sample.step for sample in found.samples} == {"step-00000000", "step-00000002"}
+    first = found.samples[0]
+    assert (first.question, first.text, first.reward) == ("<b>0?", "0-0", "0.5")
+    assert [sample.reward for sample in found.samples[:2]] == ["0.5", "none"]
+    assert found.unread == ("rollouts/step-00000002.jsonl: 2 lines are no answer",)
+    page = render_page([found])
+    assert "&lt;b&gt;0?" in page and "<b>0?" not in page

@@ -1,0 +1,12 @@
+"""JSON of files that may be damaged."""
+
+import json
+from typing import Any
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of a JSON text; None where it is no JSON."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,53 @@
+"""Sample answers of a run of task rl, for its page: a few of the first and of the last step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bundle.files import read_content
+from bundle.report.reading import parse_json
+
+_SHOWN = 4  # answers of a step
+_TEXT_LIMIT = 400  # characters of a question and of an answer
+_FILE_LIMIT = 1 << 28
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """One answer as a person reads it."""
+
+    step: str
+    question: str
+    text: str
+    reward: str
+
+
+def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]:
+    """Return the samples of a run directory; what cannot be read goes to `unread`."""
+    paths = sorted((directory / "rollouts").glob("step-*.jsonl"))
+    samples: list[SampleAnswer] = []
+    for path in dict.fromkeys((*paths[:1], *paths[-1:])):
+        try:
+            lines = read_content(path, _FILE_LIMIT).splitlines()
+        except OSError as error:
+            unread.append(f"rollouts/{path.name}: {error.strerror or error}")
+            continue
+        chosen = lines[:: max(1, len(lines) // _SHOWN)][:_SHOWN]
+        answers = [_build_sample(path, parse_json(line)) for line in chosen]
+        samples += [answer for answer in answers if answer is not None]
+        if None in answers:
+            unread.append(f"rollouts/{path.name}: {answers.count(None)} lines are no answer")
+    return tuple(samples)
+
+
+def _build_sample(path: Path, line: Any) -> SampleAnswer | None:
+    if not isinstance(line, Mapping) or not isinstance(line.get("text"), str):
+        return None
+    question, reward = line.get("prompt"), line.get("reward")
+    return SampleAnswer(
+        path.stem,
+        question[-_TEXT_LIMIT:] if isinstance(question, str) else "",
+        line["text"][:_TEXT_LIMIT],
+        f"{reward:.4g}" if type(reward) in (int, float) else "none",
+    )

@@ -1,0 +1,46 @@
+"""Accuracy on questions that are never learned: of the greedy answer, or pass@k of several answers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bundle.data.questions import Question
+from bundle.recipe.rl import RLReward
+from bundle.rewards.pool import name_rewards
+from bundle.rl.answers import AnswerBatch, Interviewer
+from bundle.rollouts import Sampling
+
+
+def evaluate(
+    interviewer: Interviewer,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    samples: int,
+    rewards: Sequence[RLReward],
+) -> dict[str, float]:
+    """Return the metrics of `samples` answers to each question.
+
+    An answer is right where the first reward of kind exact or math is 1; without such a reward, where the
+    weighted sum of all rewards is above 0. An answer without a verdict is not right.
+    """
+    batch = interviewer.ask(questions, -len(questions), samples, sampling)
+    is_right = find_right_answers(batch, rewards).reshape(len(questions), samples)
+    values = np.array(batch.judgement.rewards)
+    metrics = {
+        "evaluation/accuracy": float(is_right.mean()),
+        "evaluation/reward": float(np.nanmean(values)) if not np.isnan(values).all() else float("nan"),
+        "evaluation/mean_length": float(np.mean(batch.lengths)),
+        "evaluation/failed": batch.judgement.failed,
+    }
+    if samples > 1:
+        metrics[f"evaluation/pass@{samples}"] = float(is_right.any(1).mean())
+    return metrics
+
+
+def find_right_answers(batch: AnswerBatch, rewards: Sequence[RLReward]) -> NDArray[np.bool_]:
+    """Return which answers are right, [answers]."""
+    for name, reward in zip(name_rewards(rewards), rewards, strict=True):
+        if reward.kind != "python":
+            return np.equal(batch.judgement.values[name], 1)
+    return np.greater(batch.judgement.rewards, 0)

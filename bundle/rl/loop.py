@@ -1,0 +1,38 @@
+"""The algorithm of task rl: ask, judge, learn, evaluate, until the last update."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bundle.rl.trainer import PolicyTrainer
+
+
+def train(trainer: "PolicyTrainer") -> None:
+    """Train to the last update.
+
+    Raises Preempted after a checkpoint when told to stop; JobFailed for a gradient or a loss that is not
+    finite (`train.on_nan`: stop), for rewards that fail too often, and for too many steps without a group to
+    learn from.
+    """
+    session, recipe, rl = trainer.session, trainer.session.recipe, trainer.settings
+    if session.progress.step == 0 and not rl.warm_start_steps:
+        trainer.report_evaluation()
+    while session.progress.step < rl.warm_start_steps:
+        own_result = trainer.learn_own_answers()
+        if session.is_due(recipe.train.log_interval):
+            session.report(own_result)
+        if session.progress.step == rl.warm_start_steps:
+            trainer.report_evaluation()
+        is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_best
+        session.end_step(is_last=session.is_last_step, is_save_due=is_save_due)
+
+    while not session.is_last_step:
+        before = session.progress.step
+        batch = trainer.sample_answers()
+        experience, advantages = trainer.build_experience(batch)
+        result = trainer.learn(experience, advantages)
+        trainer.report(batch, advantages, result, before)
+        if session.is_last_step or session.is_due(trainer.evaluation_interval, before):
+            trainer.report_evaluation()
+        session.export_if_due(before)
+        is_save_due = session.is_due(recipe.checkpoint.interval, before) or trainer.is_best
+        session.end_step(is_last=session.is_last_step, is_save_due=is_save_due)

@@ -1,0 +1,106 @@
+"""Files of a run's answers, a line for each: rollouts/step-N.jsonl. A later run can learn from them."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bundle import files
+from bundle.data.questions import Question
+from bundle.data.tokenizers import Tokenizer
+from bundle.errors import UsageError
+from bundle.rewards import Judgement
+from bundle.rl.answers import AnswerBatch
+from bundle.rollouts import Answer
+
+_LIMIT = 1 << 32  # bytes of a file
+
+
+def find_path(directory: Path, number: int, attempt: int) -> Path:
+    """Return the file of the answers of a step, which count from 0; later attempts ask further questions."""
+    return directory / (f"step-{number:08d}-{attempt}.jsonl" if attempt else f"step-{number:08d}.jsonl")
+
+
+def write_batch(path: Path, batch: AnswerBatch, tokenizer: Tokenizer) -> None:
+    """Write the answers of a step. Every number is read back as the same one."""
+    path.parent.mkdir(exist_ok=True)
+    files.write_text(path, "".join(f"{json.dumps(line)}\n" for line in _dump(batch, tokenizer)))
+
+
+def read_batch(path: Path, questions: Sequence[Question]) -> AnswerBatch:
+    """Return the answers of a file to these questions.
+
+    Raises UsageError where the file cannot be read, or has answers to other questions.
+    """
+    text = files.read_text(path, _LIMIT)
+    if text is None:
+        raise UsageError(f"rl.rollout.path: {path} cannot be read. Name the folder `rollouts` of a run.")
+    try:
+        lines = [json.loads(line) for line in text.splitlines()]
+        batch = _load(lines, questions)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(f"rl.rollout.path: {path} is not a file of answers ({error}).") from error
+    prompt_ids = [line["prompt_ids"] for line in lines[:: batch.group_size]]
+    if prompt_ids != [list(question.ids) for question in questions]:
+        raise UsageError(
+            f"rl.rollout.path: {path} answers other questions. Give the recipe the data, the seed and the"
+            " rl.prompts_per_step of the run that wrote it."
+        )
+    return batch
+
+
+def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    judgement, size = batch.judgement, batch.group_size
+    prompts = [tokenizer.decode(question.ids) for question in batch.questions]
+    for number, (answer, text) in enumerate(zip(batch.answers, batch.texts, strict=True)):
+        question = batch.questions[number // size]
+        yield {
+            "place": question.place,
+            "question": answer.question,
+            "answer": answer.answer,
+            "prompt": prompts[number // size],
+            "prompt_ids": list(question.ids),
+            "ids": list(answer.ids),
+            "text": text,
+            "reward": _to_json(judgement.rewards[number]),
+            "rewards": {name: _to_json(column[number]) for name, column in judgement.values.items()},
+            "finish_reason": answer.finish_reason,
+            "log_probs": answer.log_probs.tolist(),
+            "versions": answer.versions.tolist(),
+        }
+
+
+def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question]) -> AnswerBatch:
+    if not lines or len(lines) % len(questions):
+        raise ValueError(f"{len(lines)} answers for {len(questions)} questions")
+    answers = tuple(
+        Answer(
+            line["question"],
+            line["answer"],
+            tuple(line["ids"]),
+            np.array(line["log_probs"], np.float32),
+            np.array(line["versions"], np.int32),
+            line["finish_reason"],
+        )
+        for line in lines
+    )
+    judgement = Judgement(
+        rewards=[_from_json(line["reward"]) for line in lines],
+        values={name: [_from_json(line["rewards"][name]) for line in lines] for name in lines[0]["rewards"]},
+        failures={},
+        failed=0,
+        unjudged=0,
+        first_reason=None,
+    )
+    return AnswerBatch(tuple(questions), answers, tuple(line["text"] for line in lines), judgement)
+
+
+def _to_json(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _from_json(value: float | None) -> float:
+    return math.nan if value is None else float(value)

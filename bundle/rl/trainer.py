@@ -1,0 +1,398 @@
+"""A run of task rl on one rank: asks, judges, learns, and hands the weights to the rollout engine."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bundle.architectures.tensors import Tensors
+from bundle.backends import Runtime
+from bundle.data.questions import Question, Questions, prepare_questions
+from bundle.data.samples import draw_permutation
+from bundle.distributed.watchdog import Watchdog
+from bundle.distributed.world import find_disagreements, run_on_all_ranks, run_on_rank_0
+from bundle.engine import MicroBatch, Scores, StepResult
+from bundle.errors import EnvironmentUnfit, JobFailed
+from bundle.launch.job import Job
+from bundle.models.streaming import TensorStream
+from bundle.rewards import RewardPool, check_failed_share
+from bundle.rl import loop, rollout_files
+from bundle.rl.advantages import (
+    Advantages,
+    compute_advantages,
+    compute_overlong_penalties,
+    compute_penalties,
+)
+from bundle.rl.answers import AnswerBatch, Interviewer, join_batches
+from bundle.rl.corrections import Correction
+from bundle.rl.evaluation import evaluate
+from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
+from bundle.rl.objectives import PolicyLoss, PolicyObjective
+from bundle.rollouts import Sampling
+from bundle.rollouts.transformers import TransformersRollout
+from bundle.runs.session_builder import SessionBuilder, run_job
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
+
+
+class UpdateSizes(NamedTuple):
+    """What an update learned from (`runs.session.StepSizes`)."""
+
+    lengths: NDArray[np.int64]
+    grids: NDArray[np.int64] = _NO_IMAGES
+
+
+class PolicyTrainer:
+    """A run of task rl on this rank; `loop.train` calls its methods in order.
+
+    `session` has the engine and what every run has, `questions` are the data. All ranks call every method.
+    """
+
+    def __init__(self, builder: SessionBuilder, exit_stack: ExitStack) -> None:
+        """Read the questions, build the model, start rewards and rollout engine; `exit_stack` ends those."""
+        recipe, watchdog = builder.recipe, builder.watchdog
+        assert recipe.rl is not None, "the rules of a recipe require it for task rl"
+        self.settings = recipe.rl
+        with watchdog.extend_patience("reading the questions"):
+            self.questions = _prepare_on_ranks(builder)
+        objective = PolicyObjective(_build_loss(self.settings), builder.groups)
+        has_reference = self.settings.loss.kl > 0 and recipe.model.lora is None
+        self.session = builder.build(
+            len(self.questions.training),
+            self.questions.identity,
+            objective=objective,
+            end_tokens=self.questions.stop,
+            keep_reference=(lambda engine: engine.keep_reference()) if has_reference else None,
+        )
+        self._batch_builder = BatchBuilder(
+            recipe, builder.groups, builder.device, self.settings.loss_temperature
+        )
+        self._state = self.session.task_state
+        for name in ("rollouts", "skipped_steps", "flat_steps"):
+            self._state.setdefault(name, 0)
+        self.session.checkpoints.best_step = self._state.get("best_step")
+        rewards = _start_on_ranks(
+            lambda: exit_stack.enter_context(RewardPool(self.settings.rewards, recipe.data.fields.response))
+        )
+        engine = self.session.engine
+        self._rollout = TransformersRollout(
+            recipe.model.config,
+            recipe.architecture,
+            dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.model.dtype],
+            device=builder.device,
+        )
+        exit_stack.callback(self._rollout.close)
+        self._stream = TensorStream.from_chunks(
+            engine.models, builder.groups, Tensors(recipe.architecture, builder.groups.tp.size)
+        )
+        self._interviewer = Interviewer(self._rollout, rewards, self.questions.tokenizer, self.questions.stop)
+
+    def train(self) -> None:
+        """Train to the last step and write the result; raise what `loop.train` raises."""
+        self.session.run(lambda: loop.train(self), self._describe_result)
+
+    # What the loop calls, in its order.
+
+    def learn_own_answers(self) -> StepResult:
+        """Make one update on the rows' own answers (rl.warm_start_steps)."""
+        session, size = self.session, self.session.recipe.train.global_batch_size
+        questions = self.questions.draw(session.progress.consumed_samples, size)
+        experience = Experience.from_answers(
+            [question.ids for question in questions], [question.response for question in questions]
+        )
+        everything = np.arange(size)
+        micro_batches = self._batch_builder.build(
+            experience, self._batch_builder.plan(experience.lengths, everything)
+        )
+
+        def learn() -> UpdateSizes:
+            session.engine.forward_backward(micro_batches, _compute_cross_entropy)
+            return UpdateSizes(experience.lengths)
+
+        return session.make_update(learn, size)
+
+    def sample_answers(self) -> AnswerBatch:
+        """Return judged answers to the next questions.
+
+        With rl.dynamic_sampling further questions take the place of flat groups, as often as that allows.
+        Raises JobFailed where rewards failed on more answers than rl.max_failed allows.
+        """
+        rl, session = self.settings, self.session
+        batches: list[AnswerBatch] = []
+        missing = rl.prompts_per_step
+        for attempt in range(1 + rl.dynamic_sampling):
+            first = session.progress.consumed_samples
+            questions = self.questions.draw(first, missing)
+            session.progress.consumed_samples += missing
+            batch = self._ask(questions, first, attempt)
+            judgement = batch.judgement
+            check_failed_share(judgement.failed, len(batch.answers), rl.max_failed, judgement.first_reason)
+            if attempt < rl.dynamic_sampling:
+                flat = set(self._compute_advantages(batch).flat_groups)
+                batch = batch.select([group for group in range(len(questions)) if group not in flat])
+                missing = len(flat)
+            batches.append(batch)
+            if attempt == rl.dynamic_sampling or not missing:
+                break
+        return join_batches(batches)
+
+    def build_experience(self, batch: AnswerBatch) -> tuple[Experience, Advantages]:
+        """Return the answers with the values that the loss reads, and what became of the rewards."""
+        rl = self.settings
+        experience = Experience.from_answers(batch.prompts, [answer.ids for answer in batch.answers])
+        rollout_log_probs: list[Floats] = [answer.log_probs for answer in batch.answers]
+        values: dict[str, Sequence[NDArray[Any]]] = {"old_log_probs": rollout_log_probs}
+        if rl.old_log_probs == "trainer":
+            scored = self._score(experience, self._compute_log_probs)
+            values |= {"old_log_probs": scored, "rollout_log_probs": rollout_log_probs}
+        penalties = None
+        if rl.loss.kl:
+            reference = self._score(experience, self.session.engine.compute_reference_log_probs)
+            if rl.loss.kl_kind == "k1":
+                penalties = compute_penalties(values["old_log_probs"], reference, rl.loss.kl)
+            else:
+                values["reference_log_probs"] = reference
+        advantages = self._compute_advantages(batch, penalties)
+        return experience.with_values(**values, advantages=advantages.tokens), advantages
+
+    def learn(self, experience: Experience, advantages: Advantages) -> StepResult | None:
+        """Make the updates of a step; return the result of the last one, None where nothing is learned."""
+        rl, session = self.settings, self.session
+        train = session.recipe.train
+        learned = np.flatnonzero(advantages.is_learned)
+        order = draw_permutation(len(learned), f"updates {session.recipe.seed} {self._state['rollouts']}")
+        updates = min(rl.answers_per_step // train.global_batch_size, len(learned))
+        parts = np.array_split(learned[order], updates) if updates else []
+        divisor = rl.divisor_per_answer and rl.divisor_per_answer * train.global_batch_size
+        prepared = [
+            (
+                UpdateSizes(experience.lengths[part]),
+                self._batch_builder.build(
+                    experience,
+                    self._batch_builder.plan(experience.lengths, part),
+                    list(experience.values),
+                ),
+            )
+            for part in parts
+        ]
+        result = None
+        for sizes, micro_batches in prepared * rl.num_iterations:
+            if session.is_last_step:
+                break
+            result = session.make_update(functools.partial(self._learn, sizes, micro_batches, divisor), 0)
+        self._state["rollouts"] += 1
+        self._count_step(is_flat=result is None)
+        return result
+
+    def report(
+        self, batch: AnswerBatch, advantages: Advantages, result: StepResult | None, previous_step: int
+    ) -> None:
+        """Write the metrics of a step, where they are due; `result` is that of its last update, if any."""
+        session, groups = self.session, len(batch.questions)
+        values = batch.measure() | {
+            "groups/flat": len(advantages.flat_groups) / groups,
+            "groups/small": len(advantages.small_groups) / groups,
+            "groups/skipped_steps": self._state["skipped_steps"],
+        }
+        if result is None:
+            session.metrics.write(session.progress.step, values)
+        elif session.is_last_step or session.is_due(session.recipe.train.log_interval, previous_step):
+            session.report(result, values)
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Updates between evaluations; 0: only at the end."""
+        return self.settings.evaluation.interval if self.settings.evaluation else 0
+
+    def report_evaluation(self) -> None:
+        """Ask the questions that are never learned, and write their metrics; nothing without any."""
+        evaluation, settings = self.questions.evaluation, self.settings.evaluation
+        if evaluation is None or settings is None or self.settings.rollout.path is not None:
+            return
+        self._sync()
+        sampling = self._build_sampling(self.session.progress.step, is_greedy=settings.samples == 1)
+        with self.session.watchdog.extend_patience("evaluating"):
+            metrics = evaluate(
+                self._interviewer,
+                evaluation.questions,
+                sampling,
+                settings.samples,
+                self.settings.rewards,
+            )
+        step, accuracy = self.session.progress.step, metrics["evaluation/accuracy"]
+        self._state["evaluation"] = metrics
+        if self.session.recipe.checkpoint.keep_best and accuracy > self._state.get("best_accuracy", -1.0):
+            self._state |= {"best_step": step, "best_accuracy": accuracy}
+            self.session.checkpoints.best_step = step
+        self.session.metrics.write(step, metrics)
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the present weights are the best that were evaluated (checkpoint.keep_best)."""
+        return self._state.get("best_step") == self.session.progress.step
+
+    def _learn(
+        self, sizes: UpdateSizes, micro_batches: Sequence[MicroBatch], divisor: float | None
+    ) -> UpdateSizes:
+        self.session.engine.forward_backward(
+            micro_batches, divisor=divisor, mean=self.session.recipe.loss_mean
+        )
+        return sizes
+
+    def _ask(self, questions: Sequence[Question], first: int, attempt: int) -> AnswerBatch:
+        """Return the answers to these questions; those of a file where the recipe names one."""
+        number, session = self._state["rollouts"], self.session
+        path = rollout_files.find_path(session.directory.rollouts, number, attempt)
+        if self.settings.rollout.path is not None:
+            replayed = rollout_files.find_path(Path(self.settings.rollout.path), number, attempt)
+            return run_on_rank_0(lambda: rollout_files.read_batch(replayed, questions))
+        self._sync()
+        with session.watchdog.extend_patience("sampling answers"):
+            batch = self._interviewer.ask(
+                questions, first, self.settings.num_generations, self._build_sampling(number)
+            )
+        run_on_rank_0(lambda: rollout_files.write_batch(path, batch, self.questions.tokenizer))
+        return batch
+
+    def _sync(self) -> None:
+        """Give the rollout engine the present weights, if it has others."""
+        engine, step = self.session.engine, self.session.progress.step
+        if self._rollout.version == step:
+            return
+        engine.gather_weights()
+        with engine.runtime.megatron_calls():
+            self._rollout.sync(step, self._stream.publish(self.session.recipe.model.dtype, "all"))
+
+    def _build_sampling(self, step: int, *, is_greedy: bool = False) -> Sampling:
+        rollout = self.settings.rollout
+        return Sampling(
+            rollout.temperature,
+            rollout.max_completion_length,
+            self.questions.stop,
+            self.session.recipe.seed,
+            step,
+            greedy=is_greedy,
+        )
+
+    def _compute_advantages(
+        self, batch: AnswerBatch, penalties: Sequence[NDArray[np.float64]] | None = None
+    ) -> Advantages:
+        rl, rewards = self.settings, np.array(batch.judgement.rewards)
+        if rl.overlong_buffer:
+            longest = rl.rollout.max_completion_length
+            rewards = rewards + compute_overlong_penalties(batch.lengths, longest, rl.overlong_buffer)
+        return compute_advantages(
+            rl.advantage,
+            rewards,
+            batch.groups,
+            batch.lengths,
+            penalties=penalties,
+            discount=rl.discount,
+            is_truncated=batch.is_truncated,
+            mask_truncated=rl.mask_truncated_completions,
+        )
+
+    def _compute_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        return [scores.log_probs for scores in self.session.engine.compute_log_probs(micro_batches)]
+
+    def _score(
+        self, experience: Experience, compute: Callable[[Sequence[MicroBatch]], list[Tensor]]
+    ) -> list[Floats]:
+        """Return what `compute` gives for the tokens of each answer, on all ranks."""
+        groups, device = self.session.engine.groups, self.session.engine.device
+        plan = self._batch_builder.plan(experience.lengths, np.arange(len(experience.lengths)))
+        values = torch.zeros(len(experience.ids) + 1, device=device)
+        scored = compute(self._batch_builder.build(experience, plan))
+        for (places, _), log_probs in zip(find_places(experience, plan), scored, strict=True):
+            values[torch.from_numpy(places).to(device)] = log_probs.flatten()
+        values[-1] = 0
+        dist.all_reduce(values, group=groups.dp.group)
+        return experience.split(values[:-1].cpu().numpy())
+
+    def _count_step(self, *, is_flat: bool) -> None:
+        """Count a step; raise JobFailed for too many in a row from which nothing could be learned."""
+        self._state["skipped_steps"] += is_flat
+        self._state["flat_steps"] = self._state["flat_steps"] + 1 if is_flat else 0
+        if self._state["flat_steps"] >= self.settings.max_flat_steps:
+            raise JobFailed(
+                f"rl.max_flat_steps: no group of {self._state['flat_steps']} steps in a row has answers of"
+                " different rewards, so that nothing was learned. Look at the answers in"
+                f" {self.session.directory.rollouts}; raise rl.num_generations or rl.rollout.temperature, or"
+                " use easier questions."
+            )
+
+    def _describe_result(self) -> Mapping[str, Any]:
+        losses = self.session.progress.losses
+        evaluation = self._state.get("evaluation")
+        _log.info(
+            "finished: %d steps of questions, %s", self._state["rollouts"], evaluation or "not evaluated"
+        )
+        return {
+            "ended": "the last step",
+            "loss": losses.main if losses else None,
+            "mtp_losses": list(losses.mtp) if losses else [],
+            "rollouts": self._state["rollouts"],
+            "skipped_steps": self._state["skipped_steps"],
+            "evaluation": evaluation,
+            "best_step": self._state.get("best_step"),
+        }
+
+
+def run(job: Job, runtime: Runtime, device: torch.device, watchdog: Watchdog) -> None:
+    """Train a job of task rl to its last step; raise what `PolicyTrainer.train` raises."""
+
+    def train(builder: SessionBuilder) -> None:
+        with ExitStack() as exit_stack:
+            PolicyTrainer(builder, exit_stack).train()
+
+    run_job(job, runtime, device, watchdog, train)
+
+
+def _prepare_on_ranks(builder: SessionBuilder) -> Questions:
+    """Return the questions, the same on every rank. Raise what one rank raises, on all of them."""
+    prepared: list[Questions] = []
+
+    def prepare() -> dict[str, str]:
+        prepared.append(prepare_questions(builder.recipe))
+        return dict(prepared[0].identity)
+
+    if differences := find_disagreements(run_on_all_ranks(prepare)):
+        raise EnvironmentUnfit("the ranks have different data; give every node the same files", differences)
+    for line in prepared[0].training.left_out:
+        _log.warning(line)
+    return prepared[0]
+
+
+def _start_on_ranks(start: Callable[[], T]) -> T:
+    """Return what `start` gave on this rank; raise on all ranks what one raises."""
+    started: list[T] = []
+    run_on_all_ranks(lambda: started.append(start()))
+    return started[0]
+
+
+def _build_loss(rl: Any) -> PolicyLoss:
+    loss, correction = rl.loss, rl.loss.correction
+    return PolicyLoss(
+        kind=loss.kind,
+        clip=loss.clip,
+        dual_clip=loss.dual_clip,
+        entropy=loss.entropy,
+        kl=0.0 if loss.kl_kind == "k1" else loss.kl,
+        kl_kind="k2" if loss.kl_kind == "k1" else loss.kl_kind,
+        correction=None if correction is None else Correction(**correction.model_dump()),
+    )
+
+
+def _compute_cross_entropy(_micro_batch: MicroBatch, scores: Scores) -> Tensor:
+    return -scores.log_probs

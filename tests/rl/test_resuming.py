@@ -1,0 +1,85 @@
+"""A run that is killed at any moment goes on as if it had not been."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rl.training import REWARD, SMALL
+from tests.training.command import finish, train
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+OF_TIME = ("seconds", "per_second", "per_device", "memory/", "time", "straggler")
+STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    file = tmp_path_factory.mktemp("reward") / "reward.py"
+    file.write_text(REWARD)
+    values = SMALL | {"train.steps": STEPS, "checkpoint.interval": 2, "train.log_interval": 3}
+    # Several updates learn one step's answers; the reference is that of the start, whatever was loaded.
+    values |= {"rl.num_iterations": 2, "rl.loss": "{kl: 0.1, kl_kind: k3}", "rl.warm_start_steps": 0}
+    return [f"{key}={value}".replace("FILE", str(file)) for key, value in values.items()]
+
+
+def read(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The metrics without time, and the files of answers."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        {key: value for key, value in line.items() if not any(part in key for part in OF_TIME)}
+        for line in lines
+    ]
+    return kept, [path.read_text() for path in sorted((directory / "rollouts").iterdir())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(overrides, tmp_path_factory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("undisturbed") / "run"
+    finish(train("grpo-arithmetic-cpu", directory, overrides))
+    return directory
+
+
+def kill_once(directory: Path, overrides: list[str], moment: float) -> bool:
+    """Start the run, and kill its rank when its metrics have so many lines, and a part of a second later."""
+    process = train("grpo-arithmetic-cpu", directory, overrides)
+    metrics = directory / "metrics.jsonl"
+    before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    while process.poll() is None:
+        lines = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        if lines > before + int(moment):
+            time.sleep(moment % 1)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for child in children:
+                for rank in Path(f"/proc/{child}/task/{child}/children").read_text().split():
+                    os.kill(int(rank), signal.SIGKILL)
+        time.sleep(0.02)
+    process.communicate()
+    return process.returncode != 0
+
+
+def check_kills(directory: Path, overrides: list[str], undisturbed: Path, kills: int) -> None:
+    random_moments = random.Random(5)
+    killed = sum(kill_once(directory, overrides, random_moments.uniform(0, 2)) for _ in range(kills))
+    finish(train("grpo-arithmetic-cpu", directory, overrides))
+    assert killed >= kills // 2
+    (lines, answers), (wanted, wanted_answers) = read(directory), read(undisturbed)
+    assert lines == wanted
+    assert answers == wanted_answers
+
+
+@pytest.mark.world
+def test_a_killed_run_reports_and_asks_what_an_undisturbed_one_does(overrides, undisturbed, tmp_path):
+    check_kills(tmp_path / "run", overrides, undisturbed, 2)
+
+
+@pytest.mark.journeys
+def test_a_run_that_is_killed_twenty_times_does_too(overrides, undisturbed, tmp_path):
+    check_kills(tmp_path / "run", overrides, undisturbed, 20)
