@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 from bundle.checkpoints import state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options
+from bundle.cli.check_questions import count_questions, decode_questions, format_question_lines
 from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.planning import build_plan
@@ -55,29 +56,43 @@ def check(
     from bundle.data.corpus import decode_first_samples
     from bundle.data.loader import build_progress_callback
 
-    corpus = prepare(job, choose_cache_directory(job, directory), build_progress_callback())
-    counts, sample_texts = count_data(job, corpus), decode_first_samples(job, corpus, samples)
-    disk_space = run.estimate_disk(with_steps(job, len(corpus.training)))
+    if job.task == "rl":
+        from bundle.data.questions import prepare_questions
+
+        questions = prepare_questions(job)
+        identity, counts = questions.identity, count_questions(questions)
+        sample_texts, data_lines = decode_questions(questions, samples), format_question_lines(counts)
+        left_out_lines = [
+            line for part in (questions.training, questions.evaluation) if part for line in part.left_out
+        ]
+        size = len(questions.training)
+    else:
+        corpus = prepare(job, choose_cache_directory(job, directory), build_progress_callback())
+        identity, counts = dict(corpus.identity), count_data(job, corpus)
+        sample_texts, data_lines = decode_first_samples(job, corpus, samples), format_data_lines(job, counts)
+        left_out_lines, size = list(list_left_out_rows(corpus)), len(corpus.training)
+    disk_space = run.estimate_disk(with_steps(job, size))
     if as_json:
         document = {"weights": initial_weights.description, "settings": build_settings_json(job), **counts}
         document |= {"disk": disk_space._asdict(), "samples": sample_texts}
         print(json.dumps({"schema": 1, **document}, indent=2))
-        _refuse_other_data(run, corpus)
+        _refuse_other_data(run, identity)
         return
     lines = (
         f"weights    {initial_weights.description}",
         *(f"{'' if index else 'settings':<10} {line}" for index, line in enumerate(format_settings(job))),
-        *format_data_lines(job, counts),
+        *data_lines,
         f"disk       {format_disk(disk_space, directory)}",
     )
     print("\n".join(lines))
-    print_left_out_rows(corpus)
+    print_left_out_rows(left_out_lines)
+    title = "question {}" if job.task == "rl" else "sample {} of step 1, ⟦learned⟧"
     for number, text in enumerate(sample_texts, start=1):
-        print(f"\nsample {number} of step 1, ⟦learned⟧:\n{text}")
-    _refuse_other_data(run, corpus)
+        print(f"\n{title.format(number)}:\n{text}")
+    _refuse_other_data(run, identity)
 
 
-def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
+def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
     """Raise UsageError where `train` would go on with a run that was trained on other data."""
     from bundle.checkpoints.state import list_data_changes
 
@@ -88,7 +103,7 @@ def _refuse_other_data(run: RunDirectory, corpus: "Corpus") -> None:
         last_identity = state.read(checkpoints.get_path(steps[0])).state.metrics.get("data", {})
     except ValueError:  # which `train` says
         return
-    if changes := list_data_changes(last_identity, corpus.identity):
+    if changes := list_data_changes(last_identity, identity):
         raise UsageError(
             f"{run.root} was trained on other data: put that back as it was, or name another directory with"
             " --run-directory",
@@ -126,15 +141,20 @@ def _advise(job: Recipe, filled: float) -> Iterator[str]:
     )
 
 
-def print_left_out_rows(corpus: "Corpus") -> None:
-    """Print the first rows that did not become tokens as they are, on standard error."""
+def list_left_out_rows(corpus: "Corpus") -> Iterator[str]:
+    """Yield the first rows that did not become tokens as they are."""
     validation_sets = (
         (f"data.validation_sets.{name}: ", set_left_out)
         for name, set_left_out in corpus.validation_left_out.items()
     )
     for prefix, left_out in (("", corpus.left_out), *validation_sets):
-        for reason in (*left_out.skipped_rows, *left_out.long_rows):
-            print(f"  - {prefix}{reason}", file=sys.stderr)
+        yield from (f"{prefix}{reason}" for reason in (*left_out.skipped_rows, *left_out.long_rows))
+
+
+def print_left_out_rows(lines: Iterable[str]) -> None:
+    """Print rows that were left out on standard error."""
+    for line in lines:
+        print(f"  - {line}", file=sys.stderr)
 
 
 def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:

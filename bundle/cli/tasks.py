@@ -7,7 +7,7 @@ import typer
 
 from bundle.cli import ignore_lost_output, options
 from bundle.cli.building import BuiltRecipe, TaskSpec, build_recipe
-from bundle.cli.check import count_data, format_data_lines, print_left_out_rows
+from bundle.cli.check import count_data, format_data_lines, list_left_out_rows, print_left_out_rows
 from bundle.cli.request import JobRequest, expand_options
 from bundle.cli.train import decide_job, import_megatron_from, run_job
 from bundle.errors import UsageError
@@ -49,7 +49,7 @@ def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     built = build_recipe(spec)
     job = decide_job(built.recipe, spec.request, rendezvous, fresh=fresh)
     print("\n".join(_format_choices(built)), flush=True)
-    print_left_out_rows(built.corpus)
+    print_left_out_rows(list_left_out_rows(built.corpus))
     run_job(job, rendezvous)
     print("\n".join(_format_result(job)))
 

@@ -1,0 +1,40 @@
+"""What `mcore-bundle check` says of the questions of task rl."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bundle.data.questions import Questions, QuestionSet
+
+
+def count_questions(questions: "Questions") -> dict[str, Any]:
+    """Return the counts of the questions to learn from, and of those to evaluate with, by name."""
+    counts = {"questions": _count_set(questions.training)}
+    if questions.evaluation is not None:
+        counts["evaluation"] = _count_set(questions.evaluation)
+    return counts
+
+
+def format_question_lines(counts: dict[str, Any]) -> list[str]:
+    """Return what the questions come to, a line for each set."""
+    lines = []
+    for name, count in counts.items():
+        skipped = f"; {count['skipped']:,} corrupt rows are skipped" * bool(count["skipped"])
+        deleted = f"; {count['deleted']:,} rows that are too long are deleted" * bool(count["deleted"])
+        lines.append(f"{name:<10} {count['rows']:,} of at most {count['longest']:,} tokens{skipped}{deleted}")
+    return lines
+
+
+def decode_questions(questions: "Questions", count: int) -> list[str]:
+    """Return the first questions of the run as the model sees them."""
+    return [questions.tokenizer.decode(question.ids) for question in questions.draw(0, count)]
+
+
+def _count_set(questions: "QuestionSet") -> dict[str, int]:
+    lengths: Sequence[int] = [len(question.ids) for question in questions.questions]
+    return {
+        "rows": len(questions),
+        "longest": max(lengths, default=0),
+        "skipped": questions.skipped,
+        "deleted": questions.deleted,
+    }
