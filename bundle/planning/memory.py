@@ -82,7 +82,7 @@ def estimate_memory(
 ) -> tuple[MemoryEstimate, ...]:
     """The estimate of every pipeline stage."""
     buffers = StateBuffers.from_recipe(recipe, layout, traits, code)
-    rollout = estimate_rollout(recipe, layout.world)
+    rollout = estimate_rollout(recipe, layout.world) if recipe.rl is not None else RolloutBytes()
     return tuple(
         MemoryEstimate(
             stage=stage,

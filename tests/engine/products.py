@@ -85,6 +85,8 @@ def repeated_shapes(engine: Engine) -> Any:
         engine.forward_backward(batches, objective)
         engine.evaluate(batches)
         engine.compute_log_probs(batches)
+        if engine.recipe.model.lora is None:
+            engine.keep_reference()
         engine.compute_reference_log_probs(batches)
     return repeated.shapes
 

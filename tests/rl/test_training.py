@@ -59,18 +59,22 @@ SEQUENTIAL = ("train/loss", "train/mtp_1_loss", "train/entropy", "train/grad_nor
 
 
 @pytest.fixture(scope="module")
-def runs(installed, tmp_path_factory):
+def runs(core, tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("runs")
-    installed.world.run("tests.rl.training", 1, str(directory), json.dumps(ALONE), timeout=400)
-    installed.world.run("tests.rl.training", 2, str(directory), json.dumps(LAYOUTS), timeout=500)
+    core.world.run("tests.rl.training", 1, str(directory), json.dumps(ALONE), timeout=400)
+    core.world.run("tests.rl.training", 2, str(directory), json.dumps(LAYOUTS), timeout=500)
+    assert core.tree is not None or not [*directory.glob("*.refused")]
     return directory
 
 
 def read_lines(run: Path) -> list[dict[str, Any]]:
+    if run.with_name(f"{run.name}.refused").exists():
+        pytest.skip(f"refused: {run.with_name(f'{run.name}.refused').read_text()}")
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_answers(run: Path) -> list[list[dict[str, Any]]]:
+    read_lines(run)
     paths = sorted((run / "rollouts").glob("step-*.jsonl"))
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
@@ -142,8 +146,8 @@ def test_the_policy_leaves_its_reference_which_stays(runs):
 
 
 @pytest.mark.world
-def test_rewards_that_fail_too_often_and_steps_without_a_difference_end_a_run(installed, runs):
-    installed.world.run("tests.rl.training", 1, str(runs), json.dumps(ENDINGS), timeout=300)
+def test_rewards_that_fail_too_often_and_steps_without_a_difference_end_a_run(core, runs):
+    core.world.run("tests.rl.training", 1, str(runs), json.dumps(ENDINGS), timeout=300)
     codes = {name: (runs / f"{name}.code").read_text() for name in ("failing", "flat")}
     assert codes == {"failing": "1", "flat": "1"}
     assert not (runs / "failing" / "result.json").exists()
@@ -157,9 +161,9 @@ def test_rewards_that_fail_too_often_and_steps_without_a_difference_end_a_run(in
 
 
 @pytest.mark.world
-def test_a_second_run_learns_the_same_from_the_files_of_the_first(installed, runs):
+def test_a_second_run_learns_the_same_from_the_files_of_the_first(core, runs):
     case = {"overrides": {"rl.rollout.path": str(runs / "one" / "rollouts"), "rl.evaluation": "null"}}
-    installed.world.run("tests.rl.training", 1, str(runs), json.dumps({"replayed": case}), timeout=200)
+    core.world.run("tests.rl.training", 1, str(runs), json.dumps({"replayed": case}), timeout=200)
     lines, others = read_lines(runs / "replayed"), read_lines(runs / "one")
     steps = [line for line in lines if "train/loss" in line]
     wanted = [line for line in others if "train/loss" in line]
