@@ -13,7 +13,7 @@ from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
-from bundle.planning.rewards import find_reward_problems
+from bundle.planning.rewards import find_reward_problems, list_reward_files
 from bundle.pretrained.directory import explain_unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
@@ -102,6 +102,7 @@ def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[Jo
         ("model.lora.path", lora.path if lora else None),
         ("data.tokenizer", tokenizer if kind == "hf" else None),
         ("rl.rollout.path", recipe.rl.rollout.path if recipe.rl else None),
+        *list_reward_files(recipe),
         ("--from", str(origin) if origin else None),
     )
     for key, value in named_values:

@@ -30,6 +30,16 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
+def list_reward_files(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the key and the file of every reward that is a function."""
+    rewards = recipe.rl.rewards if recipe.rl else ()
+    return [
+        (f"rl.rewards.{number}.function", split_function(reward.function)[0])
+        for number, reward in enumerate(rewards)
+        if reward.function is not None
+    ]
+
+
 def _find_defect(file: str, name: str) -> str | None:
     """Return why a file has no function of that name; None where it seems to have one."""
     try:

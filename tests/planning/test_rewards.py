@@ -69,3 +69,11 @@ def test_answers_of_files_must_be_here(tmp_path):
     (tmp_path / "step-00000000.jsonl").touch()
     assert [*find_reward_problems(recipe)] == []
     assert "rl.rollout.path" in {one.key for one in find_local_inputs(recipe)}
+
+
+def test_the_files_of_functions_are_inputs_of_the_job(tmp_path):
+    data, reward = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "mine.py"
+    reward.write_text("def polite(answers, rows):\n    return [1.0] * len(answers)\n")
+    recipe = build(f"data.path={data}", reward=f"{{kind: python, function: {reward}:polite}}")
+    (found,) = [one for one in find_local_inputs(recipe) if one.key == "rl.rewards.0.function"]
+    assert found.paths == (reward,)

@@ -155,3 +155,11 @@ def test_long_and_short_answers_are_balanced_over_ranks():
         micro_batches = builder.build(experience, builder.plan(experience.lengths, np.arange(8)))
         loads.append(sum(one.loss_mask.shape[1] for one in micro_batches))
     assert abs(loads[0] - loads[1]) <= 4
+
+
+def test_rows_of_like_length_share_a_micro_batch():
+    answers = [[1] * size for size in (2, 26, 3, 25, 2, 27)]
+    experience = Experience.from_answers([[1]] * 6, answers)
+    builder = BatchBuilder(recipe(packed=False, size=3), groups(), torch.device("cpu"), 1.0)
+    micro_batches = builder.build(experience, builder.plan(experience.lengths, np.arange(6)))
+    assert sorted(one.loss_mask.shape[1] for one in micro_batches) == [4, 28]

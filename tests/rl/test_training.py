@@ -53,6 +53,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"parallel": {"pp": 2}},
     "packed cp2": {"parallel": {"cp": 2}, "overrides": PACKED},
     "packed pp2": {"parallel": {"pp": 2}, "overrides": PACKED},
+    # Fewer questions than ranks: one of them answers nothing.
+    "few": {
+        "overrides": {
+            "rl.prompts_per_step": 1,
+            "rl.num_generations": 8,
+            "train.global_batch_size": 8,
+            "rl.evaluation": "null",
+        }
+    },
     "experts ep2": {"recipe": "grpo-experts-cpu", "parallel": {"ep": 2}},
 }
 SEQUENTIAL = ("train/loss", "train/mtp_1_loss", "train/entropy", "train/grad_norm", "reward/mean")
@@ -80,7 +89,7 @@ def read_answers(run: Path) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", ["packed", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["packed", *(name for name in LAYOUTS if name != "few")])
 def test_a_layout_asks_and_learns_what_one_process_does(runs, layout):
     alone = runs / ("experts" if "experts" in layout else "one")
     ours, theirs = read_answers(runs / layout), read_answers(alone)
@@ -89,14 +98,14 @@ def test_a_layout_asks_and_learns_what_one_process_does(runs, layout):
         for answer, same in zip(batch, same_batch, strict=True):
             for key in ("place", "question", "answer", "prompt_ids", "ids", "text", "reward", "versions"):
                 assert answer[key] == same[key]
-            np.testing.assert_allclose(answer["log_probs"], same["log_probs"], atol=2e-5)
+            np.testing.assert_allclose(answer["log_probs"], same["log_probs"], rtol=0, atol=1e-5)
     lines, others = read_lines(runs / layout), read_lines(alone)
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
         assert line.keys() - {"train/straggler_ratio"} == other.keys()
         for key in SEQUENTIAL:
             if line.get(key) is not None or other.get(key) is not None:  # entropy is none of a warm start
-                assert line[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), key
+                assert line[key] == pytest.approx(other[key], rel=1e-5, abs=1e-7), key
 
 
 @pytest.mark.world
@@ -119,6 +128,12 @@ def test_a_run_learns_evaluates_and_says_what_it_came_to(runs):
     assert result["step"] == 8 and result["rollouts"] == 6 and result["skipped_steps"] == 0
     assert result["evaluation"]["evaluation/accuracy"] == 0
     assert len({line["reward/mean"] for line in lines if "reward/mean" in line}) > 3
+
+
+@pytest.mark.world
+def test_a_rank_without_a_question_takes_part(runs):
+    assert {len(batch) for batch in read_answers(runs / "few")} == {8}
+    assert json.loads((runs / "few" / "result.json").read_text())["step"] == 8
 
 
 @pytest.mark.world
