@@ -1,9 +1,9 @@
 """GRPO on this machine, seed by seed: `python -m benchmarks.grpo`, which `make grpo` runs.
 
-Trains the recipe grpo-arithmetic-cpu by `mcore-bundle train` and prints one JSON object a seed: the held-out
-accuracy before the first rollout and at the end, how far the loss of multi-token prediction fell, the largest
-mismatch of rollout engine and trainer, CPU seconds of all processes and seconds of the clock. Ends with 1
-where a bound is not met.
+Trains the recipe grpo-arithmetic-cpu by `mcore-bundle train` and prints one JSON object for each seed. It has
+the held-out accuracy before the first rollout and at the end, the last loss of multi-token prediction divided
+by the first, and the largest mismatch between rollout engine and trainer. It has the CPU seconds of all
+processes and the wall-clock seconds as well. Ends with 1 where a bound is not met.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# name -> (worst allowed value, whether it must be below)
+# name: (bound, whether the value must be below it; else at least it)
 BOUNDS = {
     "accuracy_before": (0.4, True),
     "accuracy": (0.85, False),
@@ -30,7 +30,7 @@ MEAN_ACCURACY = 0.9
 
 
 def main() -> None:
-    """Train each seed in turn, print what it came to, and judge it."""
+    """Train each seed, print its numbers, and compare them with the bounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", default="grpo-arithmetic-cpu")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def train(recipe: str, seed: int, directory: Path) -> dict[str, float]:
-    """Return the numbers of one run."""
+    """Train one seed into `directory` and return its numbers by the names of BOUNDS."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     command = [sys.executable, "-m", "bundle", "train", recipe, "--set", f"seed={seed}"]
     subprocess.run([*command, "--run-directory", str(directory)], check=True, stdout=subprocess.DEVNULL)
@@ -62,7 +62,7 @@ def train(recipe: str, seed: int, directory: Path) -> dict[str, float]:
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return what the lines of metrics.jsonl come to."""
+    """Return the numbers that the lines of metrics.jsonl give."""
 
     def list_values(key: str) -> list[float]:
         return [line[key] for line in lines if line.get(key) is not None]

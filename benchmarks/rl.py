@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def run(recipe: Any, directory: Path) -> tuple[dict[str, float], float]:
-    """Return the CPU seconds of engine and sampling, and those of the whole loop."""
+    """Return the CPU seconds of the phases `engine` and `sampling`, and those of the loop with everything."""
     plan = build_plan(recipe, backend="cpu", per_node=1)
     job = job_file.from_plan(plan, directory)
     assert job.patches is not None
@@ -60,31 +60,31 @@ def run(recipe: Any, directory: Path) -> tuple[dict[str, float], float]:
 
     seconds: dict[str, float] = defaultdict(float)
 
-    def count(owner: Any, method: str, phase: str) -> None:
+    def measure(owner: Any, method: str, phase: str) -> None:
         original: Callable[..., Any] = getattr(owner, method)
 
         @wraps(original)
-        def counted(*args: Any, **keywords: Any) -> Any:
+        def call_and_measure(*args: Any, **keywords: Any) -> Any:
             started = time.process_time()
             try:
                 return original(*args, **keywords)
             finally:
                 seconds[phase] += time.process_time() - started
 
-        setattr(owner, method, counted)
+        setattr(owner, method, call_and_measure)
 
     for method in ("forward_backward", "step", "compute_log_probs"):
-        count(Engine, method, "engine")
-    count(TransformersRollout, "generate", "sampling")
+        measure(Engine, method, "engine")
+    measure(TransformersRollout, "generate", "sampling")
     total: dict[str, float] = defaultdict(float)
     original = loop.train
 
-    def timed(of: Any) -> None:
+    def train_and_measure(policy_trainer: Any) -> None:
         started = time.process_time()
-        original(of)
+        original(policy_trainer)
         total["loop"] = time.process_time() - started
 
-    loop.train = timed  # type: ignore[assignment]
+    loop.train = train_and_measure  # type: ignore[assignment]
     with Watchdog(3600, directory.parent, 0, 0) as watchdog:
         trainer.run(job, runtime, torch.device("cpu"), watchdog)
     dist.destroy_process_group()

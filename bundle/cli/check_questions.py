@@ -1,4 +1,4 @@
-"""What `mcore-bundle check` says of the questions of task rl."""
+"""The part of `mcore-bundle check` about the questions of task rl."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,10 @@ if TYPE_CHECKING:
 
 
 def count_questions(questions: "Questions") -> dict[str, Any]:
-    """Return the counts of the questions to learn from, and of those to evaluate with, by name."""
+    """Return the counts of the training questions and of the evaluation questions, if any.
+
+    They are rows, the longest question [tokens], skipped rows and deleted rows.
+    """
     counts = {"questions": _count_set(questions.training)}
     if questions.evaluation is not None:
         counts["evaluation"] = _count_set(questions.evaluation)
@@ -16,7 +19,7 @@ def count_questions(questions: "Questions") -> dict[str, Any]:
 
 
 def format_question_lines(counts: dict[str, Any]) -> list[str]:
-    """Return what the questions come to, a line for each set."""
+    """Return one line for each set of questions in the result of `count_questions`."""
     lines = []
     for name, count in counts.items():
         skipped = f"; {count['skipped']:,} corrupt rows are skipped" * bool(count["skipped"])
@@ -26,7 +29,7 @@ def format_question_lines(counts: dict[str, Any]) -> list[str]:
 
 
 def decode_questions(questions: "Questions", count: int) -> list[str]:
-    """Return the first questions of the run as the model sees them."""
+    """Return the texts of the first `count` questions of the run, with the template around them."""
     return [questions.tokenizer.decode(question.ids) for question in questions.draw(0, count)]
 
 

@@ -1,4 +1,4 @@
-"""A reference model for full weights: a copy on the host that takes the place of the weights for a while."""
+"""The reference model of a training of full weights: a copy on the host that is swapped in to compute."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 class HostReference:
-    """Copies of all parameters and buffers of model chunks, on the host, as they are at construction."""
+    """A copy of all parameters and buffers of model chunks in host memory, made at construction."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        """Copy them; that takes as much memory of the host as the weights take of the device."""
+        """Copy the weights: host memory of the size of this rank's weights, twice that during `swap_in`."""
         self._tensors = list(_iterate_tensors(models))
         self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Make the copies the weights inside; afterwards the weights are what they were, bit by bit."""
+        """Give the models the copied values inside the context; restore the current ones exactly after it."""
         current = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
         self._write(self._copies)
         try:

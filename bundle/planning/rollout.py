@@ -1,4 +1,4 @@
-"""Memory of a rollout engine in the process of a rank: its weights, its cache, its logits."""
+"""Device memory of a rollout engine in the process of a rank: weights, cache of keys and values, logits."""
 
 import math
 from dataclasses import replace
@@ -8,37 +8,39 @@ from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
 from bundle.recipe import Recipe
 
-# The most rows that the engine samples at once (`rollouts.transformers`), and logits in float64 at once.
+# The most rows that `rollouts.transformers` samples at once, and logits that it converts to float64 at once.
 MOST_ROWS, FLOAT64_LOGITS = 256, 2**24
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 
 class RolloutBytes(NamedTuple):
-    """Bytes of a rank: `weights` stay, `transient` comes with a sync or with sampling, whichever is more."""
+    """Bytes of a rank: of the weights, and the larger peak of a sync and of sampling (`transient`)."""
 
     weights: int = 0
     transient: int = 0
 
 
-def estimate_rollout(recipe: Recipe, world: int) -> RolloutBytes:
-    """Return what the engine needs on each of `world` ranks; nothing without one."""
+def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
+    """Return the bytes of the engine on each rank; 0 where the recipe samples nothing."""
     rl, architecture = recipe.rl, recipe.architecture
     if rl is None or rl.rollout.path is not None:
         return RolloutBytes()
     size = _DTYPE_BYTES[recipe.model.dtype]
     trunk = Tensors(replace(architecture, mtp_layers=0))
     weights = sum(math.prod(shape) for tensor in trunk for _, shape in tensor.list_published_shapes()) * size
-    rows = min(MOST_ROWS, -(-rl.prompts_per_step // world) * rl.num_generations)
+    rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
+    if rl.evaluation is not None:  # the number of its questions is not known yet
+        rows = MOST_ROWS
     cache = rows * recipe.data.sequence_length * _count_cache_values(architecture) * size
     logits = rows * architecture.vocab_size * size + min(rows * architecture.vocab_size, FLOAT64_LOGITS) * 16
-    # A sync builds the next weights beside those that answer.
+    # A sync builds the next weights while the old ones still exist.
     return RolloutBytes(weights, max(weights, cache + logits))
 
 
 def _count_cache_values(architecture: Architecture) -> int:
-    """Return the values that the cache of transformers keeps of a token, in all layers."""
+    """Return how many values the cache of transformers has for one token, in all layers together."""
     mla = architecture.mla
-    if mla is not None:  # the compressed ones, and the rotated part that all heads share
+    if mla is not None:  # the compressed keys and values, and the rotary key that all heads share
         return architecture.num_layers * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
     layers = architecture.num_layers - sum(architecture.delta_net.layers if architecture.delta_net else ())
     return layers * 2 * architecture.num_query_groups * architecture.kv_channels

@@ -64,6 +64,12 @@ def _check_sampling(rl: RL) -> Iterator[Violation]:
             f"{rl.discount:g} is not read with rl.advantage {rl.advantage}. Set it to 1, or set"
             " reinforce_plus_plus.",
         )
+    if rl.dynamic_sampling and rl.advantage == "reinforce_plus_plus":
+        yield (
+            "rl.dynamic_sampling",
+            f"{rl.dynamic_sampling} is not read with rl.advantage reinforce_plus_plus, which learns from flat"
+            " groups. Set it to 0.",
+        )
     if rl.loss.mean != "constant" and rl.loss.divisor is not None:
         yield "rl.loss.divisor", f"{rl.loss.divisor:g} is not read with rl.loss.mean {rl.loss.mean}."
 

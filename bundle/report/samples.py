@@ -1,4 +1,4 @@
-"""Sample answers of a run of task rl, for its page: a few of the first and of the last step."""
+"""Reads sample answers of a run of task rl for its report: a few of the first and of the last step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any
 from bundle.files import read_content
 from bundle.report.reading import parse_json
 
-_SHOWN = 4  # answers of a step
+_ANSWER_LIMIT = 4  # of a step
 _TEXT_LIMIT = 400  # characters of a question and of an answer
-_FILE_LIMIT = 1 << 28
+_FILE_LIMIT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """One answer as a person reads it."""
+    """One answer as the report shows it; `step` is the stem of its file, long texts are cut."""
 
     step: str
     question: str
@@ -24,7 +24,7 @@ class SampleAnswer:
 
 
 def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]:
-    """Return the samples of a run directory; what cannot be read goes to `unread`."""
+    """Return the samples of a run directory; add a line to `unread` for each file that cannot be read."""
     paths = sorted((directory / "rollouts").glob("step-*.jsonl"))
     samples: list[SampleAnswer] = []
     for path in dict.fromkeys((*paths[:1], *paths[-1:])):
@@ -33,7 +33,7 @@ def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]
         except OSError as error:
             unread.append(f"rollouts/{path.name}: {error.strerror or error}")
             continue
-        chosen = lines[:: max(1, len(lines) // _SHOWN)][:_SHOWN]
+        chosen = lines[:: max(1, len(lines) // _ANSWER_LIMIT)][:_ANSWER_LIMIT]
         answers = [_build_sample(path, parse_json(line)) for line in chosen]
         samples += [answer for answer in answers if answer is not None]
         if None in answers:

@@ -87,15 +87,16 @@ def compute_advantages(
     else:
         totals = rewards if penalties is None else rewards - np.array([one.sum() for one in penalties])
         values = _compare_in_groups(kind, totals, owner, has_part, len(numbers))
-        tokens = [np.broadcast_to(value, size) for value, size in zip(values, sizes, strict=True)]
+        tokens = _split_by_answer(np.repeat(values, sizes), sizes)
     if kind.startswith("reinforce"):
         tokens = _whiten(tokens, is_learned)
-
+    blanks = _split_by_answer(np.zeros(sizes.sum()), sizes)
     tokens = [
-        one if is_learned[i] else np.broadcast_to(np.float64(0), sizes[i]) for i, one in enumerate(tokens)
+        one if has_loss else blank for one, has_loss, blank in zip(tokens, is_learned, blanks, strict=True)
     ]
+    flat, owners = np.concatenate([np.zeros(0), *tokens]), np.repeat(np.arange(len(sizes)), sizes)
     return Advantages(
-        values=np.array([one.mean() if len(one) else 0.0 for one in tokens]),
+        values=np.bincount(owners, flat, minlength=len(sizes)) / np.maximum(sizes, 1),
         tokens=tuple(tokens),
         is_learned=is_learned,
         flat_groups=tuple(numbers[is_flat & is_dropped].tolist()),
@@ -178,6 +179,11 @@ def _compare_in_groups(
     if kind == "rloo":  # the mean of the others is as far as this from the reward
         centred *= (counts / (counts - 1))[owner]
     return centred
+
+
+def _split_by_answer(values: Floats, sizes: NDArray[np.int64]) -> list[Floats]:
+    """Return for each answer its values [size] of values [tokens]."""
+    return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
 def _compute_returns(reward: float, length: int, penalty: Floats | None, discount: float) -> Floats:

@@ -1,4 +1,4 @@
-"""Asks questions with the present weights on all ranks, and lets the rewards judge the answers."""
+"""Samples answers with the current weights on all ranks, and has the rewards judge them."""
 
 import math
 import time
@@ -18,10 +18,10 @@ from bundle.rollouts import Answer, Request, Rollout, Sampling
 
 @dataclass(frozen=True)
 class AnswerBatch:
-    """Answers to some questions, in groups of equal size: those to the first question, then the others.
+    """Judged answers in the order of their questions; every question has a group of equally many.
 
-    `questions` are those of the groups; `texts` are without the token that ended the answer. `seconds` are
-    those of the slowest rank for sampling and for judging.
+    `texts` leave out the token that ended the answer. `seconds` are those that the slowest rank took for
+    sampling and for judging.
     """
 
     questions: tuple[Question, ...]
@@ -32,50 +32,50 @@ class AnswerBatch:
 
     @property
     def group_size(self) -> int:
-        """Answers to each question."""
+        """The number of answers to each question."""
         return len(self.answers) // max(1, len(self.questions))
 
     @property
     def groups(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """The number of the question of each answer, [answers]."""
+        """The index in `questions` of each answer's question, [answers]."""
         return np.repeat(np.arange(len(self.questions)), self.group_size)
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
-        """The ids of the question of each answer."""
+        """The ids of each answer's question."""
         return [self.questions[group].ids for group in self.groups]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each answer."""
+        """The number of tokens of each answer."""
         return [len(answer.ids) for answer in self.answers]
 
     @property
     def is_truncated(self) -> list[bool]:
-        """Which answers reached the longest length."""
+        """Whether each answer reached the length limit."""
         return [answer.finish_reason == "length" for answer in self.answers]
 
     def select(self, groups: Sequence[int]) -> "AnswerBatch":
-        """Return these groups alone; failures stay those of the whole batch."""
+        """Return the batch of these groups alone, in this order; its failures stay those of all groups."""
         size = self.group_size
-        numbers = [number for group in groups for number in range(group * size, (group + 1) * size)]
+        indices = [index for group in groups for index in range(group * size, (group + 1) * size)]
         judgement = replace(
             self.judgement,
-            rewards=[self.judgement.rewards[number] for number in numbers],
+            rewards=[self.judgement.rewards[index] for index in indices],
             values={
-                name: [column[number] for number in numbers] for name, column in self.judgement.values.items()
+                name: [column[index] for index in indices] for name, column in self.judgement.values.items()
             },
         )
         return AnswerBatch(
             tuple(self.questions[group] for group in groups),
-            tuple(self.answers[number] for number in numbers),
-            tuple(self.texts[number] for number in numbers),
+            tuple(self.answers[index] for index in indices),
+            tuple(self.texts[index] for index in indices),
             judgement,
             self.seconds,
         )
 
     def measure(self) -> dict[str, float]:
-        """Return what a person watches: rewards, lengths, failures and seconds, as metrics."""
+        """Return the metrics of the answers: rewards, failures, lengths [tokens] and seconds."""
         rewards = np.array(self.judgement.rewards)
         judged = rewards[~np.isnan(rewards)]
         lengths, failures = np.array(self.lengths), self.judgement.failures
@@ -109,8 +109,8 @@ def join_batches(batches: Sequence[AnswerBatch]) -> AnswerBatch:
     )
 
 
-class Interviewer:
-    """Asks questions; each rank answers its share, then all ranks have all answers."""
+class AnswerSampler:
+    """Samples and judges answers: each rank its share of the questions; all ranks get all answers."""
 
     def __init__(
         self, rollout: Rollout, rewards: RewardPool, tokenizer: Tokenizer, stop: Sequence[int]
@@ -119,22 +119,25 @@ class Interviewer:
         self._rollout, self._rewards = rollout, rewards
         self._tokenizer, self._stop = tokenizer, frozenset(stop)
 
-    def ask(
+    def sample(
         self, questions: Sequence[Question], first: int, group_size: int, sampling: Sampling
     ) -> AnswerBatch:
-        """Return `group_size` answers to each question; `first` counts the questions that were asked before.
+        """Return `group_size` judged answers to each question.
 
-        All ranks call it with the same. Raises on all of them what one raises.
+        Question i has the number `first` + i, a key of its random numbers. All ranks call it with the same
+        arguments. Raises an error on all ranks where one rank fails.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return self._sample_share(questions, range(first, first + len(questions)), group_size, sampling)
         parts = run_on_all_ranks(
-            lambda: self._ask_share(
+            lambda: self._sample_share(
                 questions[rank::size], range(first + rank, first + len(questions), size), group_size, sampling
             )
         )
         parts = [part for part in parts if part.questions]
         joined = join_batches(parts)
-        # Rank r has answered the questions r, r + size, ...: back to the order of the questions.
+        # Rank r answered the questions r, r + size, ...: this restores the order of the questions.
         order = np.argsort(
             np.concatenate([np.arange(len(questions))[number::size] for number in range(size)]), kind="stable"
         )
@@ -142,7 +145,7 @@ class Interviewer:
         seconds = max(part.seconds[0] for part in parts), max(part.seconds[1] for part in parts)
         return replace(ordered, seconds=seconds)
 
-    def _ask_share(
+    def _sample_share(
         self, questions: Sequence[Question], numbers: Sequence[int], group_size: int, sampling: Sampling
     ) -> AnswerBatch:
         if not questions:

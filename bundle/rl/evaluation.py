@@ -1,4 +1,4 @@
-"""Accuracy on questions that are never learned: of the greedy answer, or pass@k of several answers."""
+"""Accuracy on held-out questions: of the greedy answer, or pass@k of several answers."""
 
 from collections.abc import Sequence
 
@@ -8,23 +8,24 @@ from numpy.typing import NDArray
 from bundle.data.questions import Question
 from bundle.recipe.rl import RLReward
 from bundle.rewards.pool import name_rewards
-from bundle.rl.answers import AnswerBatch, Interviewer
+from bundle.rl.answers import AnswerBatch, AnswerSampler
 from bundle.rollouts import Sampling
 
 
 def evaluate(
-    interviewer: Interviewer,
+    sampler: AnswerSampler,
     questions: Sequence[Question],
     sampling: Sampling,
     samples: int,
     rewards: Sequence[RLReward],
 ) -> dict[str, float]:
-    """Return the metrics of `samples` answers to each question.
+    """Return the metrics of `samples` answers to each question; all ranks call it.
 
     An answer is right where the first reward of kind exact or math is 1; without such a reward, where the
     weighted sum of all rewards is above 0. An answer without a verdict is not right.
     """
-    batch = interviewer.ask(questions, -len(questions), samples, sampling)
+    # Numbers below 0: the random numbers of training questions are others.
+    batch = sampler.sample(questions, -len(questions), samples, sampling)
     is_right = find_right_answers(batch, rewards).reshape(len(questions), samples)
     values = np.array(batch.judgement.rewards)
     metrics = {
@@ -39,7 +40,7 @@ def evaluate(
 
 
 def find_right_answers(batch: AnswerBatch, rewards: Sequence[RLReward]) -> NDArray[np.bool_]:
-    """Return which answers are right, [answers]."""
+    """Return whether each answer is right (`evaluate`), [answers]."""
     for name, reward in zip(name_rewards(rewards), rewards, strict=True):
         if reward.kind != "python":
             return np.equal(batch.judgement.values[name], 1)

@@ -1,4 +1,4 @@
-"""Answers of a step as micro-batches: packs or rows, shared out over data-parallel ranks by length."""
+"""Makes micro-batches of a step's answers: packs or rows, divided among data-parallel ranks by length."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,8 @@ Floats = NDArray[np.float32]
 class Experience:
     """Questions with their answers, one sequence after the other: ids [tokens], lengths [sequences].
 
-    `answer_lengths` [sequences] count the tokens behind the question. `values` [tokens] stand where their
-    token is the label: at the token before it; elsewhere they are 0.
+    `answer_lengths` [sequences] count the tokens behind the question. `values` [tokens] belong to labels:
+    the value of an answer token is at the token before it. Elsewhere they are 0.
     """
 
     ids: Ints
@@ -37,7 +37,7 @@ class Experience:
     def from_answers(
         cls, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> "Experience":
-        """Return the sequences of answers [sequences][tokens] behind their questions [sequences][tokens]."""
+        """Return each question followed by its answer; both are ids [sequences][tokens]."""
         answer_lengths = np.fromiter(map(len, answers), np.int64, len(answers))
         lengths = np.fromiter(map(len, questions), np.int64, len(questions)) + answer_lengths
         pairs = chain.from_iterable(zip(questions, answers, strict=True))
@@ -45,7 +45,7 @@ class Experience:
         return cls(ids, lengths, answer_lengths)
 
     def with_values(self, **values: Sequence[NDArray[Any]]) -> "Experience":
-        """Return the same with more values, for each sequence [answer tokens]."""
+        """Return a copy with more values; each is a list of arrays [answer tokens], one for each sequence."""
         spread = {}
         for name, arrays in values.items():
             spread[name] = np.zeros(len(self.ids), np.float32)
@@ -53,18 +53,18 @@ class Experience:
         return replace(self, values={**self.values, **spread})
 
     def split(self, values: Floats) -> list[Floats]:
-        """Return for each sequence the values [answer tokens] of values [tokens]."""
+        """Return the values of the answers, [answer tokens] for each sequence, out of `values` [tokens]."""
         return np.split(values[self.label_places], np.cumsum(self.answer_lengths)[:-1])
 
     @cached_property
     def label_places(self) -> Ints:
-        """Where the token behind is one of an answer."""
+        """The indices of the tokens whose label is a token of an answer, [answer tokens of all sequences]."""
         ends = compute_starts(self.lengths) + self.lengths
         return concatenate_ranges(ends - self.answer_lengths - 1, self.answer_lengths)
 
     @cached_property
     def labels(self) -> Ints:
-        """The token behind each, [tokens]; anything behind a sequence."""
+        """The token after each token, [tokens]; after the last one of a sequence it has no meaning."""
         return np.roll(self.ids, -1)
 
     @cached_property
@@ -77,9 +77,10 @@ class Experience:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The sequences of every micro-batch of this rank; the number behind the last sequence is padding.
+    """The indices of the sequences in each micro-batch of this rank; every rank has equally many.
 
-    Every rank has as many. `length` is the padded extent that all of them have, None where each has its own.
+    The index after that of the last sequence stands for padding. `length` [tokens] is the padded length of
+    all micro-batches, None where each has its own.
     """
 
     micro_batches: tuple[Ints, ...]
@@ -87,7 +88,7 @@ class BatchPlan:
 
 
 class BatchBuilder:
-    """Makes micro-batches of experience for this rank."""
+    """Makes the micro-batches of this rank."""
 
     def __init__(self, recipe: Recipe, groups: Groups, device: torch.device, temperature: float) -> None:
         """`temperature` divides the logits of all tokens."""
@@ -95,7 +96,7 @@ class BatchBuilder:
         self._temperature = temperature
 
     def plan(self, lengths: Ints, numbers: Ints) -> BatchPlan:
-        """Return how the sequences `numbers` are shared out, where sequence i has lengths[i] tokens."""
+        """Return the plan for the sequences `numbers`, by index; sequence i has lengths[i] tokens."""
         recipe, dp, pp = self._recipe, self._groups.dp, self._groups.pp
         multiple = recipe.alignment.sequence_multiple
         padded = -(-lengths[numbers] // multiple) * multiple
@@ -107,7 +108,7 @@ class BatchBuilder:
             by_length = np.argsort(-padded, kind="stable")
             bins = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         costs = np.array([padded[rows].sum() for rows in bins], np.int64)
-        # Interleaved stages take a multiple of their number.
+        # Interleaved pipeline stages need a multiple of pp micro-batches.
         count = -(-max(1, len(bins)) // (dp.size * (pp.size if self._groups.vpp > 1 else 1)))
         count *= pp.size if self._groups.vpp > 1 else 1
         missing = count * dp.size - len(bins)
@@ -124,7 +125,7 @@ class BatchBuilder:
         return BatchPlan(filled, length)
 
     def build(self, experience: Experience, plan: BatchPlan, values: Sequence[str] = ()) -> list[MicroBatch]:
-        """Return the micro-batches of a plan with these values of the experience."""
+        """Return the micro-batches of a plan; `values` names those that become their extra tensors."""
         names = {name: experience.values[name] for name in values}
         columns: list[NDArray[Any]] = [
             experience.ids,
@@ -132,7 +133,7 @@ class BatchBuilder:
             experience.loss_mask,
             *names.values(),
         ]
-        # Padding is a token 0 behind all others.
+        # Padding is a token 0 after all others.
         padded = [torch.from_numpy(np.append(column, column.dtype.type(0))) for column in columns]
         micro_batches = []
         for places, lengths in find_places(experience, plan):
@@ -167,9 +168,9 @@ class BatchBuilder:
 
 
 def find_places(experience: Experience, plan: BatchPlan) -> Iterator[tuple[Ints, Ints]]:
-    """Yield for each micro-batch the places of its tokens, and the lengths of its sequences.
+    """Yield the indices of the tokens of each micro-batch, and the lengths [tokens] of its sequences.
 
-    A padding sequence is one token behind all others.
+    A padding sequence is one token, whose index is that after the last token.
     """
     starts = np.append(compute_starts(experience.lengths), len(experience.ids))
     all_lengths = np.append(experience.lengths, 1)

@@ -1,4 +1,4 @@
-"""The algorithm of task rl: ask, judge, learn, evaluate, until the last update."""
+"""The loop of task rl: sample answers, judge them, learn from them, evaluate; until the last update."""
 
 from typing import TYPE_CHECKING
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 def train(trainer: "PolicyTrainer") -> None:
     """Train to the last update.
 
-    Raises Preempted after a checkpoint when told to stop; JobFailed for a gradient or a loss that is not
-    finite (`train.on_nan`: stop), for rewards that fail too often, and for too many steps without a group to
-    learn from.
+    Raises Preempted, after a checkpoint, when a signal stops the run. Raises JobFailed for a gradient or a
+    loss that is not finite (`train.on_nan: stop`), for rewards that fail too often (`rl.max_failed`), and for
+    too many steps without anything to learn (`rl.max_flat_steps`).
     """
     session, recipe, rl = trainer.session, trainer.session.recipe, trainer.settings
     if session.progress.step == 0 and not rl.warm_start_steps:
         trainer.report_evaluation()
     while session.progress.step < rl.warm_start_steps:
-        own_result = trainer.learn_own_answers()
+        warm_start_result = trainer.learn_row_answers()
         if session.is_due(recipe.train.log_interval):
-            session.report(own_result)
+            session.report(warm_start_result)
         if session.progress.step == rl.warm_start_steps:
             trainer.report_evaluation()
         is_save_due = session.is_due(recipe.checkpoint.interval) or trainer.is_best
@@ -34,5 +34,6 @@ def train(trainer: "PolicyTrainer") -> None:
         if session.is_last_step or session.is_due(trainer.evaluation_interval, before):
             trainer.report_evaluation()
         session.export_if_due(before)
-        is_save_due = session.is_due(recipe.checkpoint.interval, before) or trainer.is_best
+        has_updated = session.progress.step > before  # a flat step leaves the best weights what they were
+        is_save_due = session.is_due(recipe.checkpoint.interval, before) or (has_updated and trainer.is_best)
         session.end_step(is_last=session.is_last_step, is_save_due=is_save_due)

@@ -1,4 +1,4 @@
-"""Files of a run's answers, a line for each: rollouts/step-N.jsonl. A later run can learn from them."""
+"""Files of a run's answers: rollouts/step-N.jsonl, one line for each answer. Another run can replay them."""
 
 import json
 import math
@@ -20,30 +20,34 @@ _LIMIT = 1 << 32  # bytes of a file
 
 
 def find_path(directory: Path, number: int, attempt: int) -> Path:
-    """Return the file of the answers of a step, which count from 0; later attempts ask further questions."""
+    """Return the path of the answers of step `number`, sampled at `attempt`; both count from 0."""
     return directory / (f"step-{number:08d}-{attempt}.jsonl" if attempt else f"step-{number:08d}.jsonl")
 
 
 def write_batch(path: Path, batch: AnswerBatch, tokenizer: Tokenizer) -> None:
-    """Write the answers of a step. Every number is read back as the same one."""
+    """Write the answers of a step; `read_batch` returns exactly the same numbers."""
     path.parent.mkdir(exist_ok=True)
     files.write_text(path, "".join(f"{json.dumps(line)}\n" for line in _dump(batch, tokenizer)))
 
 
-def read_batch(path: Path, questions: Sequence[Question]) -> AnswerBatch:
-    """Return the answers of a file to these questions.
+def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> AnswerBatch:
+    """Return the answers of a file, `group_size` to each question, with their rewards and without failures.
 
-    Raises UsageError where the file cannot be read, or has answers to other questions.
+    Raises UsageError where the file cannot be read, is damaged, or answers other questions.
     """
     text = files.read_text(path, _LIMIT)
     if text is None:
-        raise UsageError(f"rl.rollout.path: {path} cannot be read. Name the folder `rollouts` of a run.")
+        raise UsageError(
+            f"rl.rollout.path: {path} cannot be read. Name the folder `rollouts` of a run with as many steps."
+        )
     try:
         lines = [json.loads(line) for line in text.splitlines()]
-        batch = _load(lines, questions)
+        batch = _load(lines, questions, group_size)
+        prompt_ids = [line["prompt_ids"] for line in lines[:: batch.group_size]]
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise UsageError(f"rl.rollout.path: {path} is not a file of answers ({error}).") from error
-    prompt_ids = [line["prompt_ids"] for line in lines[:: batch.group_size]]
+        raise UsageError(
+            f"rl.rollout.path: {path} is not a file of answers ({error!r}). Name another run."
+        ) from error
     if prompt_ids != [list(question.ids) for question in questions]:
         raise UsageError(
             f"rl.rollout.path: {path} answers other questions. Give the recipe the data, the seed and the"
@@ -73,9 +77,12 @@ def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         }
 
 
-def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question]) -> AnswerBatch:
-    if not lines or len(lines) % len(questions):
-        raise ValueError(f"{len(lines)} answers for {len(questions)} questions")
+def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question], group_size: int) -> AnswerBatch:
+    if len(lines) != len(questions) * group_size:
+        raise ValueError(f"{len(lines)} answers for {len(questions)} questions x {group_size}")
+    for number, line in enumerate(lines, start=1):
+        if not len(line["ids"]) == len(line["log_probs"]) == len(line["versions"]):
+            raise ValueError(f"line {number} has not as many log_probs and versions as ids")
     answers = tuple(
         Answer(
             line["question"],

@@ -1,4 +1,4 @@
-"""A run of task rl on one rank: asks, judges, learns, and hands the weights to the rollout engine."""
+"""A run of task rl on one rank: samples and judges answers, learns from them, syncs the rollout engine."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ from bundle.rl.advantages import (
     compute_overlong_penalties,
     compute_penalties,
 )
-from bundle.rl.answers import AnswerBatch, Interviewer, join_batches
+from bundle.rl.answers import AnswerBatch, AnswerSampler, join_batches
 from bundle.rl.corrections import Correction
 from bundle.rl.evaluation import evaluate
 from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
@@ -56,11 +56,15 @@ class UpdateSizes(NamedTuple):
 class PolicyTrainer:
     """A run of task rl on this rank; `loop.train` calls its methods in order.
 
-    `session` has the engine and what every run has, `questions` are the data. All ranks call every method.
+    `session` holds the engine and what runs of all tasks need. All ranks call every method, in the same
+    order.
     """
 
     def __init__(self, builder: SessionBuilder, exit_stack: ExitStack) -> None:
-        """Read the questions, build the model, start rewards and rollout engine; `exit_stack` ends those."""
+        """Read the questions, build the model, start the rewards and the rollout engine.
+
+        `exit_stack` closes the last two.
+        """
         recipe, watchdog = builder.recipe, builder.watchdog
         assert recipe.rl is not None, "the rules of a recipe require it for task rl"
         self.settings = recipe.rl
@@ -82,21 +86,28 @@ class PolicyTrainer:
         for name in ("rollouts", "skipped_steps", "flat_steps"):
             self._state.setdefault(name, 0)
         self.session.checkpoints.best_step = self._state.get("best_step")
+        is_replay = self.settings.rollout.path is not None
+        self._sampler = None if is_replay else self._start_sampler(builder, exit_stack)
+
+    def _start_sampler(self, builder: SessionBuilder, exit_stack: ExitStack) -> AnswerSampler:
+        """Start the rewards and the rollout engine; a replay needs neither."""
+        recipe, models = builder.recipe, self.session.engine.models
         rewards = _start_on_ranks(
             lambda: exit_stack.enter_context(RewardPool(self.settings.rewards, recipe.data.fields.response))
         )
-        engine = self.session.engine
-        self._rollout = TransformersRollout(
-            recipe.model.config,
-            recipe.architecture,
-            dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.model.dtype],
-            device=builder.device,
+        self._rollout = _start_on_ranks(
+            lambda: TransformersRollout(
+                recipe.model.config,
+                recipe.architecture,
+                dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.model.dtype],
+                device=builder.device,
+            )
         )
         exit_stack.callback(self._rollout.close)
         self._stream = TensorStream.from_chunks(
-            engine.models, builder.groups, Tensors(recipe.architecture, builder.groups.tp.size)
+            models, builder.groups, Tensors(recipe.architecture, builder.groups.tp.size)
         )
-        self._interviewer = Interviewer(self._rollout, rewards, self.questions.tokenizer, self.questions.stop)
+        return AnswerSampler(self._rollout, rewards, self.questions.tokenizer, self.questions.stop)
 
     def train(self) -> None:
         """Train to the last step and write the result; raise what `loop.train` raises."""
@@ -104,17 +115,15 @@ class PolicyTrainer:
 
     # What the loop calls, in its order.
 
-    def learn_own_answers(self) -> StepResult:
-        """Make one update on the rows' own answers (rl.warm_start_steps)."""
+    def learn_row_answers(self) -> StepResult:
+        """Make one update of SFT on the answers in the rows (rl.warm_start_steps); return its result."""
         session, size = self.session, self.session.recipe.train.global_batch_size
         questions = self.questions.draw(session.progress.consumed_samples, size)
         experience = Experience.from_answers(
             [question.ids for question in questions], [question.response for question in questions]
         )
-        everything = np.arange(size)
-        micro_batches = self._batch_builder.build(
-            experience, self._batch_builder.plan(experience.lengths, everything)
-        )
+        plan = self._batch_builder.plan(experience.lengths, np.arange(size))
+        micro_batches = self._batch_builder.build(experience, plan)
 
         def learn() -> UpdateSizes:
             session.engine.forward_backward(micro_batches, _compute_cross_entropy)
@@ -125,8 +134,9 @@ class PolicyTrainer:
     def sample_answers(self) -> AnswerBatch:
         """Return judged answers to the next questions.
 
-        With rl.dynamic_sampling further questions take the place of flat groups, as often as that allows.
-        Raises JobFailed where rewards failed on more answers than rl.max_failed allows.
+        Groups whose rewards are all equal are replaced by groups of further questions, at most
+        rl.dynamic_sampling times. Raises JobFailed where rewards fail on a larger share of the answers than
+        rl.max_failed.
         """
         rl, session = self.settings, self.session
         batches: list[AnswerBatch] = []
@@ -135,7 +145,7 @@ class PolicyTrainer:
             first = session.progress.consumed_samples
             questions = self.questions.draw(first, missing)
             session.progress.consumed_samples += missing
-            batch = self._ask(questions, first, attempt)
+            batch = self._sample_or_replay(questions, first, attempt)
             judgement = batch.judgement
             check_failed_share(judgement.failed, len(batch.answers), rl.max_failed, judgement.first_reason)
             if attempt < rl.dynamic_sampling:
@@ -148,7 +158,7 @@ class PolicyTrainer:
         return join_batches(batches)
 
     def build_experience(self, batch: AnswerBatch) -> tuple[Experience, Advantages]:
-        """Return the answers with the values that the loss reads, and what became of the rewards."""
+        """Return the sequences with the values that the loss reads, and the advantages of the answers."""
         rl = self.settings
         experience = Experience.from_answers(batch.prompts, [answer.ids for answer in batch.answers])
         rollout_log_probs: list[Floats] = [answer.log_probs for answer in batch.answers]
@@ -167,7 +177,7 @@ class PolicyTrainer:
         return experience.with_values(**values, advantages=advantages.tokens), advantages
 
     def learn(self, experience: Experience, advantages: Advantages) -> StepResult | None:
-        """Make the updates of a step; return the result of the last one, None where nothing is learned."""
+        """Make the updates of a step; return the result of the last one, None where no answer is learned."""
         rl, session = self.settings, self.session
         train = session.recipe.train
         learned = np.flatnonzero(advantages.is_learned)
@@ -198,33 +208,41 @@ class PolicyTrainer:
     def report(
         self, batch: AnswerBatch, advantages: Advantages, result: StepResult | None, previous_step: int
     ) -> None:
-        """Write the metrics of a step, where they are due; `result` is that of its last update, if any."""
+        """Write the metrics of a step where train.log_interval says so; say where nothing was learned.
+
+        `result` is that of the last update, `previous_step` counts the updates before the step.
+        """
         session, groups = self.session, len(batch.questions)
         values = batch.measure() | {
             "groups/flat": len(advantages.flat_groups) / groups,
             "groups/small": len(advantages.small_groups) / groups,
             "groups/skipped_steps": self._state["skipped_steps"],
         }
-        if result is None:
-            session.metrics.write(session.progress.step, values)
+        if result is None:  # a line with the step of a checkpoint would stay when the run goes on from there
+            if dist.get_rank() == 0:
+                _log.info(
+                    "no group has answers of different rewards, so nothing is learned: reward %.4g, step %d",
+                    values["reward/mean"],
+                    session.progress.step,
+                )
         elif session.is_last_step or session.is_due(session.recipe.train.log_interval, previous_step):
             session.report(result, values)
 
     @property
     def evaluation_interval(self) -> int:
-        """Updates between evaluations; 0: only at the end."""
+        """The number of updates between evaluations; 0: evaluate only at the end."""
         return self.settings.evaluation.interval if self.settings.evaluation else 0
 
     def report_evaluation(self) -> None:
-        """Ask the questions that are never learned, and write their metrics; nothing without any."""
+        """Evaluate on the held-out questions, if any, and write the metrics; a replay does nothing."""
         evaluation, settings = self.questions.evaluation, self.settings.evaluation
-        if evaluation is None or settings is None or self.settings.rollout.path is not None:
+        if evaluation is None or settings is None or self._sampler is None:
             return
-        self._sync()
         sampling = self._build_sampling(self.session.progress.step, is_greedy=settings.samples == 1)
         with self.session.watchdog.extend_patience("evaluating"):
+            self._sync()
             metrics = evaluate(
-                self._interviewer,
+                self._sampler,
                 evaluation.questions,
                 sampling,
                 settings.samples,
@@ -232,14 +250,16 @@ class PolicyTrainer:
             )
         step, accuracy = self.session.progress.step, metrics["evaluation/accuracy"]
         self._state["evaluation"] = metrics
-        if self.session.recipe.checkpoint.keep_best and accuracy > self._state.get("best_accuracy", -1.0):
+        # There is no checkpoint of step 0.
+        keeps_best = step > 0 and self.session.recipe.checkpoint.keep_best is not None
+        if keeps_best and accuracy > self._state.get("best_accuracy", -1.0):
             self._state |= {"best_step": step, "best_accuracy": accuracy}
             self.session.checkpoints.best_step = step
         self.session.metrics.write(step, metrics)
 
     @property
     def is_best(self) -> bool:
-        """Whether the present weights are the best that were evaluated (checkpoint.keep_best)."""
+        """Whether the best evaluation so far is that of the current weights (checkpoint.keep_best)."""
         return self._state.get("best_step") == self.session.progress.step
 
     def _learn(
@@ -250,23 +270,25 @@ class PolicyTrainer:
         )
         return sizes
 
-    def _ask(self, questions: Sequence[Question], first: int, attempt: int) -> AnswerBatch:
-        """Return the answers to these questions; those of a file where the recipe names one."""
+    def _sample_or_replay(self, questions: Sequence[Question], first: int, attempt: int) -> AnswerBatch:
+        """Return judged answers to these questions: sampled ones, or those of a file (rl.rollout.path)."""
         number, session = self._state["rollouts"], self.session
         path = rollout_files.find_path(session.directory.rollouts, number, attempt)
         if self.settings.rollout.path is not None:
             replayed = rollout_files.find_path(Path(self.settings.rollout.path), number, attempt)
-            return run_on_rank_0(lambda: rollout_files.read_batch(replayed, questions))
-        self._sync()
+            size = self.settings.num_generations
+            return run_on_rank_0(lambda: rollout_files.read_batch(replayed, questions, size))
+        assert self._sampler is not None, "only a replay has none"
         with session.watchdog.extend_patience("sampling answers"):
-            batch = self._interviewer.ask(
+            self._sync()
+            batch = self._sampler.sample(
                 questions, first, self.settings.num_generations, self._build_sampling(number)
             )
         run_on_rank_0(lambda: rollout_files.write_batch(path, batch, self.questions.tokenizer))
         return batch
 
     def _sync(self) -> None:
-        """Give the rollout engine the present weights, if it has others."""
+        """Copy the current weights to the rollout engine, unless it has them."""
         engine, step = self.session.engine, self.session.progress.step
         if self._rollout.version == step:
             return
@@ -309,7 +331,7 @@ class PolicyTrainer:
     def _score(
         self, experience: Experience, compute: Callable[[Sequence[MicroBatch]], list[Tensor]]
     ) -> list[Floats]:
-        """Return what `compute` gives for the tokens of each answer, on all ranks."""
+        """Return the log-probabilities of each answer [answer tokens] by `compute`, the same on all ranks."""
         groups, device = self.session.engine.groups, self.session.engine.device
         plan = self._batch_builder.plan(experience.lengths, np.arange(len(experience.lengths)))
         values = torch.zeros(len(experience.ids) + 1, device=device)
@@ -321,13 +343,13 @@ class PolicyTrainer:
         return experience.split(values[:-1].cpu().numpy())
 
     def _count_step(self, *, is_flat: bool) -> None:
-        """Count a step; raise JobFailed for too many in a row from which nothing could be learned."""
+        """Count a step; raise JobFailed after rl.max_flat_steps steps in a row without an update."""
         self._state["skipped_steps"] += is_flat
         self._state["flat_steps"] = self._state["flat_steps"] + 1 if is_flat else 0
         if self._state["flat_steps"] >= self.settings.max_flat_steps:
             raise JobFailed(
-                f"rl.max_flat_steps: no group of {self._state['flat_steps']} steps in a row has answers of"
-                " different rewards, so that nothing was learned. Look at the answers in"
+                f"rl.max_flat_steps: {self._state['flat_steps']} steps in a row made no update: no group has"
+                " different rewards, or its answers are left out. Look at the answers in"
                 f" {self.session.directory.rollouts}; raise rl.num_generations or rl.rollout.temperature, or"
                 " use easier questions."
             )
@@ -360,7 +382,10 @@ def run(job: Job, runtime: Runtime, device: torch.device, watchdog: Watchdog) ->
 
 
 def _prepare_on_ranks(builder: SessionBuilder) -> Questions:
-    """Return the questions, the same on every rank. Raise what one rank raises, on all of them."""
+    """Return the questions, the same on every rank; log what was left out.
+
+    Raise EnvironmentUnfit where ranks read different ones, and on all ranks what one of them raises.
+    """
     prepared: list[Questions] = []
 
     def prepare() -> dict[str, str]:
@@ -368,14 +393,16 @@ def _prepare_on_ranks(builder: SessionBuilder) -> Questions:
         return dict(prepared[0].identity)
 
     if differences := find_disagreements(run_on_all_ranks(prepare)):
-        raise EnvironmentUnfit("the ranks have different data; give every node the same files", differences)
+        raise EnvironmentUnfit(
+            "data.path: the ranks read different questions. Give every node the same files.", differences
+        )
     for line in prepared[0].training.left_out:
         _log.warning(line)
     return prepared[0]
 
 
 def _start_on_ranks(start: Callable[[], T]) -> T:
-    """Return what `start` gave on this rank; raise on all ranks what one raises."""
+    """Return the result of `start` on this rank. Raise on all ranks what one of them raises."""
     started: list[T] = []
     run_on_all_ranks(lambda: started.append(start()))
     return started[0]

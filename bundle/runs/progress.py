@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint keeps beside weights and optimizer, for every task."""
+"""The progress of a run of any task, which a checkpoint keeps beside weights and optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,10 +9,11 @@ from bundle.engine import Losses
 
 @dataclass
 class Progress:
-    """Updates made, samples read, and updates left out because a gradient was not finite.
+    """Counts of a run: `step` updates, and samples read.
 
-    `unreported_steps` took `unreported_seconds` and `unreported_flops` of a device for `unreported_tokens`
-    since the last report; `losses` are those reported last.
+    `skipped_updates` were left out because their gradient was not finite. The unreported counts are those
+    since the last report: updates, seconds, FLOPs of one device, and tokens of all replicas. `losses` are
+    those of the last report.
     """
 
     step: int = 0
@@ -30,12 +31,12 @@ class Progress:
 
     @classmethod
     def from_dump(cls, values: Mapping[str, Any]) -> Self:
-        """Return what `dump` was called on."""
+        """Return the progress that `dump` turned into these values."""
         losses = values["losses"]
         return cls(**{**values, "losses": Losses(**losses) if losses else None})
 
     def count_update(self, seconds: float, flops: float, tokens: int, samples: int) -> None:
-        """Count one update of the weights: its seconds, FLOPs of a device, tokens and samples."""
+        """Count one update: its seconds, FLOPs of one device, tokens and samples."""
         self.step += 1
         self.consumed_samples += samples
         self.unreported_steps += 1
@@ -44,6 +45,6 @@ class Progress:
         self.unreported_tokens += tokens
 
     def clear_unreported(self) -> None:
-        """Begin the next report."""
+        """Set all unreported counts to 0, for the next report."""
         self.unreported_steps, self.unreported_tokens = 0, 0
         self.unreported_seconds, self.unreported_flops = 0.0, 0.0

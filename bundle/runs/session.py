@@ -1,6 +1,6 @@
-"""A run on one rank, whatever its task: weights, engine, checkpoints, metrics, and what each step does.
+"""A run of any task on one rank: engine, checkpoints, metrics, and the parts of a step that tasks share.
 
-A task adds its data and its loop: `training` and `rl`.
+The rooms `training` and `rl` add data and a loop.
 """
 
 import logging
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class StepSizes(Protocol):
-    """What an update learned from, on all replicas together."""
+    """The sizes of what an update learned from, on all replicas together."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence, learned or not."""
+        """The number of tokens of each sequence, learned or not, [sequences]."""
 
     @property
     def grids(self) -> NDArray[np.int64]:
@@ -45,10 +45,11 @@ class StepSizes(Protocol):
 
 @dataclass
 class Session:
-    """One run on this rank. Every rank has one, and all of them call its methods together.
+    """One run on this rank. All ranks call its methods, in the same order.
 
-    `recipe` counts steps. `task_state` are plain values that the task adds to every checkpoint; after a
-    resume those of the checkpoint. `identity` names the data. `end_tokens` end an answer in an export.
+    The length of `recipe` is given in steps. `task_state` are plain values that the task adds to every
+    checkpoint; after a resume they are those of the checkpoint. `identity` holds digests of the data by name.
+    An export writes `end_tokens` as those that end an answer.
     """
 
     recipe: Recipe
@@ -60,7 +61,7 @@ class Session:
     speed: Speed
     anomalies: Anomalies
     profiler: Profiler
-    should_stop: Callable[[], bool]  # on all ranks alike
+    should_stop: Callable[[], bool]  # a collective: the same on all ranks
     progress: Progress
     identity: Mapping[str, str]
     task_state: dict[str, Any] = field(default_factory=dict)
@@ -69,13 +70,13 @@ class Session:
     def run(self, train: Callable[[], None], describe_result: Callable[[], Mapping[str, Any]]) -> None:
         """Call `train`, then complete the last checkpoint, export, and write the result.
 
-        Raises what `train` raises, after Preempted with a complete checkpoint; JobFailed where the run
-        learned nothing.
+        Raises what `train` raises; for Preempted the last checkpoint is complete. Raises JobFailed where no
+        update had a finite gradient.
         """
         with self.metrics, self.profiler:
             try:
                 train()
-            except Preempted:  # the checkpoint that is said to be written may be under way
+            except Preempted:  # its message promises a checkpoint, which may still be written
                 self._complete_checkpoint()
                 raise
             self._complete_checkpoint()
@@ -84,20 +85,20 @@ class Session:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the last update of the recipe is made."""
+        """Whether the last update of the recipe was made."""
         return self.progress.step >= self.recipe.train.steps
 
     def is_due(self, interval: int, previous_step: int | None = None) -> bool:
-        """Return whether something that happens every `interval` updates (0: never) is due now.
+        """Return whether a multiple of `interval` was reached after `previous_step` (None: the last update).
 
-        It is due when a multiple was reached since `previous_step`, by default the update before.
+        An interval of 0 is never due.
         """
         step = self.progress.step
         previous_step = step - 1 if previous_step is None else previous_step
         return interval > 0 and step // interval > previous_step // interval
 
     def make_update(self, learn: Callable[[], StepSizes], samples: int) -> StepResult:
-        """Make one update of the weights: `learn` adds the gradients and returns what it learned from.
+        """Make one update: `learn` adds the gradients and returns sizes; `samples` are counted as read.
 
         Raises JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
         """
@@ -115,7 +116,7 @@ class Session:
         return result
 
     def report(self, result: StepResult, extra: Mapping[str, float] | None = None) -> None:
-        """Write the metrics of all updates since the last report; `result` is that of the last update.
+        """Write the metrics of the updates since the last report, and `extra`; `result` is of the last one.
 
         Raises JobFailed for a loss that is not finite, unless `train.on_nan` is skip.
         """
@@ -135,7 +136,7 @@ class Session:
         progress.clear_unreported()
 
     def end_step(self, *, is_last: bool, is_save_due: bool) -> None:
-        """Save where that is due, at the end, or when the run is told to stop. Raises Preempted for that."""
+        """Save a checkpoint if due, at the end, or after a signal; raise Preempted after a signal."""
         is_told_to_stop = self.should_stop()
         if is_told_to_stop or is_last or is_save_due:
             self._save()
@@ -145,7 +146,7 @@ class Session:
             )
 
     def export(self, step: int | None = None) -> None:
-        """Write the model as checkpoint.export says, if at all; `step`: of a step before the last."""
+        """Write the model as `checkpoint.export` says; `step` is None for the export at the end."""
         kind = self.recipe.checkpoint.export
         if kind is None:
             return
@@ -160,7 +161,7 @@ class Session:
         _log.info("exported to %s", directory)
 
     def export_if_due(self, previous_step: int | None = None) -> None:
-        """Write an export of a step before the last, where one is due (`is_due`)."""
+        """Write an export before the last step if `checkpoint.export_interval` makes it due (`is_due`)."""
         is_due = self.is_due(self.recipe.checkpoint.export_interval, previous_step)
         if self.progress.step and not self.is_last_step and is_due:
             self.export(self.progress.step)
@@ -182,7 +183,7 @@ class Session:
             self.checkpoints.poll(wait=True)
 
     def _describe_updates(self, losses: Losses, result: StepResult) -> dict[str, float]:
-        """Return what the updates since the last report did; rates are of the updates alone."""
+        """Return the metrics of the updates since the last report; rates exclude the time between updates."""
         progress = self.progress
         is_skipping = self.recipe.train.on_nan == "skip"
         skipped = {"train/skipped_updates": progress.skipped_updates} if is_skipping else {}
@@ -206,24 +207,24 @@ class Session:
             "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
         )
         raise JobFailed(
-            f"the loss of steps {first} to {last} is not finite, {reason}; no checkpoint was written of"
-            " these. Look at the data: which parts of its rows are answers, and whether any are"
+            f"the loss of steps {first} to {last} is not finite, {reason}; no checkpoint has"
+            " these steps. Check which parts of the rows are learned (mcore-bundle check)."
         )
 
     def _write_result(self, values: Mapping[str, Any]) -> None:
-        """Write the result, which makes the run a finished one."""
+        """Write result.json, which marks a finished run; raise JobFailed where all updates were skipped."""
         progress = self.progress
         if progress.step and progress.skipped_updates == progress.step:
             raise JobFailed(
                 f"not one of {progress.step} updates was made, since no gradient was finite: the weights are"
-                " those of the start. Lower optimizer.lr or look at the data"
+                " those of the start. Lower optimizer.lr, or correct the data."
             )
         result = {"step": progress.step, "skipped_updates": progress.skipped_updates, **values}
         files.write_json(self.directory.result, replace_nonfinite(result))
 
 
 def name_losses(part: str, losses: Losses) -> dict[str, float]:
-    """Return the losses and measures as metrics of `part`, such as train."""
+    """Return the losses and measures as metrics whose names begin with `part`, such as train."""
     values = {f"{part}/loss": losses.main}
     values |= {f"{part}/{name}": value for name, value in losses.measures.items()}
     return values | {f"{part}/mtp_{depth + 1}_loss": loss for depth, loss in enumerate(losses.mtp)}

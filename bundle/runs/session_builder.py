@@ -1,4 +1,4 @@
-"""Builds the session of a run: the model with its first weights, then what the run or its origin has kept."""
+"""Builds the session of a run: the model with its first weights, then the newest checkpoint, if any."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -43,9 +43,10 @@ _log = logging.getLogger(__name__)
 
 
 class SessionBuilder:
-    """What a task finds when its rank begins: the job, the process groups, the run directory.
+    """Holds the job, the process groups and the run directory, and builds the session of the task.
 
-    `weights` are what the engine was built with, after `build`; None: random ones, or a checkpoint's.
+    After `build`, `weights` are the published weights that the model began with. They are None where it began
+    with random ones, or with those of a checkpoint.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class SessionBuilder:
         is_resumed: bool,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """All ranks call it."""
+        """Make the process groups; all ranks call it."""
         self.job, self.runtime, self.device, self.watchdog = job, runtime, device, watchdog
         self.is_resumed, self.should_stop = is_resumed, should_stop
         self.recipe, self.directory = job.recipe, RunDirectory(job.directory)
@@ -81,9 +82,10 @@ class SessionBuilder:
     ) -> Session:
         """Return the session, with the weights and the progress of the newest checkpoint, if any.
 
-        `samples` are what an epoch has, `identity` names the data, `objective` takes the place of the main
-        loss. `keep_reference` is called with the weights that training began with, before those of a
-        checkpoint of the run are read. All ranks call it. Raises UsageError for a checkpoint of other data.
+        `samples` is the size of an epoch. `identity` holds digests of the data by name. `objective` replaces
+        the main loss. `keep_reference` gets the engine while it has the weights that the run began with,
+        before a checkpoint of the run is loaded. All ranks call it. Raises UsageError for a checkpoint of a
+        run on other data.
         """
         recipe = with_steps(self.recipe, samples)
         with self.watchdog.extend_patience("loading the weights"):
@@ -142,12 +144,12 @@ class SessionBuilder:
         )
 
     def _digest_base_weights(self) -> Mapping[str, str] | None:
-        """Return digests of the files that hold what adapters are trained beside; None without adapters."""
+        """Return digests of the files of the base weights by name; None without adapters."""
         if self.recipe.model.lora is None:
             return None
         paths = self.weights.files if self.weights else []
         own_paths = paths[dist.get_rank() :: dist.get_world_size()]
-        with self.watchdog.extend_patience("reading what the adapters are beside"):
+        with self.watchdog.extend_patience("computing digests of the base weights"):
             shares = run_on_all_ranks(
                 lambda: {path.name: manifest.compute_digest(path) for path in own_paths}
             )
@@ -161,7 +163,7 @@ class SessionBuilder:
         identity: Mapping[str, str],
         keep_reference: Callable[[Engine], None] | None,
     ) -> tuple[Progress, dict[str, object]]:
-        """Return where training begins, and the task's state there: after a checkpoint, or at the start."""
+        """Load a checkpoint, if there is one; return the progress and the task state to begin with."""
         origin = run_on_rank_0(self.directory.read_origin)
         if keep_reference is not None:
             if origin is not None:
@@ -188,7 +190,7 @@ class SessionBuilder:
     def _load_origin(
         self, checkpoints: Checkpoints, recipe: Recipe, *, weights_only: bool
     ) -> LoadedCheckpoint | None:
-        """Load the checkpoint that the run begins with; None where only its weights are taken."""
+        """Load the checkpoint that `--from` names; return it, or None where only its weights are loaded."""
         checkpoint = run_on_rank_0(self.directory.find_initial_checkpoint)
         assert checkpoint is not None
         if weights_only:
@@ -218,9 +220,9 @@ class SessionBuilder:
 
 
 def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
-    """Return what the model begins with, the same on every rank; say it.
+    """Return the weights of model.path, or None for random ones, and log which; all ranks call it.
 
-    Raises UsageError where it cannot be loaded, or is not what another rank has found.
+    Raises UsageError where they cannot be loaded, or where ranks find different ones.
     """
     weights: list[PretrainedWeights | None] = []
 
@@ -231,7 +233,7 @@ def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
     descriptions = run_on_all_ranks(find_weights)
     if len(set(descriptions)) > 1:
         raise UsageError(
-            f"model.path {recipe.model.path}: ranks find different weights",
+            f"model.path: ranks find different weights ({recipe.model.path}). Give all nodes the same files.",
             [
                 f"rank {descriptions.index(description)}: {description}"
                 for description in dict.fromkeys(descriptions)
@@ -249,7 +251,7 @@ def run_job(
     watchdog: Watchdog,
     train: Callable[[SessionBuilder], None],
 ) -> None:
-    """Call `train` with the run directory held, unless the run is finished; raise what it raises."""
+    """Call `train` while the run directory is locked, unless the run is finished; raise what it raises."""
     directory = RunDirectory(job.directory)
     with ExitStack() as exit_stack:
         stop = StopRequest(device)
@@ -269,13 +271,15 @@ def run_job(
 
 
 def _begin(job: Job, directory: RunDirectory) -> bool | None:
-    """Return whether there is a run to go on with, None where nothing is left to do; write its start."""
+    """Write the start or the resume of a run; return whether it is a resume, None for a finished run."""
     recipe, origin = job.recipe, Origin.from_start(job.start)
     versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_packages()}
     is_resumed = directory.check_start(recipe, job.start)
     if not is_resumed:
         if job.start.fresh:
             directory.reference.unlink(missing_ok=True)
+            for answers in directory.rollouts.glob("step-*.jsonl"):
+                answers.unlink()
         directory.write_start(recipe, job.dump(), versions, origin)
     elif directory.is_finished(recipe):
         _log.info(directory.describe_finished())

@@ -114,6 +114,7 @@ BROKEN = [
     ("rl.rewards", {"rewards": []}, "[]"),
     ("rl.max_failed", {"max_failed": 1.5}, "1.5"),
     ("rl.warm_start_steps", {"warm_start_steps": 1000000}, "1000000"),
+    ("rl.dynamic_sampling", {"dynamic_sampling": 3, "advantage": "reinforce_plus_plus"}, "3"),
     ("rl.loss.kl", {"warm_start_steps": 1, "loss": {"kl": 0.25}}, "0.25"),
 ]
 BATCH, LONGEST = "train.global_batch_size=32", "rl.rollout.max_completion_length=128"

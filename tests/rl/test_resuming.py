@@ -17,14 +17,12 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 OF_TIME = ("seconds", "per_second", "per_device", "memory/", "time", "straggler")
-STEPS = 14
 
 
-@pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
-    file = tmp_path_factory.mktemp("reward") / "reward.py"
+def build_overrides(directory: Path, steps: int) -> list[str]:
+    file = directory / "reward.py"
     file.write_text(REWARD)
-    values = SMALL | {"train.steps": STEPS, "checkpoint.interval": 2, "train.log_interval": 3}
+    values = SMALL | {"train.steps": steps, "checkpoint.interval": 2, "train.log_interval": 3}
     # Several updates learn one step's answers; the reference is that of the start, whatever was loaded.
     values |= {"rl.num_iterations": 2, "rl.loss": "{kl: 0.1, kl_kind: k3}", "rl.warm_start_steps": 0}
     return [f"{key}={value}".replace("FILE", str(file)) for key, value in values.items()]
@@ -38,13 +36,6 @@ def read(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
         for line in lines
     ]
     return kept, [path.read_text() for path in sorted((directory / "rollouts").iterdir())]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(overrides, tmp_path_factory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("undisturbed") / "run"
-    finish(train("grpo-arithmetic-cpu", directory, overrides))
-    return directory
 
 
 def kill_once(directory: Path, overrides: list[str], moment: float) -> bool:
@@ -65,21 +56,25 @@ def kill_once(directory: Path, overrides: list[str], moment: float) -> bool:
     return process.returncode != 0
 
 
-def check_kills(directory: Path, overrides: list[str], undisturbed: Path, kills: int) -> None:
-    random_moments = random.Random(5)
-    killed = sum(kill_once(directory, overrides, random_moments.uniform(0, 2)) for _ in range(kills))
-    finish(train("grpo-arithmetic-cpu", directory, overrides))
-    assert killed >= kills // 2
-    (lines, answers), (wanted, wanted_answers) = read(directory), read(undisturbed)
+def check_kills(directory: Path, steps: int, kills: int) -> None:
+    overrides, run = build_overrides(directory, steps), directory / "run"
+    finish(train("grpo-arithmetic-cpu", directory / "undisturbed", overrides))
+    moments = random.Random(5)
+    killed = 0
+    while killed < kills and not (run / "result.json").exists():
+        killed += kill_once(run, overrides, moments.uniform(0, 2))
+    assert killed == kills
+    finish(train("grpo-arithmetic-cpu", run, overrides))
+    (lines, answers), (wanted, wanted_answers) = read(run), read(directory / "undisturbed")
     assert lines == wanted
     assert answers == wanted_answers
 
 
 @pytest.mark.world
-def test_a_killed_run_reports_and_asks_what_an_undisturbed_one_does(overrides, undisturbed, tmp_path):
-    check_kills(tmp_path / "run", overrides, undisturbed, 2)
+def test_a_killed_run_reports_and_asks_what_an_undisturbed_one_does(tmp_path):
+    check_kills(tmp_path, 14, 2)
 
 
 @pytest.mark.journeys
-def test_a_run_that_is_killed_twenty_times_does_too(overrides, undisturbed, tmp_path):
-    check_kills(tmp_path / "run", overrides, undisturbed, 20)
+def test_a_run_that_is_killed_twenty_times_does_too(tmp_path):
+    check_kills(tmp_path, 160, 20)

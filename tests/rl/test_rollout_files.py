@@ -55,13 +55,13 @@ def test_a_file_gives_back_every_number_as_it_was(tmp_path):
     write_batch(path, batch, ByteTokenizer())
     assert path.name == "step-00000012.jsonl"
     assert find_path(tmp_path, 12, 2).name == "step-00000012-2.jsonl"
-    check_equal(batch, read_batch(path, batch.questions))
+    check_equal(batch, read_batch(path, batch.questions, 3))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["reward"] is None for line in lines] == [False] * 4 + [True, False]
     assert lines[3]["prompt_ids"] == list(batch.questions[1].ids) and lines[3]["place"] == "a.jsonl:1"
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "other", "field", "empty"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "other", "field", "empty", "group", "length"])
 def test_a_file_that_does_not_fit_is_refused_by_its_name(tmp_path, damage):
     batch, path = draw_batch(), find_path(tmp_path / "rollouts", 0, 0)
     write_batch(path, batch, ByteTokenizer())
@@ -72,12 +72,14 @@ def test_a_file_that_does_not_fit_is_refused_by_its_name(tmp_path, damage):
         path.write_text(text[:-30])
     if damage == "field":
         path.write_text(text.replace('"ids"', '"di"'))
+    if damage == "length":
+        path.write_text(text.replace('"log_probs": [', '"log_probs": [0.5, '))
     if damage == "empty":
         path.write_text("")
     if damage == "other":
         questions = draw_batch(1).questions
     with pytest.raises(UsageError) as caught:
-        read_batch(path, questions)
+        read_batch(path, questions, 4 if damage == "group" else 3)
     assert caught.value.code == 2
     assert str(caught.value).startswith("rl.rollout.path: ") and path.name in str(caught.value)
 

@@ -166,9 +166,8 @@ def test_rewards_that_fail_too_often_and_steps_without_a_difference_end_a_run(co
     codes = {name: (runs / f"{name}.code").read_text() for name in ("failing", "flat")}
     assert codes == {"failing": "1", "flat": "1"}
     assert not (runs / "failing" / "result.json").exists()
-    flat = [line for line in read_lines(runs / "flat") if "groups/flat" in line]
-    assert [line["groups/skipped_steps"] for line in flat] == [1, 2] and len(read_answers(runs / "flat")) == 3
-    assert {line["step"] for line in flat} == {2} and all(line["groups/flat"] == 1 for line in flat)
+    assert len(read_answers(runs / "flat")) == 3
+    assert {line["step"] for line in read_lines(runs / "flat")} == {1, 2}  # of the warm start alone
     lines = [line for line in read_lines(runs / "tolerated") if "reward/failed" in line]
     assert {line["reward/failed/fail_on_some/not_a_number"] for line in lines} == {8}
     answers = [answer["reward"] for answer in read_answers(runs / "tolerated")[0]]
