@@ -262,11 +262,10 @@ def test_an_own_answer_is_that_of_the_template_and_must_have_room(tmp_path):
 
 
 def test_files_of_the_package_are_read_by_their_name():
-    built = build(
-        "data.path=builtin:arithmetic-test.jsonl", "data.fields={prompt: question, response: answer}"
-    )
+    name = "builtin:arithmetic-test.jsonl"
+    built = build(f"data.path={name}", "data.fields={prompt: question, response: answer}")
     questions = prepare_questions(built).training.questions
-    assert len(questions) == 80 and questions[0].place == "builtin:arithmetic-test.jsonl:1"
+    assert len(questions) == 80 and questions[0].place == f"{name}:1"
     for question in questions:
         first, _, second = question.row["question"].rstrip("=").partition("+")
         assert int(first) + int(second) == int(question.row["answer"])

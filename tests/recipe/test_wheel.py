@@ -37,4 +37,5 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
         for name in list_built_in():
             assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == find_recipe(name).read_bytes()
         for file in (ROOT / "launch" / "recipes" / "data").iterdir():
-            assert archive.read(f"bundle/recipe/recipes/data/{file.name}") == file.read_bytes()
+            name = f"bundle/recipe/recipes/data/{file.name}"
+            assert archive.read(name) == file.read_bytes()
