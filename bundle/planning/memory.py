@@ -25,11 +25,18 @@ from bundle.errors import format_bytes
 from bundle.planning.activations import ActivationBytes, estimate_activations
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.rollout import RolloutBytes, estimate_rollout
-from bundle.planning.size import BF16, FP8_WEIGHTS, FP32, Parameter, list_parameters, list_trained_parameters
+from bundle.planning.size import (
+    BF16,
+    DTYPE_BYTES,
+    FP8_WEIGHTS,
+    FP32,
+    Parameter,
+    list_parameters,
+    list_trained_parameters,
+)
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
 
-_DTYPE_BYTES = {"fp32": FP32, "bf16": BF16}
 # Experts whose tensor parallel size is not the dense one get the experts' groups even at ep 1; before, their
 # gradients are reduced like dense ones.
 EXPERT_GROUPS_BY_ETP = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
@@ -292,7 +299,7 @@ class StateBuffers(NamedTuple):
         if optimizer.optimizer_cpu_offload:  # whole tensors of a rank's share, until it is as much or more
             offloaded = math.ceil(share * optimizer.optimizer_offload_fraction)
         elif optimizer.use_precision_aware_optimizer:
-            moments = sum(_DTYPE_BYTES[dtype] for dtype in optimizer.moment_types.values())
+            moments = sum(DTYPE_BYTES[dtype] for dtype in optimizer.moment_types.values())
         return StateBytes(
             parameters=(elements + self.frozen_elements[stage]) * (BF16 if self.is_bf16 else FP32),
             gradients=elements * FP32,

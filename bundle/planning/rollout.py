@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
+from bundle.planning.size import DTYPE_BYTES
 from bundle.recipe import Recipe
 
 # The most rows that `rollouts.transformers` samples at once, and logits that it converts to float64 at once.
 MOST_ROWS, FLOAT64_LOGITS = 256, 2**24
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 
 class RolloutBytes(NamedTuple):
@@ -25,7 +25,7 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     rl, architecture = recipe.rl, recipe.architecture
     if rl is None or rl.rollout.path is not None:
         return RolloutBytes()
-    size = _DTYPE_BYTES[recipe.model.dtype]
+    size = DTYPE_BYTES[recipe.model.dtype]
     trunk = Tensors(replace(architecture, mtp_layers=0))
     weights = sum(math.prod(shape) for tensor in trunk for _, shape in tensor.list_published_shapes()) * size
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)

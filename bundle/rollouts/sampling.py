@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bundle.errors import JobFailed
+from bundle.planning.rollout import FLOAT64_LOGITS
 from bundle.rollouts import Answer, FinishReason, Request, Sampling
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 # Rows leave the batch when fewer than this share of them go on: to copy the cache costs about a token.
 _SHRINK_BELOW = 0.75
-_DRAWN_AT_ONCE = 2**24  # logits that are converted to float64 at once
 
 
 def draw_uniforms(sampling: Sampling, request: Request, count: int) -> "NDArray[np.float64]":
@@ -121,7 +121,7 @@ class _Batch:
 
     def _choose(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Return tokens and log-probabilities of the rows; some at once, since float64 takes much memory."""
-        size = max(1, _DRAWN_AT_ONCE // logits.shape[-1])
+        size = max(1, FLOAT64_LOGITS // logits.shape[-1])
         uniforms = None if self._uniforms is None else self._uniforms[self._rows, position].split(size)
         pairs = [
             choose_tokens(part, self._sampling.temperature, None if uniforms is None else uniforms[number])
