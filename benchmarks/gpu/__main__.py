@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks.gpu.cases import CURVES, LAYOUTS, MEMORY, SPEEDS, Case, plan_of
+from benchmarks.gpu.cases import CURVES, LAYOUTS, MEMORY, SHARES, SPEEDS, Case, plan_of
 from benchmarks.gpu.run import Run, read
 from benchmarks.gpu.verdicts import judge
 from bundle.environment import compatibility, hardware, packages
@@ -45,7 +45,9 @@ def main() -> int:
         return [case for case in wanted if case.gpus <= options.gpus]
 
     small = [(case, backend) for case in chosen(CURVES) for backend in ("cpu", "cuda") if case.steps(backend)]
-    wide, held, large = ([(case, "cuda") for case in chosen(cases)] for cases in (LAYOUTS, MEMORY, SPEEDS))
+    wide, held, large = (
+        [(case, "cuda") for case in chosen(cases)] for cases in (LAYOUTS, MEMORY, (*SPEEDS, *SHARES))
+    )
     done = start(small, options.results, options.together)
     done += start(wide, options.results, options.together)
     done += start(held, options.results, min(options.together, 3))  # of 35 GiB at most
@@ -56,7 +58,7 @@ def main() -> int:
         print(f"{'ok' if verdict.holds else 'FAILED':<7}{verdict.claim}: {verdict.seen}")
     for case, _ in large:
         if case.name in runs:
-            print(speed(runs[case.name]))
+            print(speed(runs[case.name], runs.get(one_gpu(case))))
     good = all(verdict.holds for verdict in verdicts) and len(runs) == len(done)
     if good and verdicts:
         claims = [f"{verdict.claim}: {verdict.seen}" for verdict in verdicts]
@@ -86,7 +88,9 @@ def one(case: Case, backend: str, results: Path) -> Run | None:
         rendezvous=discover({}),
         per_node=case.gpus,
         logs=results / "logs" / name,
-        environment={variable.name: variable.value for variable in variables},
+        environment={
+            variable.name: variable.value for variable in variables if variable.name not in case.without
+        },
         module="benchmarks.gpu.rank",
     )
     inherited = os.environ | case.environment | ({"OMP_NUM_THREADS": "4"} if backend == "cpu" else {})
@@ -123,12 +127,20 @@ def curve(run: Run) -> str:
     return f"{' '.join(points)}  last {run.losses[-1][0]:.4f}  |g| {run.grad_norms[0]:.4f}"
 
 
-def speed(run: Run) -> str:
-    """One line of numbers."""
+def one_gpu(case: Case) -> str:
+    """The name of the case that does the same on one GPU; empty where none is needed."""
+    names = [one.name for one in (*SPEEDS, *SHARES) if one.gpus < case.gpus]
+    return max((name for name in names if case.name.startswith(f"{name} ")), key=len, default="")
+
+
+def speed(run: Run, alone: Run | None) -> str:
+    """One line of numbers; `alone` is the same work on one GPU."""
     seconds = run.step_seconds
+    share = alone and run.tokens / seconds / 2 / (alone.tokens / alone.step_seconds)
     return (
         f"{run.name:<20} {seconds * 1e3:8.1f} ms/step {run.tokens / seconds:10,.0f} tokens/s"
         f" {run.flops / seconds / 1e12:6.0f} TFLOP/s {run.peak_bytes / 2**30:6.1f} GiB"
+        + (f" {share:6.1%} of one GPU's tokens/s on each" if share else "")
     )
 
 

@@ -58,6 +58,8 @@ class Case:
     gpus: int = 1
     # The control: layers are never told that a step begins, and keep the FP8 copies of the first weights.
     keeps_first_weights: bool = False
+    # Variables of its plan that the ranks are started without.
+    without: tuple[str, ...] = ()
 
     def named(self, backend: str) -> str:
         """What its run on `backend` is called."""
@@ -164,6 +166,51 @@ SPEEDS = tuple(
     )
 )
 
+# The speed of two GPUs as a share of one's: twice the rows of a step, so that a GPU does equal work.
+_TWICE = ("train.global_batch_size=16",)
+_LONG = (
+    "data.packed=true",
+    'data.separator="\n\n\n"',
+    "data.sequence_length=8192",
+    "model.config.max_position_embeddings=8192",
+    "train.micro_batch_size=1",
+)
+_SHARED_TENSORS = ("parallel.tp=2", "parallel.sequence_parallel=true")
+# A plan sets it to 1 for tensor and context parallelism.
+_WITHOUT = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+_TWO_GPUS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("gqa", "dp2", ("distributed={overlap_grad_reduce: true, overlap_param_gather: true}",), ()),
+    ("gqa", "tp2", _SHARED_TENSORS, ()),
+    ("gqa", "tp2, many connections", _SHARED_TENSORS, _WITHOUT),
+    ("gqa", "pp2", ("parallel.pp=2",), ()),
+    ("gqa", "pp2 vpp2", ("parallel.pp=2", "parallel.vpp=2"), ()),
+    ("latent", "ep2", ("parallel.ep=2",), ()),
+    ("latent", "tp2 etp1 ep2", (*_SHARED_TENSORS, "parallel.etp=1", "parallel.ep=2"), ()),
+)
+SHARES = (
+    *(
+        Case(
+            f"{shape} bf16 {layout}",
+            str(_HERE / f"{shape}.yaml"),
+            (*_TWICE, *changes),
+            16,
+            gpus=2,
+            without=left_out,
+        )
+        for shape, layout, changes, left_out in _TWO_GPUS
+    ),
+    Case("gqa bf16 long packs", str(_HERE / "gqa.yaml"), (*_LONG, "train.global_batch_size=4"), 16),
+    Case("gqa bf16 long packs cp2", str(_HERE / "gqa.yaml"), (*_LONG, "parallel.cp=2"), 16, gpus=2),
+    Case(
+        "gqa bf16 long packs cp2, many connections",
+        str(_HERE / "gqa.yaml"),
+        (*_LONG, "parallel.cp=2"),
+        16,
+        gpus=2,
+        without=_WITHOUT,
+    ),
+)
+
 # What a step's peak is made of. fp32 has no fused attention on a GPU: its probabilities are kept.
 _FULL = ("model.recompute.granularity=full",)
 _HELD = {
@@ -184,4 +231,4 @@ MEMORY = tuple(
     for name, changes in {**_HELD, "lora": (f"model.lora={{rank: 8, alpha: 64, targets: {few}}}",)}.items()
 )
 
-CASES = {case.name: case for case in (*CURVES, *LAYOUTS, *SPEEDS, *MEMORY)}
+CASES = {case.name: case for case in (*CURVES, *LAYOUTS, *SPEEDS, *SHARES, *MEMORY)}
