@@ -30,20 +30,22 @@ def test_order_of_the_variable_is_the_order_of_the_devices():
 
 
 @pytest.mark.parametrize("silent", [(), ("nvidia-smi",)])
-def test_without_nvidia_smi_the_driver_files_tell_less_but_not_otherwise(silent):
+def test_without_nvidia_smi_the_driver_files_tell_less_but_not_otherwise(silent, messages):
     hardware = detect(machine=recorded("h200-x2", silent=silent))
     assert [device.identity[:12] for device in hardware.devices] == ["GPU-9ab8988a", "GPU-9b8f4456"]
     assert hardware.driver.value == "580.159.04"
     assert (hardware.capability is None) == bool(silent)
     assert (hardware.device_memory.value is None) == bool(silent)
     if silent:
-        assert hardware.device_memory.reason == "nvidia-smi is not on PATH"
+        assert "nvidia-smi" in hardware.device_memory.reason
+        messages(hardware.device_memory.reason)
 
 
 def test_a_container_with_rdma_and_limits():
     hardware = detect(machine=recorded("h100-container"))
     assert len(hardware.devices) == 8
-    assert hardware.rdma.value == ("mlx5_0/1: InfiniBand 400 Gb/sec (4X NDR)",)
+    (port,) = hardware.rdma.value
+    assert port.startswith("mlx5_0/1: ") and "NDR" in port
     assert hardware.host.shared_memory.value == 64 * 2**20
     assert hardware.host.memory.value == 1024 * GIB
     assert hardware.host.processors.value == 15.5
@@ -51,7 +53,8 @@ def test_a_container_with_rdma_and_limits():
 
 def test_mig_is_one_device():
     hardware = detect(machine=recorded("a100-mig"))
-    assert [device.name for device in hardware.devices] == ["NVIDIA A100-SXM4-80GB MIG 3g.40gb"]
+    (device,) = hardware.devices
+    assert device.name.startswith("NVIDIA A100") and device.name.endswith("MIG 3g.40gb")
     assert hardware.device_memory.value == 40 * 10**9
     assert any("MIG" in note for note in hardware.notes)
 
@@ -74,19 +77,20 @@ def test_a3_takes_the_toolkit_of_the_environment_and_the_driver_of_the_header():
     assert hardware.device_memory.value == 64 * GIB
 
 
-def test_nodes_count_where_npu_smi_lists_more():
+def test_nodes_count_where_npu_smi_lists_more(messages):
     hardware = detect(machine=recorded("a3-one-die"))
     assert len(hardware.devices) == 1
     assert hardware.generation.value == "a3"
-    assert any("lists 2 devices, /dev has 1" in note for note in hardware.notes)
+    assert any("npu-smi" in note for note in hardware.notes)
     assert any("davinci_manager" in note for note in hardware.notes)
+    messages("\n".join(hardware.notes))
 
 
 def test_nodes_without_npu_smi():
     hardware = detect(machine=recorded("a2-24.1", silent=["npu-smi"]))
     assert len(hardware.devices) == 8
     assert hardware.generation.value is None
-    assert hardware.generation.reason == "npu-smi is not on PATH"
+    assert "npu-smi" in hardware.generation.reason
 
 
 def test_a_310_is_named_and_its_health_too():
@@ -102,10 +106,11 @@ def test_none_is_cpu_with_the_reason():
     assert "no /dev/davinci<N>" in hardware.reason
 
 
-def test_hidden_devices_are_cpu_with_the_reason():
+def test_hidden_devices_are_cpu_with_the_reason(messages):
     hardware = detect(machine=recorded("h200-x2", {"CUDA_VISIBLE_DEVICES": ""}))
     assert hardware.backend == "cpu"
-    assert "2 GPUs are hidden: CUDA_VISIBLE_DEVICES=" in hardware.reason
+    assert "2 GPUs" in hardware.reason and "CUDA_VISIBLE_DEVICES=" in hardware.reason
+    messages(hardware.reason)
 
 
 def test_cpu_asked_for_looks_at_no_accelerator():
@@ -129,9 +134,10 @@ def test_all_refused_variables_are_named_at_once(tmp_path):
     assert len(error.value.violations) == 2
 
 
-def test_a_backend_without_its_device_is_unfit():
-    with pytest.raises(EnvironmentUnfit, match="backend ascend has no device here"):
+def test_a_backend_without_its_device_is_unfit(messages):
+    with pytest.raises(EnvironmentUnfit, match="ascend") as error:
         detect("ascend", recorded("h200-x2"))
+    messages(error.value)
 
 
 @pytest.mark.parametrize(

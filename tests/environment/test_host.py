@@ -10,7 +10,7 @@ from tests.environment.machines import recorded
 def test_cgroup_v1_limits_bind_from_above():
     limits = read_host(recorded("cgroup-v1"))
     assert limits.memory.value == 8 * 2**30
-    assert limits.memory.reason.endswith("memory/docker/abc/memory.limit_in_bytes")
+    assert limits.memory.reason.endswith("/abc/memory.limit_in_bytes")
     assert limits.processors.value == 1.5
 
 

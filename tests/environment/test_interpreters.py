@@ -84,12 +84,17 @@ def test_the_finders_of_this_interpreter_are_not_asked_about_another(
     assert find_megatron(read_search_path(str(environment(tmp_path / "env")))).core is None
 
 
-@pytest.mark.parametrize("named", ["nowhere", "x" * 5000, "\0", "empty"])
-def test_what_is_no_environment_is_refused(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "named", ["nowhere", "x" * 5000, "\0", "empty"], ids=["absent", "long", "NUL", "empty"]
+)
+def test_what_is_no_environment_is_refused(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no Python environment"):
+    with pytest.raises(UsageError, match=r"^--env ") as error:
         read_search_path(named)
+    messages(error.value)
 
 
 def test_the_active_environment_is_the_one_around_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

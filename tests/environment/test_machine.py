@@ -16,14 +16,16 @@ def test_output_of_a_command():
     assert said.value == "hi\n"
 
 
-def test_a_missing_command_says_so():
-    assert machine.run_command(["no-such-tool", "-x"]).reason == "no-such-tool is not on PATH"
+def test_a_missing_command_says_so(messages):
+    said = machine.run_command(["no-such-tool", "-x"])
+    assert said.value is None and said.reason.startswith("no-such-tool ")
+    messages(said.reason)
 
 
 def test_a_failing_command_says_why():
     said = machine.run_command([sys.executable, "-c", "import sys; sys.exit('No devices were found')"])
     assert said.value is None
-    assert "ended with 1: No devices were found" in said.reason
+    assert " 1: No devices" in said.reason
 
 
 def test_a_hanging_command_is_given_up(monkeypatch):
@@ -42,10 +44,11 @@ def test_a_tool_whose_child_keeps_its_output_open_is_given_up_with_the_child(mon
     assert gone([int((tmp_path / "pid").read_text())])
 
 
-def test_a_tool_that_talks_without_end_is_given_up():
+def test_a_tool_that_talks_without_end_is_given_up(messages):
     said = machine.run_command(["yes", "NVIDIA H100"])
     assert said.value is None
-    assert said.reason == "`yes NVIDIA H100` said more than 1048576 bytes"
+    assert "`yes NVIDIA H100`" in said.reason and "1048576" in said.reason
+    messages(said.reason)
 
 
 def test_what_a_tool_says_cannot_move_the_cursor():
@@ -68,6 +71,7 @@ def test_named_machines_take_another_number_of_devices():
     assert build_preset("b200").capability == (10, 0)
 
 
-def test_an_unknown_name_lists_the_known():
-    with pytest.raises(UsageError, match="choose one of a100, h100"):
+def test_an_unknown_name_lists_the_known(messages):
+    with pytest.raises(UsageError, match="a100, h100") as error:
         build_preset("tpu")
+    messages(error.value)

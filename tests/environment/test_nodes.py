@@ -61,19 +61,19 @@ def differing(tmp_path, *reports):
     return compare(tmp_path, *reports, code=3).splitlines()
 
 
-def test_what_every_node_has_of_its_own_is_no_difference(tmp_path):
+def test_what_every_node_has_of_its_own_is_no_difference(tmp_path, messages):
     reports = [node(f"gpu{n}") for n in range(3)]
     reports[1]["hardware"]["host"]["memory"]["value"] *= 0.995
-    assert compare(tmp_path, *reports, code=0) == "3 nodes are alike\n"
+    messages(compare(tmp_path, *reports, code=0))
 
 
-def test_the_odd_one_out_is_named_where_most_agree(tmp_path):
+def test_the_odd_one_out_is_named_where_most_agree(tmp_path, messages):
     reports = [node(f"gpu{n}") for n in range(12)]
     reports[7]["hardware"]["driver"]["value"] = "570.2"
     reports[7]["hardware"]["host"]["memory"]["value"] = 1.9e12
-    (driver, memory) = differing(tmp_path, *reports)
-    assert driver == "hardware.driver: gpu7 has 570.2; 11 nodes, gpu0 to gpu11, have 580.1"
-    assert memory.startswith("hardware.host.memory: gpu7 has 1900000000000.0; 11 nodes")
+    for line, key in zip(differing(tmp_path, *reports), ("driver", "host.memory"), strict=True):
+        assert line.startswith(f"hardware.{key}: gpu7 ")
+        messages(line)
     printed = json.loads(compare(tmp_path, *reports, args=["--json"], code=3))
     assert printed["nodes"] == [f"gpu{n}" for n in range(12)]
     first = printed["differences"][0]
@@ -81,72 +81,70 @@ def test_the_odd_one_out_is_named_where_most_agree(tmp_path):
     assert [one["value"] for one in first["values"]] == ["580.1", "570.2"]
 
 
-def test_nobody_is_odd_where_as_many_have_the_one_as_the_other(tmp_path):
+def test_nobody_is_odd_where_as_many_have_the_one_as_the_other(tmp_path, messages):
     one, two = node("a"), node("b")
     two["packages"]["torch"] = "2.12.0"
     (line,) = differing(tmp_path, one, two)
-    assert line == "packages.torch: b has 2.12.0; a has 2.11.0"
+    assert line.startswith("packages.torch: ") and "2.12.0" in line and "2.11.0" in line
+    messages(line)
     (found,) = json.loads(compare(tmp_path, one, two, args=["--json"], code=3))["differences"]
     assert found["odd"] == ["a", "b"]
 
 
-def test_what_is_there_on_some_alone(tmp_path):
+def test_what_is_there_on_some_alone(tmp_path, messages):
     reports = [node(name) for name in "abc"]
     reports[2]["packages"]["numpy"] = "2.0"
     reports[2]["hardware"]["rdma"]["value"] = PORTS[1:]
     reports[2]["hardware"]["driver"]["value"] = None
     reports[2]["findings"].append({"subject": "rdma", "level": "warn", "cause": "it is slow", "fix": "x"})
-    assert differing(tmp_path, *reports) == [
-        "finding rdma: c has warn: it is slow; a, b have nothing",
-        "hardware.driver: c has unknown; a, b have 580.1",
-        f"hardware.rdma, {PORTS[0]}: c has nothing; a, b have it",
-        "packages.numpy: c has 2.0; a, b have nothing",
-    ]
+    lines = differing(tmp_path, *reports)
+    keys = ["finding rdma", "hardware.driver", f"hardware.rdma, {PORTS[0]}", "packages.numpy"]
+    assert all(line.startswith(f"{key}: c ") for line, key in zip(lines, keys, strict=True))
+    messages("\n".join(lines))
 
 
-def test_devices_that_differ_alike_are_one_difference(tmp_path):
+def test_devices_that_differ_alike_are_one_difference(tmp_path, messages):
     reports = [node(name) for name in "abc"]
     for device in reports[0]["hardware"]["devices"][1:3]:
         device["memory"]["value"] //= 2
     (line,) = differing(tmp_path, *reports)
-    assert line == "hardware.devices.1,2.memory: a has 75377410048; b, c have 150754820096"
+    assert line.startswith("hardware.devices.1,2.memory: a ") and "75377410048" in line
+    messages(line)
 
 
-def test_two_nodes_of_one_name_are_told_apart_by_their_files(tmp_path):
+def test_two_nodes_of_one_name_are_told_apart_by_their_files(tmp_path, messages):
     one, two = node("gpu"), node("gpu")
     two["kernel"] = "6.2.0"
-    assert differing(tmp_path, one, two) == ["kernel: 1.json has 6.2.0; 0.json has 6.1.0"]
+    (line,) = differing(tmp_path, one, two)
+    assert line.startswith("kernel: 1.json ") and "6.2.0; 0.json" in line
+    messages(line)
 
 
 def test_what_doctor_prints_here_compares(tmp_path):
     done = run_bundle("doctor", "--json", "--backend", "cpu", cwd=tmp_path, timeout=60)
     printed = json.loads(done.stdout)
     other = printed | {"node": "there", "packages": printed["packages"] | {"pydantic": "0.1"}}
-    assert differing(tmp_path, done.stdout, other) == [
-        f"packages.pydantic: there has 0.1; {printed['node']} has nothing"
-    ]
+    (line,) = differing(tmp_path, done.stdout, other)
+    assert line.startswith("packages.pydantic: ") and "0.1" in line and printed["node"] in line
 
 
-def test_every_broken_file_is_named(tmp_path):
+def test_every_broken_file_is_named(tmp_path, messages):
     deep = '{"schema": 1, "findings": [], "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     bad = node("x") | {"findings": [{"subject": 3}]}
     said = compare(tmp_path, node("a"), "{", "[]", deep, {"schema": 2, "findings": []}, bad, code=2)
     for at in range(1, 6):
         assert f"  - {at}.json: " in said
     assert "0.json" not in said
-    assert "nowhere: No such file" in compare(tmp_path, node("a"), args=["nowhere"], code=2)
+    absent = compare(tmp_path, node("a"), args=["nowhere"], code=2)
+    assert "  - nowhere: " in absent
+    messages(absent)
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--backend", "cpu"], "leave out --backend"),
-        ([], "on two nodes or more"),
-        (["0.json"], "on two nodes or more"),
-    ],
+    "args", [["--backend", "cpu"], [], ["0.json"]], ids=["backend", "one report", "the same report"]
 )
-def test_what_compare_cannot_do(tmp_path, args, said):
-    assert said in compare(tmp_path, node("a"), args=args, code=2)
+def test_what_compare_cannot_do(tmp_path, args, messages):
+    messages(compare(tmp_path, node("a"), args=args, code=2))
 
 
 def test_what_a_file_says_reaches_no_terminal_raw(tmp_path):

@@ -17,11 +17,12 @@ def machine(tmp_path, rows, environ=None):
     return Machine(tmp_path, environ or {}, run)
 
 
-def test_cells_without_a_number_become_the_reason(tmp_path):
+def test_cells_without_a_number_become_the_reason(tmp_path, messages):
     rows = "0, GPU-1, NVIDIA GB10, [N/A], [N/A], 580.95.05, [N/A]\n"
     device = find(machine(tmp_path, rows)).devices[0]
-    assert device.memory == DetectedValue(None, "nvidia-smi memory.total says '[N/A]'")
-    assert device.generation == DetectedValue(None, "nvidia-smi compute_cap says '[N/A]'")
+    for detected, column in ((device.memory, "memory.total"), (device.generation, "compute_cap")):
+        assert detected.value is None and column in detected.reason and "[N/A]" in detected.reason
+        messages(detected.reason)
 
 
 @pytest.mark.parametrize("noise", ["", "Warning: infoROM is corrupted at gpu 0000:0D:00.0\n", "a,b,c\n"])
@@ -39,9 +40,9 @@ def test_different_gpus_in_another_order_are_noted(tmp_path):
     assert not find(machine(tmp_path, rows, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})).notes
 
 
-def test_device_nodes_without_a_driver_are_no_gpus(tmp_path):
+def test_device_nodes_without_a_driver_are_no_gpus(tmp_path, messages):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     found = find(machine(tmp_path, None))
     assert found.present == 0
-    assert "device nodes without a driver" in found.reason
+    messages(found.reason)

@@ -37,11 +37,12 @@ MEASURED = [
 ]
 
 
-def test_where_a_list_ends_is_said_and_nothing_of_a_whole_one():
-    assert cuda("0,7", UUIDS).reason.endswith("=0,7: the list ends at '7', which names no device here")
-    assert ascend("0, 1", 2).reason.endswith("=0, 1: the list ends at ' 1', which is no id of a device here")
+def test_where_a_list_ends_is_said_and_nothing_of_a_whole_one(messages):
+    for reason, entry in ((cuda("0,7", UUIDS).reason, "'7'"), (ascend("0, 1", 2).reason, "' 1'")):
+        assert entry in reason
+        messages(reason)
     assert cuda("1,0", UUIDS).reason == "CUDA_VISIBLE_DEVICES=1,0"
-    assert ascend("0,1", 2).reason == "ASCEND_RT_VISIBLE_DEVICES=0,1"
+    assert ascend("0,1", 2).reason.endswith("_VISIBLE_DEVICES=0,1")
 
 
 @pytest.mark.parametrize(("value", "chosen"), MEASURED)
