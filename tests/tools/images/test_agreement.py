@@ -34,7 +34,7 @@ def test_everything_follows():
 def test_one_version_is_named_everywhere_it_must_follow(root):
     change(root, "STACKS", "ascend-mcore0.15", "pins", "torch-npu", "version", value="2.7.1.post9")
     told = found(root)
-    assert sum("images/locks/ascend-mcore0.15." in line for line in told) == 2
+    assert sum("locks/ascend-mcore0.15." in line for line in told) == 2
     assert sum("docs/images.md" in line for line in told) == 1
     assert sum(line.startswith(("ascend-a2-mcore0-15:", "ascend-a3-mcore0-15:")) for line in told) == 2
     assert len(told) == 5
@@ -52,7 +52,7 @@ def test_launch_knows_the_images_by_the_tags_that_bake_gives_them(root):
     tags = [tag for target in json.loads(PRINTED)["target"].values() for tag in target.get("tags", ())]
     assert sorted(f"{images.DEFAULT_REGISTRY}/{image.tag}" for image in images.load_images()) == sorted(tags)
     change(root, "STACKS", "cpu", "pins", "megatron-core", "version", value="0.17.0")
-    assert any(line.startswith("bundle/targets/images.json is not what") for line in found(root))
+    assert any("targets/images.json" in line for line in found(root))
 
 
 def test_a_base_is_named_where_bake_has_another(root):
@@ -67,13 +67,15 @@ def test_a_requirement_that_no_lock_meets(root):
     assert len(told) == len(definition.load(root).stacks)
 
 
-def test_a_lock_without_a_hash(root):
+def test_a_lock_without_a_hash(root, messages):
     file = root / "images/locks/cpu.txt"
     lines = file.read_text().splitlines(keepends=True)
     start = next(index for index, line in enumerate(lines) if line.startswith("einops=="))
     lines[start : start + 3] = ["einops==0.8.2\n"]
     file.write_text("".join(lines))
-    assert [line for line in found(root) if "no hash of einops" in line]
+    (told,) = [line for line in found(root) if "hash" in line]
+    assert "locks/cpu.txt" in told and "einops" in told
+    messages(told)
 
 
 def test_a_part_is_what_its_extras_lead_to(root):
@@ -89,25 +91,28 @@ def test_a_part_is_what_its_extras_lead_to(root):
     assert set(locks.versions(part)) == {"typer", "click", "filelock"}
 
 
-def test_a_part_that_is_not_of_its_lock_is_named(root):
+def test_a_part_that_is_not_of_its_lock_is_named(root, messages):
     file = root / "images/locks/cpu.demo.txt"
     file.write_text(file.read_text().replace("einops==", "einops==9.", 1))
-    assert [line for line in found(root) if "cpu.demo.txt is not the part" in line]
+    (told,) = [line for line in found(root) if "cpu.demo.txt" in line]
+    messages(told)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "value"),
     [
-        ("ARG REVISION=\n", "", "cpu: bake gives REVISION, which images/cpu/Dockerfile does not declare"),
-        ("ARG INPUTS=\n", "ARG INPUTS=\nARG TUNE=\n", "images/cpu/Dockerfile declares TUNE"),
-        ("ARG BASE=scratch", "ARG BASE=debian:12", "ARG BASE has a version of its own (debian:12)"),
+        ("ARG REVISION=\n", "", "REVISION"),
+        ("ARG INPUTS=\n", "ARG INPUTS=\nARG TUNE=\n", "TUNE"),
+        ("ARG BASE=scratch", "ARG BASE=debian:12", "debian:12"),
     ],
 )
-def test_a_dockerfile_that_does_not_fit_bake(root, before, after, told):
+def test_a_dockerfile_that_does_not_fit_bake(root, before, after, value, messages):
     file = root / "images/cpu/Dockerfile"
     assert before in file.read_text()
     file.write_text(file.read_text().replace(before, after))
-    assert any(told in line for line in found(root))
+    (told,) = found(root)
+    assert "images/cpu/Dockerfile" in told and value in told
+    messages(told)
 
 
 def test_a_tag_says_its_stack(root):
@@ -115,7 +120,7 @@ def test_a_tag_says_its_stack(root):
     plan["target"]["cpu"]["tags"] = ["x/cpu:latest"]
     del plan["target"]["cuda-mcore0-19"]
     told = found(root, json.dumps(plan))
-    assert any("x/cpu:latest does not say" in line for line in told)
+    assert any("x/cpu:latest" in line and f":{locks.project(root).version}-" in line for line in told)
     assert any(line.startswith("bake builds ") for line in told)
 
 
@@ -140,7 +145,8 @@ def test_a_filled_release_lacks_nothing(root):
     assert list(agreement.unfilled(definition.load(root))) == []
 
 
-def test_an_extra_that_is_not_there_is_a_usage_error(root):
+def test_an_extra_that_is_not_there_is_a_usage_error(root, messages):
     change(root, "STACKS", "cpu", "extras", value=["gpu"])
-    with pytest.raises(UsageError, match="no extra 'gpu'"):
+    with pytest.raises(UsageError, match="'gpu'") as error:
         found(root)
+    messages(error.value)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,5 @@ def test_one_command_locks_a_changed_version(tmp_path):
     locked = (root / "images/locks/cpu.txt").read_text()
     assert "megatron-core==0.16.0" in locked
     assert "://" not in locked
-    assert (root / "images/locks/cpu.torch.txt").read_text() == (
-        ROOT / "images/locks/cpu.torch.txt"
-    ).read_text()
+    part = Path("images/locks/cpu.torch.txt")
+    assert (root / part).read_text() == (ROOT / part).read_text()

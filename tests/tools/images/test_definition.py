@@ -59,8 +59,9 @@ def test_names_must_resolve(tmp_path):
 
 
 def test_an_unknown_target_is_told_the_known_ones():
-    with pytest.raises(UsageError, match=r"no target cuda-mcore0-17; there are cpu, "):
+    with pytest.raises(UsageError, match="cuda-mcore0-17") as error:
         chosen(IMAGES, ["cuda-mcore0-17"])
+    assert all(name in str(error.value) for name in ("cpu", "cuda-mcore0-16"))
 
 
 LEAF = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.floats(allow_nan=False)
