@@ -2,6 +2,7 @@
 
 import pytest
 
+from bundle.environment.doctor import AUTOLOAD_VARIABLE
 from tests.npu.child import answer, child
 
 pytestmark = pytest.mark.npu
@@ -9,7 +10,7 @@ pytestmark = pytest.mark.npu
 
 def test_without_cann_importing_torch_itself_fails():
     ended = child("import torch", libraries=False)
-    assert ended.code != 0 and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in ended.err
+    assert ended.code != 0 and f"{AUTOLOAD_VARIABLE}=0" in ended.err
 
 
 def test_what_the_other_backends_set_keeps_it_out():
@@ -18,7 +19,7 @@ def test_what_the_other_backends_set_keeps_it_out():
 
     for backend in (CPU, CUDA):
         variables = {variable.name: variable.value for variable in backend.environment}
-        assert variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+        assert variables[AUTOLOAD_VARIABLE] == "0"
     program = "import torch; print(hasattr(torch, 'npu'))"
     assert answer(program, libraries=False, autoload=False) == "False"
 
@@ -28,7 +29,7 @@ def test_any_order_of_imports_brings_the_operator(first):
     program = (
         f"{first}\nimport torch\nprint(torch.ops.npu.npu_fusion_attention.__name__, torch.npu.is_available())"
     )
-    assert answer(program) == "npu_fusion_attention True"
+    assert answer(program).split() == ["npu_fusion_attention", "True"]
 
 
 @pytest.mark.parametrize(("devices", "seen"), [(0, "False 0"), (2, "True 2")])
@@ -56,4 +57,4 @@ print(before, torch.cuda.is_available(), torch.cuda.device_count())
 def test_what_the_stand_in_does_not_compute_is_an_error():
     ended = child("import torch; x = torch.zeros(2).npu(); print((x + 1).cpu())")
     assert ended.code != 0 and "tensor(" not in ended.out
-    assert "the stand-in for libascendcl does not compute this" in ended.err
+    assert "libascendcl" in ended.err

@@ -83,7 +83,7 @@ x = torch.zeros(4, 1, 8)
 call_fused_attention(x, x, x, KernelInputs(None, 0), heads=1, scale=1.0, dropout=0.0)
 """
     ended = child(program, autoload=False)
-    assert ended.code == 1 and "EnvironmentUnfit" in ended.err and "install the torch-npu" in ended.err
+    assert ended.code == 1 and "EnvironmentUnfit" in ended.err and "torch-npu" in ended.err
 
 
 def test_op_plugin_and_the_emulated_one_refuse_the_same_calls():
@@ -95,4 +95,4 @@ def test_op_plugin_and_the_emulated_one_refuse_the_same_calls():
     }
     assert real["good"].startswith("aclnnFlashAttentionScore ")
     assert real["good packed"].startswith("aclnnFlashAttentionVarLenScore ")
-    assert real["mode"] == "The sparse_mode value must be in range of [0,6], but got 7"
+    assert "sparse_mode" in real["mode"] and "[0,6]" in real["mode"] and real["mode"].endswith(" 7")
