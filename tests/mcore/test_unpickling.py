@@ -96,7 +96,7 @@ def test_a_member_of_an_enum_is_data_by_its_name_too():
     ],
 )
 def test_an_attribute_that_is_no_member_is_not_looked_up(owner, name):
-    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=f"it asks for '{name}'"):
+    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=f"'{name}'"):
         pickle.loads(by_name(owner, name))
 
 
@@ -115,7 +115,7 @@ def test_the_common_state_may_name_members_too(tmp_path):
     torch.save({"type": Hidden()}, tmp_path / "hidden.pt")
     with restrict_to_weights():
         assert torch.load(tmp_path / "common.pt")["type"] is ModelType.encoder_or_decoder
-        with pytest.raises(pickle.UnpicklingError, match="it asks for '__init_subclass__'"):
+        with pytest.raises(pickle.UnpicklingError, match="__init_subclass__"):
             torch.load(tmp_path / "hidden.pt")
 
 
@@ -140,12 +140,12 @@ def test_a_pickle_changes_no_class_of_the_process(module, name, attribute, membe
     before = getattr(of, attribute)
     with (
         restrict_to_data(),
-        pytest.raises(pickle.UnpicklingError, match=f"it changes {attribute} of .*{name}"),
+        pytest.raises(pickle.UnpicklingError, match=f"{attribute} of .*{name}"),
     ):
         pickle.loads(setting(module, name, attribute, member=member))
     assert getattr(of, attribute) == before and not pathlib.Path(__file__).is_symlink()
     broken = setting(module, name, attribute, member=member)[:-1] + b"cos\nsystem\n."  # behind the change
-    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=r"it holds os\.system"):
+    with restrict_to_data(), pytest.raises(pickle.UnpicklingError, match=r"os\.system"):
         pickle.load(io.BytesIO(broken))
     assert getattr(of, attribute) == before
 
@@ -172,8 +172,9 @@ def test_a_pickle_changes_no_function_of_the_process():
 def test_a_few_bytes_do_not_ask_for_all_memory(content):
     with restrict_to_data():
         for read in (lambda: pickle.loads(content), lambda: pickle.load(io.BytesIO(content))):
-            with pytest.raises(pickle.UnpicklingError, match="it is no pickle"):
+            with pytest.raises(pickle.UnpicklingError) as error:
                 read()
+            assert isinstance(error.value.__cause__, ValueError)  # found before anything was unpickled
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -48,7 +48,8 @@ def test_two_threads_read_one_after_the_other_and_leave_pickle_as_it_was(tmp_pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == ["it holds pathlib.Path.touch, which is not data: it could run code"]
+    (refusal,) = seen
+    assert "Path.touch" in refusal
     assert (pickle.load, pickle.loads) == before
     assert not (tmp_path / "ran").exists()
 
