@@ -93,14 +93,14 @@ class Submodules:
 @pytest.mark.parametrize("rank", [None, 16])
 def test_only_compressed_queries_have_a_norm(rank):
     def resolve(self, submodules):
-        return {"norm": submodules.q_layernorm, "linear_q_proj": "a projection with a norm of its own"}
+        return {"norm": submodules.q_layernorm, "linear_q_proj": "normed projection"}
 
     attention = SimpleNamespace(config=SimpleNamespace(q_lora_rank=rank))
     found = mla.drop_query_norm(resolve)(attention, Submodules("norm", "plain"))
     if rank is None:
         assert found["norm"].__name__ == "IdentityOp" and found["linear_q_proj"] == "plain"
     else:
-        assert found == {"norm": "norm", "linear_q_proj": "a projection with a norm of its own"}
+        assert found == {"norm": "norm", "linear_q_proj": "normed projection"}
 
 
 class Projection(torch.nn.Linear):

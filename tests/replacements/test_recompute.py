@@ -36,7 +36,7 @@ def test_a_checkpoint_takes_objects_and_recomputes_with_them(checkpointed):
     pack, mask = SimpleNamespace(factor=3.0), torch.tensor([1.0, 0.5])
     hidden = torch.randn(4, 2, requires_grad=True)
     given = {"mask": mask, "bias": None, "pack": pack}
-    with pytest.raises(TypeError, match="save_for_backward"):
+    with pytest.raises(TypeError, match="for_backward"):
         checkpointed(layer, forward, hidden, **given)
     calls.clear()
     out = keep_objects(checkpointed)(layer, forward, hidden, **given)

@@ -16,8 +16,8 @@ def test_routes_are_padded_as_the_tokens_are(core):
     first, second = map(json.loads, core.world.run("tests.seeds.router_replay_fp8", 2))
     for rank in (first, second):
         assert rank["rows"] == [14, 16]
-        assert "[14, 2] for a micro-batch of shape [16, 2]" in rank["refused"]
-        assert "28 rows on this rank" in rank["tokens"]
+        assert "[14, 2]" in rank["refused"] and "[16, 2]" in rank["refused"]
+        assert "28 rows" in rank["tokens"]
         assert rank["equal"]
     if packages.is_within(core.version, ">=0.16"):
         assert 0 < first["misrouted"] < 0.2  # its last tokens have no experts at all

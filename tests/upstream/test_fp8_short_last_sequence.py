@@ -27,7 +27,7 @@ def first_chunk_of_last_sequence(length, cp, rank):
 
 @pytest.mark.parametrize(("length", "cp", "rank"), [(20, 2, 0), (100, 2, 0), (300, 4, 2)])
 def test_short_sequences_are_packed(length, cp, rank):
-    with pytest.raises(RuntimeError, match="must match the existing size"):
+    with pytest.raises(RuntimeError, match="must match"):
         first_chunk_of_last_sequence(length, cp, rank)
     packed = packed_by_all_ranks(length, cp)
     assert sorted(packed[packed >= 0].tolist()) == list(range(length))
