@@ -105,9 +105,9 @@ def test_what_is_not_there_is_not_found(tmp_path: Path, target: str):
 
 def test_a_renamed_method_is_named_as_the_nearest(tmp_path: Path):
     definitions = written(tmp_path, TREE)
-    assert definitions.find_nearest("pkg.sub.leaf:Leaf.owns") == ("pkg.sub.leaf:Leaf.own",)
-    assert definitions.find_nearest("pkg.base:Basis.static") == ("pkg.base:Base",)
-    assert definitions.find_nearest("pkg.none:plain") == ()
+    own = "pkg.sub.leaf:Leaf.own"
+    nearest = {f"{own}s": (own,), "pkg.base:Basis.static": ("pkg.base:Base",), "pkg.none:plain": ()}
+    assert {name: definitions.find_nearest(name) for name in nearest} == nearest
 
 
 def test_a_decorator_is_part_of_the_code(tmp_path: Path):
@@ -134,7 +134,7 @@ def test_circular_imports_and_bases_end(tmp_path: Path):
 )
 def test_a_file_that_cannot_be_parsed_is_an_error_that_names_it(tmp_path: Path, source: str):
     definitions = written(tmp_path, {"m": source})
-    with pytest.raises(UnreadableSource, match=r"m\.py cannot be parsed"):
+    with pytest.raises(UnreadableSource, match=r"m\.py"):
         definitions["m:f"]
 
 
@@ -202,11 +202,14 @@ def test_mutual_star_imports_end_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("modules", "size"), [(400, 0), (6, 1000 << 10)])
-def test_a_tree_of_very_many_modules_is_not_read_to_its_end(tmp_path: Path, modules: int, size: int):
+def test_a_tree_of_very_many_modules_is_not_read_to_its_end(
+    tmp_path: Path, modules: int, size: int, messages
+):
     tree = {f"m{i}": f"from m{i + 1} import *\n" + "#" * size for i in range(modules)}
     definitions = written(tmp_path, tree | {f"m{modules}": "x = 1\n"})
-    with pytest.raises(UnreadableSource, match=r"more than 256 modules or 3 MiB"):
+    with pytest.raises(UnreadableSource, match="256 modules") as error:
         definitions.find_bindings("m0:x")
+    messages(error.value)
 
 
 def test_mutual_inheritance_ends_at_once(tmp_path: Path):

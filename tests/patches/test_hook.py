@@ -144,7 +144,7 @@ def test_a_program_with_a_package_of_its_own_named_bundle_has_that(light: Enviro
     assert light.ran(script).stdout == "mine\n"
     script.write_text("import megatron.core\n")
     said = light.ran(script, code=1).stderr
-    assert "its mcore-bundle cannot be imported (No module named 'bundle.patches')" in said
+    assert "'bundle.patches'" in said.splitlines()[-1]
 
 
 def test_who_only_looks_sets_off_nothing_and_who_imports_it_under_S_is_alone(light: Environment):
@@ -171,8 +171,7 @@ def test_where_it_cannot_patch_megatron_is_not_imported_and_nothing_else_is_touc
     environment.paths(ROOT, changed, PACKAGES)
     program = f"try: import megatron.core\nexcept {guard}: print('without')\nimport sys\n"
     said = environment.ran("-c", program + "assert 'megatron.core' not in sys.modules", code=code)
-    assert "mcore-bundle: megatron.core is not imported: The job needs patches" in said.stderr
-    assert f"{COUNT}: DRIFT: " in said.stderr
+    assert "megatron.core" in said.stderr and f"{COUNT}: DRIFT: " in said.stderr
     assert said.stdout == ("" if code else "without\n")
     unrelated = environment.ran("-c", "import json, email; print('fine')")
     assert (unrelated.stdout, unrelated.stderr) == ("fine\n", "")
@@ -184,24 +183,25 @@ def test_it_outlives_mcore_bundle_and_can_still_be_taken_away(light: Environment
     (light.site / "paths.pth").unlink()
     assert light.ran("-c", "print('fine')").stderr == ""
     said = light.ran("-c", "import megatron.core", code=1, PYTHONPATH=str(light.root / "megatrons"))
-    assert "mcore-bundle cannot be imported" in said.stderr and "megatron.core\n" not in said.stdout
+    assert "mcore-bundle" in said.stderr.splitlines()[-1] and "megatron.core\n" not in said.stdout
     hook("disable", "--env", light.python)
     assert before.keys() - light.state().keys() == {str(SITE / "paths.pth")}
     assert not light.state().keys() - before.keys()
 
 
-def test_again_is_no_change_and_other_words_are_refused(light: Environment):
+def test_again_is_no_change_and_other_words_are_refused(light: Environment, messages):
     assert hook("enable", "--env", light.root, "--features", "cp").startswith("written: ")
     state = light.state()
     assert hook("enable", "--env", light.python, "--features", " CP,").startswith("there already: ")
-    assert "enabled already, with other words" in hook("enable", "--env", light.root, code=3)
-    assert light.state() == state
+    refusal = hook("enable", "--env", light.root, code=3)
+    assert NAME in refusal and "features cp" in refusal and light.state() == state
+    messages(refusal)
     assert hook("disable", "--env", light.root).startswith("removed: ")
     assert hook("disable", "--env", light.root).startswith("not there: ")
 
 
 @pytest.mark.parametrize("damage", ["torn", "foreign", "changed", "said", "link", "directory"])
-def test_a_file_that_is_not_ours_or_not_whole_is_left_alone(damage: str, light: Environment):
+def test_a_file_that_is_not_ours_or_not_whole_is_left_alone(damage: str, light: Environment, messages):
     hook("enable", "--env", light.root)
     file = light.site / NAME
     text = file.read_text()
@@ -222,7 +222,9 @@ def test_a_file_that_is_not_ours_or_not_whole_is_left_alone(damage: str, light: 
         assert file.read_text() != text
     state = light.state()
     for verb in ("enable", "disable"):
-        assert f"{file}: a file of the hook's name, and it was" in hook(verb, "--env", light.root, code=3)
+        refusal = hook(verb, "--env", light.root, code=3)
+        assert str(file) in refusal
+        messages(refusal)
     assert light.state() == state
 
 
@@ -232,12 +234,12 @@ def test_an_environment_on_top_of_one_that_has_it_is_refused_a_second(light: Env
     hook("enable", "--env", light.root)
     # venv puts an environment on that of the interpreter, not on another venv: as if the base had it.
     settings = top.root / "pyvenv.cfg"
-    assert "include-system-site-packages = true" in settings.read_text()
+    assert re.search("^include-system.* = true$", settings.read_text(), re.MULTILINE)
     both = f"[*own(), {str(light.site)!r}]"
     program = f"import site; own = site.getsitepackages; site.getsitepackages = lambda: {both}"
     (top.site / "sitecustomize.py").write_text(program)
     said = hook("enable", "--env", top.root, code=3)
-    assert f"{light.site / NAME}: programs of {top.site} are patched by this one already" in said
+    assert str(light.site / NAME) in said and str(top.site) in said
     assert not (top.site / NAME).exists()
 
 
@@ -245,8 +247,7 @@ def test_an_environment_without_mcore_bundle_is_refused(tmp_path: Path):
     bare = Environment(tmp_path / "bare")
     before = bare.state()
     said = hook("enable", "--env", bare.root, code=3)
-    assert "cannot import mcore-bundle (ModuleNotFoundError: No module named 'bundle')" in said
-    assert f"{bare.python} -m pip install" in said
+    assert "ModuleNotFoundError" in said and f"{bare.python} -m pip install" in said
     assert bare.state() == before
 
 
@@ -259,25 +260,26 @@ def test_a_read_only_environment_is_refused(verb: str, light: Environment):
     program = "import os, sys; from bundle.cli import main; os.access = lambda *_: False; main()"
     command = [sys.executable, "-c", program, "patches", verb, "--env", str(light.root)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 3 and f"{light.site}: may not be written to: make" in ran.stderr, ran.stderr
+    assert ran.returncode == 3 and str(light.site) in ran.stderr, ran.stderr
     assert light.state() == state
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "says"),
+    ("args", "word"),
     [
-        (("--env", "nowhere/python"), 2, "--env nowhere/python: there is no python"),
-        (("--env", "."), 2, "--env .: there is no python"),
-        (("--env", "/bin/false"), 2, "--env /bin/false: it says nothing: name its python"),
-        (("--features", "mtp,paked"), 2, "paked; did you mean packed?"),
-        (("--vouch", "mtp-zero-layer"), 2, "mtp-zero-layer; did you mean mtp-zero-layers?"),
+        (("--env", "nowhere/python"), "--env nowhere/python"),
+        (("--env", "."), "--env ."),
+        (("--env", "/bin/false"), "--env /bin/false"),
+        (("--features", "mtp,paked"), "paked"),
+        (("--vouch", "mtp-zero-layer"), "mtp-zero-layer"),
     ],
 )
-def test_a_wrong_word_is_named(args: tuple[str, ...], code: int, says: str, environment: Environment):
+def test_a_wrong_word_is_named(args: tuple[str, ...], word: str, environment: Environment, messages):
     before = environment.state()
     args = args if "--env" in args else ("--env", str(environment.root), *args)
-    assert says in hook("enable", *args, code=code)
-    assert environment.state() == before
+    refusal = hook("enable", *args, code=2)
+    assert word in refusal and environment.state() == before
+    messages(refusal)
 
 
 def test_doctor_names_it(light: Environment):
@@ -288,7 +290,7 @@ def test_doctor_names_it(light: Environment):
 
     assert NAME not in doctor()
     hook("enable", "--env", light.root, "--features", "mtp")
-    assert f"enabled in every program here by {light.site / NAME}: features mtp; backend auto" in doctor()
+    assert str(light.site / NAME) in doctor() and "features mtp" in doctor()
     (found,) = [f for f in json.loads(doctor("--json"))["findings"] if f["subject"] == "patches"]
     assert found["level"] == "ok" and str(light.site / NAME) in found["cause"]
     (light.site / NAME).write_text("import sys\n")

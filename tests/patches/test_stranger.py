@@ -94,7 +94,8 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     lines = {areas: f"{areas}    {MODULE},\n", order: f"{order}{MODULE}, "}
     stranger.edit("bundle/patches/catalogue/__init__.py", lines)
 
-    assert f"{ID} is present in 0.16.1" in stranger.ran(command(steps, "python -m tools.patches.review"))
+    review = stranger.ran(command(steps, "python -m tools.patches.review"))
+    assert any(ID in line and "0.16.1" in line for line in review.splitlines())
     plan = command(steps, "mcore-bundle patches plan")
     assert re.search(rf"^APPLY +{ID}", stranger.ran(plan), re.MULTILINE)
     assert re.search(rf"^SKIP +{ID}", stranger.ran(plan.replace("0.16.1", "0.15.3")), re.MULTILINE)
@@ -104,7 +105,7 @@ def test_what_is_printed_leads_from_a_defect_to_a_green_test(tmp_path: Path, rel
     checks = "CHECKS: dict[str, Check] = {  # by the patch's id\n"
     stranger.edit("bundle/verification/check.py", {checks: f"{checks}    {check}\n"})
     verify = command(steps, "PYTHONPATH=")
-    assert "with it the gap should be at most" in stranger.ran(verify, code=4)
+    assert ID in stranger.ran(verify, code=4)
 
     stranger.edit(wrapper, WRAPPER)
     assert stranger.ran(verify).startswith("proven")
