@@ -229,4 +229,5 @@ def test_labels_that_a_fork_takes_apart_still_train_its_prediction_layers(framew
     )
     norms = [[float(n) for n in text.rpartition("norms ")[2].split()] for text in (without, enabled)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0][0] > 1e-3, norms
-    assert "APPLY mtp-per-token-weight" in enabled and "UNVOUCHED mtp-per-token-weight" in without
+    weighted = "mtp-per-token-weight"
+    assert f"APPLY {weighted}" in enabled and f"UNVOUCHED {weighted}" in without
