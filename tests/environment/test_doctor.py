@@ -84,4 +84,4 @@ def test_two_accelerators_are_findings_not_a_crash(tmp_path):
     environ = {"CUDA_VISIBLE_DEVICES": "0,0"}
     hardware, findings = examine(recorded("h200-x2", environ), stack_of(OWN.parent, tmp_path))
     assert hardware is None
-    assert any(f.level is Level.FAIL and "names a device twice" in f.cause for f in findings)
+    assert any(f.level is Level.FAIL and "CUDA_VISIBLE_DEVICES=0,0" in f.cause for f in findings)

@@ -132,7 +132,7 @@ def test_a_mended_defect_is_known_wherever_it_is_mended(how: str, release: Relea
 
 
 CONDITIONS = {
-    "nobody calls it": ({"a.py": inside(MENDED)}, "apply_patch() is called"),
+    "nobody calls it": ({"a.py": inside(MENDED)}, "apply_patch()"),
     "by a setting": (
         {
             "a.py": inside(MENDED),
@@ -154,47 +154,50 @@ CONDITIONS = {
     ),
     "a namesake of another file is called": (
         {"a.py": inside(MENDED), "b.py": "def apply_patch():\n    pass\n\napply_patch()\n"},
-        "apply_patch() is called",
+        "apply_patch()",
     ),
     "a namesake is called": (
         {"a.py": inside(MENDED), "b.py": "from torch.other import apply_patch\napply_patch()\n"},
-        "apply_patch() is called",
+        "apply_patch()",
     ),
 }
 
 
 @pytest.mark.parametrize("how", CONDITIONS)
-def test_what_is_mended_under_a_condition_is_said_with_it(how: str, release: Release, tmp_path: Path):
+def test_what_is_mended_under_a_condition_is_said_with_it(
+    how: str, release: Release, tmp_path: Path, messages
+):
     files, says = CONDITIONS[how]
     defect = standing(tmp_path, release("0.19.2"), files)
     assert defect is not None and defect.status is DefectStatus.CONDITIONAL and not defect.reaches_jobs
     assert says.replace("not settings", "not (settings") in defect.reason
+    messages(defect.reason)
 
 
 UNMENDED = {
-    "its own code has it": (f"from {CLASS}\n{COPIED}\n{PUT}", DefectStatus.PRESENT,
-                            "it is there all the same"),
+    "its own code has it": (f"from {CLASS}\n{COPIED}\n{PUT}", DefectStatus.PRESENT, "verl/a.py:"),
     "another class": (f"from torch.nn import CrossEntropyLoss as Loss\n{MENDED}\nLoss.forward = forward\n",
                       DefectStatus.PRESENT, ""),
     "an object of its own": (f"from {CLASS}\n{MENDED}\nclass Own:\n    def __init__(self):\n"
                              "        self.forward = forward\n", DefectStatus.PRESENT, ""),
     "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', DefectStatus.PRESENT, ""),
     "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", DefectStatus.PRESENT, ""),
-    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", DefectStatus.UNKNOWN,
-                        "whose code is unfamiliar"),
+    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", DefectStatus.UNKNOWN, "unfamiliar"),
     "unfamiliar code at times": (f"from {CLASS}\n{UNFAMILIAR}\nif debug:\n    {PUT}", DefectStatus.PRESENT,
-                                 "if debug), whose code is unfamiliar"),
+                                 "if debug"),
     "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", DefectStatus.UNKNOWN,
                             "unfamiliar"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", UNMENDED)
-def test_what_does_not_mend_is_not_taken_for_it(how: str, release: Release, tmp_path: Path):
+def test_what_does_not_mend_is_not_taken_for_it(how: str, release: Release, tmp_path: Path, messages):
     text, expected, says = UNMENDED[how]
     defect = standing(tmp_path, release("0.19.2"), {"a.py": text})
     assert defect is not None and defect.status is expected and says in defect.reason
     assert bool(defect.reason) == bool(says) == bool(defect.patched_by)
+    if says:
+        messages(defect.reason)
 
 
 BIAS = "from megatron.core.transformer.moe.router import TopKRouter\n"
