@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.must_have import HAS_PASSED
+
 TESTS = Path(__file__).parent
 NAME = "messages.golden"
 Entries = dict[str, list[str]]
@@ -78,19 +80,19 @@ def messages(request: pytest.FixtureRequest) -> Iterator[Callable[[object], None
     tmp = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     folders = ({"TMP": tmp} if tmp else {}) | {"REPOSITORY": TESTS.parent}
     recorded: list[str] = []
-    failures = request.session.testsfailed
     yield lambda message: recorded.append(normalise(str(message), folders))
-    if request.session.testsfailed > failures or not recorded:  # it may have skipped itself
+    if not request.node.stash[HAS_PASSED]:
         return
     room = find_room(request.path)
     head = f"{request.path.relative_to(room)}::{request.node.name}".encode("unicode_escape").decode()
     if not request.config.getoption("--golden"):
-        assert recorded == read_entries(room / NAME).get(head), f"{head}: run `make golden` and read the diff"
+        assert recorded == read_entries(room / NAME).get(head, []), f"{head}: run `make golden` and read the diff"
         return
     lock = os.open(room, os.O_RDONLY)  # several processes run the tests of one room
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = read_entries(room / NAME) | {head: recorded}
-        write_entries(room / NAME, {head: entries[head] for head in entries if is_current(room, head)})
+        current = {head: entries[head] for head in entries if entries[head] and is_current(room, head)}
+        write_entries(room / NAME, current)
     finally:
         os.close(lock)

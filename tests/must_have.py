@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "MUST_HAVE"  # names of top-level packages, with blanks between: "torch megatron"
+HAS_PASSED = pytest.StashKey[bool]()  # of a test that has run: neither failed nor skipped
 
 
 @pytest.hookimpl(wrapper=True)
@@ -17,9 +18,12 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """The report of a test that is skipped because it misses one of them: a failure."""
-    return _judged((yield))
+    report = _judged((yield))
+    if call.when == "call":
+        item.stash[HAS_PASSED] = report.passed
+    return report
 
 
 def _judged(report: Any) -> Any:

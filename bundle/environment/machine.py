@@ -72,7 +72,8 @@ class Selection(NamedTuple):
     def from_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
         """What a list of devices leaves, which ends at the first entry that is `unknown`."""
         if len(chosen) < len(entries):
-            shown += f": the list ends at {entries[len(chosen)][:80]!r}, which {unknown}"
+            entry = entries[len(chosen)][:80]
+            shown += f": the list ends at {entry!r}, which {unknown}" if entry else ": the list has no device"
         return cls(tuple(chosen), shown)
 
 

@@ -110,7 +110,8 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
 def _explain_version_only(reading: Reading, job: PatchContext) -> str:
     """What decided about a trap, where no source did."""
     cause = "the code is unfamiliar" if reading.presence else "give --mcore PATH to have its source read"
-    return f"(By the number {job.version} alone: {reading.read_error or cause}.)"
+    number = f"By the number {job.version} alone" if job.version else "Without a version number"
+    return f"({number}: {reading.read_error or cause}.)"
 
 
 def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
@@ -124,7 +125,8 @@ def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decis
     changed = [target for target in reading.fingerprints if not reading.references.get(target)]
     if reading.fingerprints and not changed and not reading.read_error:
         return None
-    gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} are gone"
+    verb = "is" if len(seam.targets) == 1 else "are"
+    gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} {verb} gone"
     reason = reading.read_error or gone or f"{', '.join(changed)} is not as reviewed"
     return Decision(
         id=seam.id,

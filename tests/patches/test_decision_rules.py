@@ -270,7 +270,7 @@ NEW = PatchContext(version="0.19.0")
         (IN, Reading(A), None, True, ""),
         (NEW, Reading(A), None, True, ""),
         (IN, Reading(U), PatchAction.TRAP, False, "0.17.1"),
-        (PatchContext(version=None), Reading(U), PatchAction.TRAP, False, "None"),
+        (PatchContext(version=None), Reading(U), PatchAction.TRAP, False, "Without a version"),
         (IN, Reading(U, read_error="a.py: broken"), PatchAction.TRAP, False, "a.py: broken"),
         (NEW, Reading(U), PatchAction.SKIP, False, "0.19.0"),
         (IN, VERSION_ONLY, PatchAction.TRAP, False, "--mcore PATH"),
