@@ -15,9 +15,10 @@ _LINES = (
 )
 _PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 _OPENED = "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+REFUSAL = "roles must take turns, and this one does not"
 _ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must take turns, and this one does not') }}{% endif %}{% endfor %}"
+    "{{ raise_exception('" + REFUSAL + "') }}{% endif %}{% endfor %}"
 )
 _ANSWERED = "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
 
@@ -104,6 +105,12 @@ ENDLESS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}" + SIMPLE
 )
+
+
+def write_simply(messages):
+    """What SIMPLE writes of a conversation."""
+    ends = {"assistant": "<end>"}
+    return "".join(f"<{m['role']}>{m['content']}{ends.get(m['role'], '')}" for m in messages)
 
 
 def drafts(template, conversation):

@@ -51,16 +51,17 @@ def text(ids):
     return bytes(i for i in ids.tolist() if i < 256).decode()
 
 
+def write_plainly(talk):
+    return "".join(f"### {turn['role'].title()}\n{turn['content']}\n" for turn in talk)
+
+
 def test_plain_conversations_have_headings_and_an_end_after_each_answer():
     short = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     (ids, learned), (other, _) = written(data(), ByteTokenizer(), TALK, short)
-    assert (
-        text(ids)
-        == "### System\nBe short.\n### User\n1+1?\n### Assistant\n2\n### User\n2+2?\n### Assistant\n4\n"
-    )
+    assert text(ids) == write_plainly(TALK)
     assert text(ids[learned]) == "2\n4\n"
     assert ids[learned].tolist().count(256) == 2 and ids[-1] == 256
-    assert text(other) == "### User\nhi\n### Assistant\nho\n"
+    assert text(other) == write_plainly(short)
 
 
 def test_the_last_turn_alone_can_be_learned_of_plain_conversations():
@@ -90,21 +91,20 @@ def test_what_is_null_in_a_table_counts_as_missing():
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"prompt": "x"}, "field response: missing; the row has prompt"),
-        ({"prompt": 1, "response": "x"}, "field prompt: must be text"),
-        ({"prompt": "x", "response": " "}, "field response: must be text"),
-        ({"messages": None}, "field messages: is null"),
-        ({"messages": []}, "field messages: must be a list"),
-        (
-            {"messages": [{"role": "robot", "content": "x"}]},
-            "field messages[0]: must be an object with a role",
-        ),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "field messages[0]: content must be text"),
-        ({"messages": TALK[:2]}, "must end with what the assistant says"),
+        ({"prompt": "x"}, "field response"),
+        ({"prompt": 1, "response": "x"}, "field prompt"),
+        ({"prompt": "x", "response": " "}, "field response"),
+        ({"messages": None}, "field messages"),
+        ({"messages": []}, "field messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "field messages[0]"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "field messages[0]: content"),
+        ({"messages": TALK[:2]}, "field messages"),
     ],
 )
-def test_rows_that_are_no_conversation_are_named_by_field(row, named):
-    assert named in refusal(row)
+def test_rows_that_are_no_conversation_are_named_by_field(row, named, messages):
+    why = refusal(row)
+    assert why.startswith(named)
+    messages(why)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_chat_template_writes_and_the_answers_are_found_in_it(directory):
         written(data(template="chat"), made, TALK[2:])
     decode = made._tokenizer.decode
     ids, learned = first
-    assert decode(ids.tolist()) == "<system>Be short.<user>1+1?<assistant>2<end><user>2+2?<assistant>4<end>"
+    assert decode(ids.tolist()) == chat.write_simply(TALK)
     assert decode(ids[learned].tolist()) == "2<end>4<end>"
     assert decode(third[0][third[1]].tolist()) == "2<end>"
 
@@ -134,14 +134,15 @@ def test_half_a_surrogate_pair_becomes_a_question_mark_for_every_tokenizer(direc
     assert made._tokenizer.decode(ids[learned].tolist()) == "? \U0001f600?<end>"
 
 
-def test_tokenizers_are_named_by_their_content_and_must_fit_the_model(directory):
+def test_tokenizers_are_named_by_their_content_and_must_fit_the_model(directory, messages):
     made = load_tokenizer(f"hf:{directory}", 1000)
     assert made.identity == HuggingFaceTokenizer(directory).identity and made.identity.startswith(
         "hf sha256:"
     )
     assert made.end_of_text == 256 and made.vocab_size == 257
-    with pytest.raises(UsageError, match="has ids up to 256, the model's vocab_size is 200"):
+    with pytest.raises(UsageError, match=r" 256.*vocab_size .*200") as error:
         load_tokenizer(f"hf:{directory}", 200)
+    messages(str(error.value).replace(str(directory), "DIRECTORY"))
 
 
 @pytest.mark.parametrize("name", ["hf:/nowhere", "hf:{empty}"])
@@ -177,7 +178,7 @@ def test_a_tokenizer_of_tiktokens_is_refused_with_what_to_do_and_no_code_of_it_r
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     with pytest.raises(UsageError) as refused:
         HuggingFaceTokenizer(tmp_path)
-    assert str(refused.value).startswith(f"data.tokenizer: {tmp_path / name} is tiktoken's, and ")
+    assert str(refused.value).startswith(f"data.tokenizer: {tmp_path / name} ")
     (heading,) = re.findall(r'docs/pretrained\.md .* "(.*?)"', str(refused.value))
     assert f"### {heading}\n" in (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text()
     assert not (tmp_path / "ran").exists()
@@ -192,5 +193,5 @@ def test_ids_may_have_gaps_and_the_highest_one_must_fit_the_model(tmp_path):
     content["model"]["vocab"]["a"] = 900
     (path / "tokenizer.json").write_text(json.dumps(content))
     assert load_tokenizer(f"hf:{path}", 901).encode(["ab"])[0].tolist()[0] == 900
-    with pytest.raises(UsageError, match="has ids up to 900, the model's vocab_size is 900"):
+    with pytest.raises(UsageError, match=r" 900.*vocab_size .*900"):
         load_tokenizer(f"hf:{path}", 900)

@@ -1,6 +1,7 @@
 """From a recipe to batches: right tokens, disjoint parts, and the same run at any number of ranks."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_inside_a_pack_sequences_are_whole_and_do_not_predict_each_other(rows, t
             assert positions.tolist() == list(range(len(ids)))
 
 
-def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
+def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path, messages):
     def made(cp):
         overrides = [f"parallel.cp={cp}", "data.sequence_length=480"]
         return prepare(recipe(rows, *overrides, name="qwen3-cp2-packed"), tmp_path)
@@ -189,13 +190,12 @@ def test_packs_that_a_layout_makes_otherwise_are_other_data(rows, tmp_path):
     for cp in (1, 4, 8):
         assert list_data_changes(made(2).identity, made(cp).identity) == [] and packs(2) == packs(cp)
     assert packs(2) != packs(3)
-    assert list_data_changes(made(2).identity, made(3).identity) == [
-        "data packs (parallel.cp decides): was 480 tokens, each sequence a multiple of 16,"
-        " is 480 tokens, each sequence a multiple of 48"
-    ]
+    (line,) = list_data_changes(made(2).identity, made(3).identity)
+    assert "parallel.cp" in line and re.findall(r"\d+", line) == ["480", "16", "480", "48"]
+    messages(line)
 
 
-def test_changed_data_is_named(rows, tmp_path):
+def test_changed_data_is_named(rows, tmp_path, messages):
     made = recipe(rows)
     before = prepare(made, tmp_path).identity
     assert list_data_changes(before, prepare(made, tmp_path).identity) == []
@@ -204,12 +204,11 @@ def test_changed_data_is_named(rows, tmp_path):
     (line,) = list_data_changes(before, prepare(recipe(copy), tmp_path).identity)
     assert line.startswith("data tokens: was ")
     shuffled_otherwise = {name: value for name, value in before.items() if name != "order"}
-    assert list_data_changes(shuffled_otherwise, before) == [
-        "data order: was None, is numpy.random.RandomState"
-    ]
-    assert list_data_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"}) == [
-        "data stdlib: was CPython 3.12.1, is CPython 3.11.7"
-    ]
+    (line,) = list_data_changes(shuffled_otherwise, before)
+    assert line.startswith("data order: ") and line.endswith("numpy.random.RandomState")
+    messages(line)
+    (line,) = list_data_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"})
+    assert line.startswith("data stdlib: ") and re.findall(r"3\.\d+\.\d", line) == ["3.12.1", "3.11.7"]
 
 
 def test_only_running_text_of_bytes_has_a_bigram_entropy(rows, tmp_path):
@@ -217,17 +216,18 @@ def test_only_running_text_of_bytes_has_a_bigram_entropy(rows, tmp_path):
     assert prepare(recipe(rows, "task=sft"), tmp_path / "chats").bigram_entropy is None
 
 
-def test_too_little_data_says_what_to_do(tmp_path):
+def test_too_little_data_says_what_to_do(tmp_path, messages):
     (tmp_path / "a.jsonl").write_text('{"text": "short"}')
-    with pytest.raises(UsageError, match=r"smaller data\.sequence_length"):
+    with pytest.raises(UsageError, match="sequence_length") as error:
         prepare(recipe(tmp_path / "a.jsonl"), tmp_path / "cache")
+    messages(error.value)
 
 
 def test_sequences_that_are_too_long_for_sft_are_named_not_cut(rows, tmp_path):
     with pytest.raises(UsageError) as caught:
         prepare(recipe(rows, "task=sft", "data.sequence_length=32"), tmp_path)
     (said,) = caught.value.violations
-    assert said.startswith(f"{rows}:1 (") and "more than the 32 tokens" in said
+    assert said.startswith(f"{rows}:1 (") and " 32 tokens" in said
 
 
 def test_the_demo_reads_the_standard_library(tmp_path):

@@ -57,47 +57,50 @@ def test_what_we_write_megatron_reads_and_would_have_written(tmp_path_factory, d
 
 
 INDEX = {  # what is done to the index of two documents of 3 and 2 ids of int32: offset, bytes, what is said
-    "mark": (0, b"X", "does not begin as"),
-    "version": (9, b"\x02", "does not begin as"),
+    "mark": (0, b"X", "not begin"),
+    "version": (9, b"\x02", "not begin"),
     "type": (17, b"\x63", "type 99"),
     "floats": (17, b"\x07", "type 7"),
     "more sequences": (18, b"\xff", "is cut"),
-    "a longer sequence": (34, b"\x04", "do not follow each other"),
-    "a place": (42 + 8, b"\x10", "do not follow each other"),
-    "a negative length": (34 + 7, b"\xff", "do not follow each other"),
-    "documents": (58 + 8, b"\x05", "documents that do not follow"),
-    "the first document": (58, b"\x01", "documents that do not follow"),
-    "the last document": (58 + 16, b"\x01", "documents that do not follow"),
-    "no documents": (26, b"\x00", "documents that do not follow"),
+    "a longer sequence": (34, b"\x04", "names sequences"),
+    "a place": (42 + 8, b"\x10", "names sequences"),
+    "a negative length": (34 + 7, b"\xff", "names sequences"),
+    "documents": (58 + 8, b"\x05", "names documents"),
+    "the first document": (58, b"\x01", "names documents"),
+    "the last document": (58 + 16, b"\x01", "names documents"),
+    "no documents": (26, b"\x00", "names documents"),
 }
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_a_damaged_index_is_said_to_be_one(tmp_path, name):
+def test_a_damaged_index_is_said_to_be_one(tmp_path, name, messages):
     build(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
     offset, replaced, why = INDEX[name]
     path = tmp_path / "x.idx"
     content = path.read_bytes()
     path.write_bytes(content[:offset] + replaced + content[offset + len(replaced) :])
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=why) as error:
         read_indexed(tmp_path / "x")
+    messages(error.value)
 
 
 @pytest.mark.parametrize(("suffix", "bytes_left"), [(".bin", -1), (".idx", -1), (".idx", 20), (".idx", 0)])
-def test_a_file_that_is_cut_is_refused(tmp_path, suffix, bytes_left):
+def test_a_file_that_is_cut_is_refused(tmp_path, suffix, bytes_left, messages):
     build(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
     path = tmp_path / f"x{suffix}"
     path.write_bytes(path.read_bytes()[:bytes_left])
-    with pytest.raises(ValueError, match=r"is cut|too short|has 19 bytes instead of the 20"):
+    with pytest.raises(ValueError, match=rf"/x\{suffix}") as error:
         read_indexed(tmp_path / "x")
+    messages(error.value)
 
 
-def test_tokens_that_no_index_names_are_refused(tmp_path):
+def test_tokens_that_no_index_names_are_refused(tmp_path, messages):
     build(tmp_path / "x", [[[1, 2, 3]]])
     with (tmp_path / "x.bin").open("ab") as file:
         file.write(bytes(4))
-    with pytest.raises(ValueError, match="has 16 bytes instead of the 12"):
+    with pytest.raises(ValueError, match=r"16 bytes .* 12 ") as error:
         read_indexed(tmp_path / "x")
+    messages(error.value)
 
 
 def test_the_modes_of_multimodal_data_are_passed_over(tmp_path):

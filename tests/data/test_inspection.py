@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -95,14 +96,17 @@ def check(*words):
     return run_bundle("check", *words, timeout=60)
 
 
-def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path):
+def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path, messages):
     path = rows(tmp_path / "chat.jsonl", TURNS, TURNS)
     path.write_text(path.read_text() + '{"messages": [{"role": "user", "content": "x"}]}\n')
     sets = ("task=sft", "data.source=jsonl", f"data.path={path}", "data.validation=0", "data.on_error=skip")
     words = [word for override in sets for word in ("--set", override)]
     directory = ("--run-directory", tmp_path / "run")
     done = check("demo", *words, *directory, "--samples", 1)
-    assert done.returncode == 0 and "2; 1 corrupt rows or files are skipped" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    (counts,) = [line for line in done.stdout.splitlines() if line.startswith("documents ")]
+    assert re.findall(r"\d+", counts) == ["2", "1"]
+    messages(counts)
     assert "⟦Hello, world." in done.stdout and "free for" in done.stdout and "chat.jsonl:3" in done.stderr
     assert [path.name for path in (tmp_path / ".tokens").glob("tokens-*/tokens.bin")] == ["tokens.bin"]
     found = json.loads(check("demo", *words, *directory, "--json", "--samples", 0).stdout)
@@ -112,8 +116,9 @@ def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path):
     assert found["disk"]["checkpoints"] == 3 * found["disk"]["checkpoint"] > 0 and found["disk"]["free"] > 0
 
 
-def test_what_is_not_there_is_told_like_by_plan(tmp_path):
+def test_what_is_not_there_is_told_like_by_plan(tmp_path, messages):
     sets = ("--set", "data.path=nothing.txt", "--set", "data.tokenizer=hf:nowhere")
     done = check("demo", *sets, "--run-directory", tmp_path / "run")
-    assert done.returncode == 2 and "nothing.txt" in done.stderr and "nowhere is no directory" in done.stderr
+    assert done.returncode == 2 and "nothing.txt" in done.stderr and "data.tokenizer: nowhere" in done.stderr
+    messages(done.stderr)
     assert not (tmp_path / "run").exists()

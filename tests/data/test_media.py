@@ -43,18 +43,20 @@ def test_several_images_are_taken_in_their_order():
     assert named(both) == [(VIDEO, "b"), (IMAGE, "a")]
 
 
-def test_a_name_in_the_recipe_is_the_only_one_that_is_read():
+def test_a_name_in_the_recipe_is_the_only_one_that_is_read(messages):
     row = llava("<image>?", pics="a", image="b", images=["c"])
     assert named(row, images="pics") == [(IMAGE, "a")]
     assert "image" not in list_columns(data(images="pics").fields)
-    with pytest.raises(Corrupt, match=r"^pics: names 0, .* 1 places"):
+    with pytest.raises(Corrupt, match=r"^pics: .* 0, .* 1 ") as error:
         read_conversation(llava("<image>?", image="b"), data(images="pics"))
+    messages(error.value)
 
 
-def test_two_keys_that_name_different_images_are_refused():
+def test_two_keys_that_name_different_images_are_refused(messages):
     assert named(llava("<image>", image="a", image_path=["a"])) == [(IMAGE, "a")]
-    with pytest.raises(Corrupt, match="fields image and image_path"):
+    with pytest.raises(Corrupt, match="image_path") as error:
         read_conversation(llava("<image>", image="a", image_path="b"), data())
+    messages(error.value)
 
 
 NONE: list[dict] = [{}, {"images": []}, {"images": None}, {"image": ""}, {"image": None, "images": []}]
@@ -62,28 +64,31 @@ NONE: list[dict] = [{}, {"images": []}, {"images": None}, {"image": ""}, {"image
 
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("row", NONE)
-def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row):
-    with pytest.raises(Corrupt, match=rf"{kind}_path.*: names 0, .* 1 places .*data\.fields\.{kind}s: null"):
+def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row, messages):
+    with pytest.raises(Corrupt, match=rf"{kind}_path.*: .* 0, .* 1 ") as error:
         read_conversation(llava(f"<{kind}>?", **row), data())
+    assert f"data.fields.{kind}s: null" in str(error.value)
+    messages(error.value)
     assert named(llava(f"<{kind}>?", **row), **{f"{kind}s": None}) == [], "null: the mark is plain text"
     assert named(llava("?", **row)) == []
 
 
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize(("marks", "media"), [(0, 1), (1, 2), (2, 1)])
-def test_as_many_images_as_places(kind, marks, media):
+def test_as_many_images_as_places(kind, marks, media, messages):
     row = llava(f"<{kind}>" * marks + "?", **{kind: ["a"] * media})
-    with pytest.raises(Corrupt, match=rf"^{kind}: names {media}, .* {marks} places for {kind}s"):
+    with pytest.raises(Corrupt, match=rf"^{kind}: .* {media}, .* {marks} ") as error:
         read_conversation(row, data())
+    messages(error.value)
 
 
 def test_marks_in_parts_are_places_and_those_of_answers_are_not():
     parts = [{"type": "image", "image": "a"}, {"type": "text", "text": "or <image>?"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "<image>"}]}
     assert named({**row, "images": ["b"]}) == [(IMAGE, "a"), (IMAGE, "b")]
-    with pytest.raises(Corrupt, match="names 0, and the messages have 1"):
+    with pytest.raises(Corrupt, match=r" 0, .* 1 "):
         read_conversation(row, data())
-    with pytest.raises(Corrupt, match="names 2, and the messages have 1"):
+    with pytest.raises(Corrupt, match=r" 2, .* 1 "):
         read_conversation({**row, "images": ["b", "c"]}, data())
 
 
@@ -102,7 +107,7 @@ def test_both_answers_of_a_preference_have_the_images_of_their_prompt():
     assert json.dumps(row) == before
 
 
-def test_a_file_url_is_a_path_below_the_rows(tmp_path):
+def test_a_file_url_is_a_path_below_the_rows(tmp_path, messages):
     folder, path = tmp_path / "rows", tmp_path / "rows" / "images" / "a 1.png"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"pixels")
@@ -111,7 +116,8 @@ def test_a_file_url_is_a_path_below_the_rows(tmp_path):
     for name in (str(path), f"file://{whole}", f"FILE://localhost{whole}", "file://images/a%201.png"):
         assert read_content(name, folder, 100, IMAGE) == b"pixels", name
     for name in (f"file://{tmp_path}/outside.png", "file://../outside.png", "file:///etc/passwd"):
-        with pytest.raises(Corrupt, match="outside of the folder"):
+        with pytest.raises(Corrupt, match="outside") as error:
             read_content(name, folder, 100, IMAGE)
+    messages(error.value)
     with pytest.raises(Corrupt, match="is a URL"):
         read_content("https://localhost/a.png", folder, 100, IMAGE)

@@ -87,17 +87,19 @@ def test_a_sample_without_loss_has_none_in_any_data_set(built):
 
 
 @pytest.mark.parametrize("identity", [258, -1, 60000])
-def test_an_id_outside_of_the_vocabulary_stops_the_job(built, identity):
+def test_an_id_outside_of_the_vocabulary_stops_the_job(built, identity, messages):
     build(built / "wrong", [[[1] * 99], [[1, identity]]])
-    with pytest.raises(UsageError, match=rf"wrong.bin: token {identity} of document 1 is not in the model's"):
+    with pytest.raises(UsageError, match=rf"wrong\.bin: .* {identity} ") as error:
         prepare(recipe([built / "wrong"]), built / "data")
+    messages(error.value)
     assert not list((built / "data").glob("*/")), "nothing may stay of a refused store"
 
 
-def test_files_that_are_none_are_refused(built):
+def test_files_that_are_none_are_refused(built, messages):
     (built / "small.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"small: not megatron's .bin and .idx: .* 0 bytes instead of"):
+    with pytest.raises(UsageError, match=r"small: .* 0 bytes") as error:
         prepare(recipe([built / "small"]), built / "data")
+    messages(error.value)
 
 
 def test_other_tokens_in_the_same_files_are_noticed(built):

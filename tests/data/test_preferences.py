@@ -115,10 +115,12 @@ def test_a_history_is_part_of_the_prompt():
     assert pair(messages | {"rejected_messages": [*EARLIER, says("bad")]}) == expected
 
 
-def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named():
+def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named(messages):
     row = {"prompt": "p", "instruction": "q", "chosen": "good", "rejected": "bad"}
-    with pytest.raises(Corrupt, match=r"data\.fields\.format: trl or alpaca"):
+    with pytest.raises(Corrupt, match=r"fields\.format") as error:
         read_preference(row, DATA)
+    assert "trl or alpaca" in str(error.value)
+    messages(error.value)
     chosen = DATA.model_copy(update={"fields": Fields(format="alpaca")})
     assert read_preference(row, chosen)[0].messages == [QUESTION, says("good")]
     other = {"prompt": [{"role": "system", "content": "s"}, QUESTION]}
@@ -128,9 +130,10 @@ def test_a_pair_with_two_prompts_is_refused_until_one_format_is_named():
 
 
 @pytest.mark.parametrize("tag", ["label", "kto_tag"])
-def test_rows_for_kto_are_not_pairs(tag):
-    with pytest.raises(Corrupt, match=r"KTO.*task: sft"):
+def test_rows_for_kto_are_not_pairs(tag, messages):
+    with pytest.raises(Corrupt, match="task: sft") as error:
         read_preference({"prompt": "q", "completion": "a", tag: True}, DATA)
+    messages(error.value)
     assert tag in list_columns(DATA.fields)
     assert pair({"prompt": "q", "chosen": "good", "rejected": "bad", tag: True})
 
@@ -146,7 +149,7 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"prompt": "q", "chosen": "a"}, "field rejected: missing"),
+        ({"prompt": "q", "chosen": "a"}, "field rejected"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same"),
         ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a")]}, "the same"),
@@ -156,19 +159,17 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
             "diff",
         ),
         ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a"), QUESTION, says("b")]}, "begins"),
-        ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "ends with what the assistant"),
-        ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "must end with"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "images: names 1, .* 0 places"),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]},
-            "videos: names 1, .* 0 places",
-        ),
+        ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "field prompt"),
+        ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "field chosen"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "images: .* 1, .* 0 "),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]}, "videos: .* 1, .* 0 "),
     ],
 )
-def test_rows_that_are_no_pair(row, why):
+def test_rows_that_are_no_pair(row, why, messages):
     assert row.keys() <= set(list_columns(DATA.fields))  # which are read of a table
-    with pytest.raises(Corrupt, match=why):
+    with pytest.raises(Corrupt, match=why) as error:
         read_preference(row, DATA)
+    messages(error.value)
 
 
 LENGTH = 64
@@ -205,9 +206,9 @@ def test_a_pair_is_left_out_or_cut_as_a_whole(rows, tmp_path):
     with pytest.raises(UsageError) as caught:
         prepare(recipe(rows), tmp_path / "data")
     (said,) = caught.value.violations
-    assert said.count(f"{rows}:") == 2 and "more than the " in said
+    assert said.count(f"{rows}:") == 2 and "data.truncation" in said
     kept = prepare(recipe(rows, "data.truncation=delete"), tmp_path / "data")
-    assert kept.formats == {"trl (prompt, chosen, rejected)": len(SIZES)}
+    assert kept.formats == {FORMATS[0][0]: len(SIZES)}
     assert documents(kept) == [text for index in FIT for text in both(index)]
     assert kept.left_out.deleted == 2 and len(kept.training) == 4
     cut = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")
@@ -242,15 +243,17 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
     assert all(set(numbers) == {BLANK} for numbers in (*seen, *held) if BLANK in numbers)
 
 
-def test_what_a_recipe_may_say(rows):
-    assert recipe(rows).dpo.beta == 0.1 and recipe(rows, "train.micro_batch_size=2").micro_batch_rows == 4
+def test_what_a_recipe_may_say(rows, messages):
+    larger = recipe(rows, "train.micro_batch_size=2")
+    assert recipe(rows).dpo.beta == 0.1 and larger.micro_batch_rows == 4
     assert load("demo").dpo is None and recipe(rows).loss_mean == "sequence"
-    for keys, why in (
-        (["task=sft", "dpo.beta=0.2"], "belongs to task dpo"),
-        (["data.source=text"], "dpo needs rows"),
-        (["dpo.label_smoothing=0.5"], "label_smoothing"),
-        (["dpo.beta=0"], "beta"),
+    for keys, named in (
+        (["task=sft", "dpo.beta=0.2"], "dpo: "),
+        (["data.source=text"], "data.source: "),
+        (["dpo.label_smoothing=0.5"], "dpo.label_smoothing: "),
+        (["dpo.beta=0"], "dpo.beta: "),
     ):
         with pytest.raises(UsageError) as caught:
             recipe(rows, *keys)
-        assert why in str(caught.value) + str(caught.value.violations), keys
+        assert any(named in violation for violation in caught.value.violations), keys
+        messages(caught.value)

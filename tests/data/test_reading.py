@@ -1,5 +1,6 @@
 """Files as they come: corrupt ones are named by file, line and field, all at once."""
 
+import argparse
 import itertools
 import json
 import re
@@ -35,30 +36,36 @@ def corrupt(tmp_path, made):
 BAD_LINES = [
     ('{"text": ', "not JSON"),
     ('[{"text": "x"},', "not JSON"),
-    ("[1]", "must be a JSON object, is list"),
-    ('{"txt": "x"}', "field text: missing; the row has txt"),
-    ('{"text": 3}', "field text: must be text, is 3"),
-    ('{"text": "  "}', "field text: must be text"),
-    ('{"text": null}', "field text: must be text, is None"),
-    ("[" * 100_000, "nested too deep"),
-    ("{}", "the row has no fields"),
+    ("[1]", "is list"),
+    ('{"txt": "x"}', "txt"),
+    ('{"text": 3}', "is 3"),
+    ('{"text": "  "}', "field text"),
+    ('{"text": null}', "is None"),
+    ("[" * 100_000, "nested"),
+    ("{}", "no fields"),
 ]
 
 
-def test_all_bad_lines_are_named_at_once(tmp_path):
+def test_all_bad_lines_are_named_at_once(tmp_path, messages):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join([json.dumps(GOOD), *(line for line, _ in BAD_LINES), json.dumps(GOOD)]))
     found = corrupt(tmp_path, recipe(path))
     for number, (_, reason) in enumerate(BAD_LINES, start=2):
         (line,) = [line for line in found if re.search(rf"{path}:{number}[:,]", line)]
         assert reason in line
+    messages("\n".join(line for line in found if "not JSON" not in line))
 
 
-def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"text": "\xff"}\n')
-    assert ":2: not UTF-8: byte 0xff" in corrupt(tmp_path, recipe(tmp_path / "a.jsonl"))[0]
-    (tmp_path / "b.txt").write_bytes(b"fine\nfine\n\xfe\n")
-    assert "b.txt:3: not UTF-8: byte 0xfe" in corrupt(tmp_path, recipe(tmp_path / "b.txt", source="text"))[0]
+def test_bytes_that_are_no_text_are_named_by_line(tmp_path, messages):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"text": "\xff"}\n')
+    line = corrupt(tmp_path, recipe(path))[0]
+    assert line.startswith(f"{path}:2: ") and "0xff" in line
+    messages(line)
+    path = tmp_path / "b.txt"
+    path.write_bytes(b"fine\nfine\n\xfe\n")
+    line = corrupt(tmp_path, recipe(path, source="text"))[0]
+    assert line.startswith(f"{path}:3: ") and "0xfe" in line
 
 
 def test_empty_files_are_named(tmp_path):
@@ -92,7 +99,7 @@ def test_a_first_row_that_is_cut_does_not_condemn_the_file(tmp_path):
     assert len(corpus.stores[0].lengths) == 9 and len(corpus.left_out.skipped_rows) == 1
 
 
-def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch):
+def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch, messages):
     """A tokenizer may give ids that are not among those that it says it has."""
     right = ByteTokenizer.encode
     monkeypatch.setattr(
@@ -102,14 +109,14 @@ def test_ids_that_the_model_does_not_have_are_named_by_row(tmp_path, monkeypatch
     )
     (tmp_path / "a.txt").write_text("one\n\n\nñ\n\n\ntwo\n\n\n\n\n\nthree\n\né\n\n\n")
     made = recipe(tmp_path / "a.txt", r'data.separator="\n\n\n"', source="text")
-    assert corrupt(tmp_path, made) == (
-        f"{tmp_path}/a.txt:4, {tmp_path}/a.txt:13: token 258 is not in the vocabulary of 258",
-    )
+    (line,) = corrupt(tmp_path, made)
+    assert line.startswith(f"{tmp_path}/a.txt:4, {tmp_path}/a.txt:13: token 258 ")
+    messages(line)
     rows = [{"prompt": "q", "response": said, "text": said} for said in ("a", "é", "b")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for task in ("pretrain", "sft"):
         (line,) = corrupt(tmp_path, recipe(tmp_path / "rows.jsonl", f"task={task}"))
-        assert line == f"{tmp_path}/rows.jsonl:2: token 258 is not in the vocabulary of 258"
+        assert line.startswith(f"{tmp_path}/rows.jsonl:2: token 258 ")
 
 
 def test_rows_of_which_nothing_would_be_learned_are_named(tmp_path):
@@ -118,7 +125,8 @@ def test_rows_of_which_nothing_would_be_learned_are_named(tmp_path):
     rows = [{"prompt": "q", "response": said} for said in ("b", "a", "ab")]
     path.write_text("\n".join(map(json.dumps, rows)))
     keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft"]
-    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2: not one token of it would be learned",)
+    (line,) = corrupt(tmp_path, recipe(path, *keys))
+    assert line.startswith(f"{path}:2: ") and "learned" in line
 
 
 def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
@@ -128,20 +136,20 @@ def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
     rows = [good, [{"role": "system", "content": "s"}, *good], good, good[1:], good]
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
     keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft", "data.validation=0"]
-    refused = "the chat template refuses it: roles must take turns, and this one does not"
-    assert corrupt(tmp_path, recipe(path, *keys)) == (f"{path}:2, {path}:4: {refused}",)
+    (line,) = corrupt(tmp_path, recipe(path, *keys))
+    assert line.startswith(f"{path}:2, {path}:4: ") and line.endswith(chat.REFUSAL)
     corpus = prepare(recipe(path, *keys, "data.on_error=skip"), tmp_path / "cache")
     assert len(corpus.stores[0].lengths) == 3 and corpus.left_out.skipped == 2
 
 
-def test_a_reason_is_told_once_with_a_count_and_the_first_places(tmp_path):
+def test_a_reason_is_told_once_with_a_count_and_the_first_places(tmp_path, messages):
     """As where the recipe names a column that no row has."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(["x", *[json.dumps({"content": "y"})] * 6000, "x"]))
-    assert corrupt(tmp_path, recipe(path)) == (
-        f"{path}:1, {path}:6002: not JSON: Expecting value: line 1 column 1 (char 0)",
-        f"{path}:2, {path}:3, {path}:4 and 5,997 more: field text: missing; the row has content",
-    )
+    not_json, lacks_text = corrupt(tmp_path, recipe(path))
+    assert not_json.startswith(f"{path}:1, {path}:6002: ")
+    assert lacks_text.startswith(f"{path}:2, {path}:3, {path}:4 and 5,997 more: ") and "content" in lacks_text
+    messages(lacks_text)
 
 
 def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
@@ -150,19 +158,19 @@ def test_a_limit_keeps_the_message_short_and_counts_the_rest(tmp_path):
     path.write_text("\n".join(json.dumps({name: ""}) for name in names * 2))
     found = corrupt(tmp_path, recipe(path))
     assert len(found) == 21 and found[-1] == "and 960 more"
-    assert found[0] == f"{path}:1, {path}:501: field text: missing; the row has aa"
+    assert found[0].startswith(f"{path}:1, {path}:501: ") and found[0].endswith(" aa")
 
 
 def test_reasons_that_differ_in_values_alone_are_one_cause():
-    counted = ReasonCounter()
+    counted, file = ReasonCounter(), "a.jsonl"
     for n in range(60):
-        counted.add(f"a.jsonl:{n + 1}", f"image 'images/{n}.png': No such file or directory")
-    counted.add("a.jsonl:61", "image 'images/60.png': Permission denied")
+        counted.add(f"{file}:{n + 1}", f"image 'images/{n}.png': gone")
+    counted.add(f"{file}:61", "image 'images/60.png': denied")
     whole = ReasonCounter()
     whole.extend(*json.loads(json.dumps(counted.dump())))
     first, second = whole.format_lines()
-    assert first.startswith("a.jsonl:1, a.jsonl:2, a.jsonl:3 and 57 more: image 'images/0.png': No such file")
-    assert second == "a.jsonl:61: image 'images/60.png': Permission denied"
+    assert first.startswith(f"{file}:1, {file}:2, {file}:3 and 57 more: ") and "0.png': gone" in first
+    assert second.startswith(f"{file}:61: ") and second.endswith("60.png': denied")
     assert whole.count == 61 and whole.unlisted_count == 0
 
 
@@ -174,7 +182,7 @@ def test_skipping_counts_and_goes_on_also_from_the_cache(tmp_path):
         corpus = prepare(made, tmp_path / "cache")
         (line,) = corpus.left_out.skipped_rows
         assert corpus.left_out.skipped == 30
-        assert line.startswith(f"{path}:6, {path}:7, {path}:8 and 27 more: not JSON")
+        assert line.startswith(f"{path}:6, {path}:7, {path}:8 and 27 more: ")
         assert len(corpus.stores[0].lengths) == 5
 
 
@@ -228,7 +236,8 @@ def test_the_standard_library_is_the_same_list_every_time_and_has_no_tests():
     sources = expand(["stdlib"], "text")
     names = [source.name for source in sources]
     assert names == [source.name for source in expand(["stdlib"], "text")] and len(names) > 300
-    assert "stdlib/json/decoder.py" in names and "stdlib/argparse.py" in names
+    for module in (argparse, json.decoder):
+        assert f"stdlib/{module.__name__.replace('.', '/')}.py" in names
     assert not [name for name in names if "/test/" in name or "/site-packages/" in name]
 
 

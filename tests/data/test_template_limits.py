@@ -46,10 +46,8 @@ def test_a_row_for_which_a_template_takes_too_long_is_corrupt_and_a_second_one_s
     rows = [made.prepare(talk(question)) for question in ("short", "long", "after")]
     first, second, third = made.draft(rows)
     assert isinstance(second, Corrupt) and f"{rendering.SECONDS} s" in str(second)
-    assert [each[0][0][0] for each in (first, third)] == [
-        "<user>short<assistant>a<end>",
-        "<user>after<assistant>a<end>",
-    ]
+    written = [chat.write_simply(talk(question).messages) for question in ("short", "after")]
+    assert [each[0][0][0] for each in (first, third)] == written
     with pytest.raises(UsageError, match=r"data\.template"):
         made.draft(rows[1:2])
     assert time.monotonic() - before < 60
@@ -59,7 +57,7 @@ def test_a_row_for_which_a_template_takes_too_long_is_corrupt_and_a_second_one_s
 @pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 'x' * 8000001 }}", "{% set a = [0] * 10**9 %}"])
 def test_memory_and_text_have_limits_of_their_own(template, source):
     made, before = template(source + chat.SIMPLE), time.process_time()
-    with pytest.raises(Corrupt, match=r"more than (1,024 MiB|8 MB)"):
+    with pytest.raises(Corrupt, match=r"1,024 MiB|8 MB"):
         chat.drafts(made, talk("q"))
     assert time.process_time() - before < 2
 

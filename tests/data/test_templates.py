@@ -18,6 +18,9 @@ from bundle.recipe import load
 from bundle.recipe.data import Data
 from tests.data import chat
 
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
 
 def talk(messages, learn="all_turns", **row):
     chosen = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64, learn=learn)
@@ -100,32 +103,33 @@ def test_thoughts_are_learned_where_the_template_writes_them(learned, template, 
 
 
 @pytest.mark.parametrize(
-    "template", [chat.DISTILLED, chat.MARKED.replace("m.content +", "m.content.split('</think>')[-1] +")]
+    "template",
+    [chat.DISTILLED, chat.MARKED.replace("m.content +", "m.content.split('</think>')[-1] +")],
+    ids=["distilled", "marked"],
 )
 @pytest.mark.parametrize("learn", ["all_turns", "last_turn"])
-def test_thoughts_that_a_template_leaves_out_are_told(learned, template, learn):
-    assert learned(template, THOUGHTS, learn).startswith("the chat template leaves out the assistant's t")
+def test_thoughts_that_a_template_leaves_out_are_told(learned, template, learn, messages):
+    why = learned(template, THOUGHTS, learn)
+    assert "leaves out" in why
+    messages(why)
     assert learned(template, said("1?", "<think>\n1\n</think>", "2?", "2"), "last_turn") == ["2<end>"]
 
 
 @pytest.mark.parametrize("template", [chat.ALTERNATING, chat.RENAMED])
-@pytest.mark.parametrize("messages", [said("q", "a", system="Be short."), [*said("q"), *QUESTIONS]])
-def test_what_a_template_raises_about_a_row_is_said_of_that_row(learned, template, messages):
-    assert learned(template, messages) == (
-        "the chat template refuses it: roles must take turns, and this one does not"
-    )
-    assert learned("{{ 1 // 0 }}", QUESTIONS).startswith("the chat template refuses it: ")
+@pytest.mark.parametrize("turns", [said("q", "a", system="Be short."), [*said("q"), *QUESTIONS]])
+def test_what_a_template_raises_about_a_row_is_said_of_that_row(learned, template, turns):
+    assert learned(template, turns).endswith(f"refuses it: {chat.REFUSAL}")
+    assert "refuses it: " in learned("{{ 1 // 0 }}", QUESTIONS)
 
 
-def test_rows_that_no_template_can_take(learned):
+def test_rows_that_no_template_can_take(learned, messages):
     assert learned(chat.SIMPLE, said("q", "a")[1:]).startswith("message 0: ")
     assert "no characters" in learned(chat.MARKED, said("q", "a\ufdd0b"))
     other = chat.SIMPLE.replace("<assistant>", "<robot>")
-    assert (
-        learned(chat.SPEECHLESS, QUESTIONS)
-        == "the chat template does not write what the assistant says: '<b>2'"
-    )
-    assert learned(other, QUESTIONS).startswith("message 1: the chat template's prompt for it is not what")
+    unwritten, misplaced = learned(chat.SPEECHLESS, QUESTIONS), learned(other, QUESTIONS)
+    assert unwritten.endswith(": '<b>2'") and misplaced.startswith("message 1: ")
+    messages(unwritten)
+    messages(misplaced)
 
 
 def test_marks_of_generation_are_read_as_transformers_reads_them(tmp_path):
@@ -167,11 +171,13 @@ def test_what_answers_end_with_is_seen_in_what_is_learned(tmp_path, template, en
     assert {asked.tokenizer.decode([end]) for end in asked.end_tokens} == ends | {"<end>"}
 
 
-def test_a_template_writes_the_date_that_it_is_told(tmp_path):
+def test_a_template_writes_the_date_that_it_is_told(tmp_path, messages):
     dated = "{% set day = strftime_now('%d %b %Y') %}<system>{{ day }}" + chat.SIMPLE
     made = HuggingFaceTokenizer(chat.directory(tmp_path, dated))
-    with pytest.raises(UsageError, match=r"writes today's date \(strftime_now\).*data\.date: YYYY-MM-DD"):
+    with pytest.raises(UsageError, match=r"data\.date") as error:
         build_writer(Data(source="jsonl", path=("r",), sequence_length=64, template="chat"), made)
+    assert "strftime_now" in str(error.value)
+    messages(error.value)
     said = Data(source="jsonl", path=("r",), sequence_length=64, template="chat", date="2025-02-03")
     writes = build_writer(said, made)
     assert isinstance(writes, ChatTemplate)
@@ -180,9 +186,7 @@ def test_a_template_writes_the_date_that_it_is_told(tmp_path):
     assert [text[start:end] for start, end in parts] == ["<b>2<end>", "<4><end>"]
 
 
-@pytest.mark.parametrize(
-    ("template", "why"), [(None, "has no chat template"), ("{% for %}", "cannot be read: .*line 1")]
-)
+@pytest.mark.parametrize(("template", "why"), [(None, "no chat"), ("{% for %}", "line 1")])
 def test_a_tokenizer_without_a_template_that_can_be_read_is_a_usage_error(learned, template, why):
     with pytest.raises(UsageError, match=rf"data\.template: .* {why}"):
         learned(template, QUESTIONS)

@@ -1,6 +1,7 @@
 """SFT rows of more tokens than a sample has room for: refused, left out or cut, and always told."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -54,13 +55,12 @@ def whole(asked, said):
     return f"### User\n{'q' * asked}\n### Assistant\n{'A' * said}\n$"
 
 
-def test_long_rows_are_refused_where_nobody_says_otherwise(rows, tmp_path):
+def test_long_rows_are_refused_where_nobody_says_otherwise(rows, tmp_path, messages):
     with pytest.raises(UsageError) as caught:
         prepare(recipe(rows), tmp_path / "data")
-    assert caught.value.violations == (
-        f"{long(rows)}: more than the {LENGTH} tokens that data.sequence_length and the model's positions"
-        " allow; data.truncation says what to do with such rows",
-    )
+    (line,) = caught.value.violations
+    assert line.startswith(f"{long(rows)}: ") and "data.truncation" in line
+    messages(line)
 
 
 def test_long_rows_can_be_left_out_and_are_counted_also_from_the_cache(rows, tmp_path):
@@ -82,13 +82,12 @@ def test_long_rows_can_be_cut_on_either_side_with_their_mask(rows, tmp_path, sid
     assert (batch.loss_mask.sum(1) > 0).all()
 
 
-def test_a_row_of_which_nothing_learned_is_left_is_deleted_and_told(rows, tmp_path):
+def test_a_row_of_which_nothing_learned_is_left_is_deleted_and_told(rows, tmp_path, messages):
     corpus = prepare(recipe(rows, "data.truncation=right"), tmp_path / "data")
     assert corpus.left_out.deleted == 1
     (line,) = [line for line in corpus.left_out.long_rows if "deleted" in line]
-    assert (
-        line.startswith(f"{rows}:5 ({HEAD + 212} tokens): ") and "what is left has nothing to learn" in line
-    )
+    assert line.startswith(f"{rows}:5 ({HEAD + 212} tokens): ")
+    messages(line)
 
 
 def test_a_pack_has_room_for_what_it_holds(rows, tmp_path):
@@ -120,11 +119,12 @@ def test_other_truncation_is_other_data(rows, tmp_path):
     assert len(list_data_changes(right.identity, left.identity)) == 1
 
 
-def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path):
-    with pytest.raises(UsageError, match=r"; 5 rows that are too long were deleted") as caught:
+def test_a_corpus_of_which_all_is_deleted_says_so(rows, tmp_path, messages):
+    with pytest.raises(UsageError, match=" 5 rows") as caught:
         prepare(recipe(rows, "data.truncation=delete", "data.sequence_length=16"), tmp_path / "data")
     (said,) = caught.value.violations
-    assert said.startswith(f"{rows}:1 (") and " and 2 more: more than the 16 tokens" in said
+    assert said.startswith(f"{rows}:1 (") and " and 2 more: " in said and " 16 tokens" in said
+    messages(caught.value)
 
 
 def test_running_text_is_never_too_long(tmp_path):
@@ -137,7 +137,13 @@ def test_running_text_is_never_too_long(tmp_path):
     assert corpus.tokens == 1001 and corpus.left_out.long_rows == ()
 
 
-def test_check_counts_and_names_long_rows(rows, tmp_path):
+def find_counts(output, begins):
+    """The only line that begins so, and the numbers in it."""
+    (line,) = [line for line in output.splitlines() if line.startswith(begins)]
+    return line, list(map(int, re.findall(r"\d+", line)))
+
+
+def test_check_counts_and_names_long_rows(rows, tmp_path, messages):
     made = recipe(rows, "data.truncation=right")
     counts = inspect(made, prepare(made, tmp_path / "data"))
     assert (counts.documents, counts.left_out.deleted, counts.left_out.cut) == (4, 1, 2)
@@ -150,13 +156,15 @@ def test_check_counts_and_names_long_rows(rows, tmp_path):
     ]
     words = [word for key in [*sets, f"data.sequence_length={LENGTH}"] for word in ("--set", key)]
     done = check("demo", *words, "--run-directory", tmp_path / "run")
-    assert "documents  4; 1 rows that are too long are deleted; 2 are cut\n" in done.stdout, done.stderr
+    line, numbers = find_counts(done.stdout, "documents ")
+    assert numbers == [4, 1, 2]
+    messages(line)
     assert [line for line in (3, 4, 5) if f"rows.jsonl:{line} (" in done.stderr] == [3, 4, 5]
     found = json.loads(check("demo", *words, "--run-directory", tmp_path / "run", "--json").stdout)
     assert (found["deleted"], found["cut"], len(found["long_rows"])) == (1, 2, 2)
 
 
-def test_check_counts_and_names_what_is_left_out_of_a_validation_set_by_the_sets_name(rows, tmp_path):
+def test_check_counts_and_names_what_is_left_out_of_a_validation_set_by_name(rows, tmp_path, messages):
     fits = json.dumps({"prompt": "q", "response": "a"})
     (tmp_path / "train.jsonl").write_text("\n".join([fits] * 4))
     rows.write_text(rows.read_text() + "\nbroken")
@@ -164,9 +172,10 @@ def test_check_counts_and_names_what_is_left_out_of_a_validation_set_by_the_sets
     keys += ["data.source=jsonl", "data.validation=0", "data.truncation=right", "data.on_error=skip"]
     words = [word for key in [*keys, f"data.sequence_length={LENGTH}"] for word in ("--set", key)]
     done = check("demo", *words, "--run-directory", tmp_path / "run")
-    assert "documents  4\n" in done.stdout, done.stderr
-    left_out = "1 corrupt rows or files are skipped; 1 rows that are too long are deleted; 2 are cut"
-    assert f"evaluated  own: 4 samples; {left_out}\n" in done.stdout
+    assert find_counts(done.stdout, "documents ")[1] == [4]
+    line, numbers = find_counts(done.stdout, "evaluated  own: ")
+    assert numbers == [4, 1, 1, 2]
+    messages(line)
     named = [line for line in done.stderr.splitlines() if line.startswith("  - data.validation_sets.own: ")]
     places = ("rows.jsonl:3 (", "rows.jsonl:4 (", "rows.jsonl:5 (", "rows.jsonl:6: ")
     assert [place for place in places if any(place in line for line in named)] == list(places)
