@@ -125,20 +125,25 @@ def test_labels_of_a_zigzag_pair():
     assert [p.pack(torch.arange(1, 8), roll=1).tolist() for p in ranks] == [[[2, 3, 0, 0]], [[4, 5, 6, 7]]]
 
 
-def test_what_does_not_fit_is_refused_by_shape():
+@pytest.mark.parametrize(
+    ("call", "values"),
+    [
+        (lambda packing: packing.pack(torch.zeros(9)), r"\[9\].*8 tokens"),
+        (lambda packing: packing.unpack(torch.zeros(1, 6)), r"\[1, 6\].*\[2, 6\]"),
+        (lambda packing: packing.spread(torch.zeros(3)), "2 sequences"),
+        (lambda packing: packing.pack(torch.zeros(8), roll=-1), "-1"),
+    ],
+    ids=["pack", "unpack", "spread", "roll"],
+)
+def test_what_does_not_fit_is_refused_by_shape(call, values, messages):
     packing = Packing.from_lengths([3, 5], Alignment(cp=2), rank=1)
-    with pytest.raises(JobFailed, match=r"shape \[9\].*8 tokens"):
-        packing.pack(torch.zeros(9))
-    with pytest.raises(JobFailed, match=r"shape \[1, 6\].*must be \[2, 6\]"):
-        packing.unpack(torch.zeros(1, 6))
-    with pytest.raises(JobFailed, match="each of this micro-batch's 2 sequences"):
-        packing.spread(torch.zeros(3))
-    with pytest.raises(JobFailed, match="roll is -1"):
-        packing.pack(torch.zeros(8), roll=-1)
+    with pytest.raises(JobFailed, match=values) as error:
+        call(packing)
+    messages(error.value)
 
 
-def test_a_rank_must_be_named_and_exist():
-    with pytest.raises(JobFailed, match="Give `rank`"):
-        Packing.from_lengths([4], Alignment(cp=2))
-    with pytest.raises(JobFailed, match="rank 2 is not one of"):
-        Packing.from_lengths([4], Alignment(cp=2), rank=2)
+@pytest.mark.parametrize(("rank", "named"), [(None, "`rank`"), (2, "rank 2")])
+def test_a_rank_must_be_named_and_exist(rank, named, messages):
+    with pytest.raises(JobFailed, match=named) as error:
+        Packing.from_lengths([4], Alignment(cp=2), rank=rank)
+    messages(error.value)
