@@ -87,14 +87,16 @@ def test_a_bshd_batch_shares_the_fp8_rows_between_its_sequences():
     assert delayed.pad([5] * 16).padded_lengths == (5,) * 16
 
 
-def test_a_forced_length_is_rounded_up_and_holds_what_fits():
+def test_a_forced_length_is_rounded_up_and_holds_what_fits(messages):
     assert Alignment(cp=2).pad([5, 6], length=41) == Padding((5, 6), (8, 8), 28)
     assert Alignment("bshd", cp=2).pad([5, 6], length=41).padded_lengths == (44, 44)
     assert Alignment(cp=2).pad([5, 6], length=13).total == 16
-    with pytest.raises(JobFailed, match=r"its padded sequences have 16 rows, the forced length 12\."):
+    with pytest.raises(JobFailed, match=r"16 rows.* 12\.") as error:
         Alignment(cp=2).pad([5, 6], length=12)
-    with pytest.raises(JobFailed, match="its longest sequence has 9 rows"):
+    messages(error.value)
+    with pytest.raises(JobFailed, match="9 rows") as error:
         Alignment("bshd").pad([3, 9], length=8)
+    messages(error.value)
 
 
 def test_dynamic_context_parallelism_is_another_size_for_the_same_job():

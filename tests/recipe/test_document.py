@@ -45,12 +45,11 @@ def test_places_are_files_and_lines():
     assert document.find_location(("z",)) == ""
 
 
-def test_every_duplicate_key_is_named_with_both_lines():
+def test_every_duplicate_key_is_named_with_both_lines(messages):
     document = parse("a: 1\nb: {x: 1, x: 2}\na: 2\n", "r.yaml")
-    assert document.violations == [
-        "r.yaml:2: b.x: given twice, first at r.yaml:2",
-        "r.yaml:3: a: given twice, first at r.yaml:1",
-    ]
+    places = [(*line.split(": ")[:2], line.rpartition(" ")[2]) for line in document.violations]
+    assert places == [("r.yaml:2", "b.x", "r.yaml:2"), ("r.yaml:3", "a", "r.yaml:1")]
+    messages("\n".join(document.violations))
     assert document.values == {"a": 1, "b": {"x": 1}}
 
 
@@ -69,8 +68,8 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("a: 1\n---\nb: 2", "not YAML"),
         ("a: \x01", "not YAML"),
         ("a: " + "x" * 2**20, "longer than"),
-        ("", "must hold a mapping"),
-        ("- a", "must hold a mapping"),
+        ("", "mapping"),
+        ("- a", "mapping"),
     ],
 )
 def test_what_is_no_recipe_is_refused_with_its_place(text, named):

@@ -17,6 +17,7 @@ from bundle.recipe import (
     load,
     with_steps,
 )
+from tests.recipe.violations import without_place
 
 
 def violations(*overrides: str, name: str = "demo") -> tuple[str, ...]:
@@ -62,43 +63,41 @@ def test_overrides_reach_any_depth_and_make_sections():
     assert recipe.model.recompute and recipe.model.recompute.method == "uniform"
     assert recipe.architecture.num_layers == 2 and recipe.architecture.mtp_layers == 0
     assert recipe.data.path == ("a.py", "b.py")
-    assert load("demo", ["data.path=one.py"]).data.path == ("one.py",)
+    single = load("demo", ["data.path=one.py"])
+    assert single.data.path == ("one.py",)
 
 
-def test_a_key_is_called_by_the_name_that_a_file_has_for_it():
+def test_a_key_is_called_by_the_name_that_a_file_has_for_it(messages):
     (said,) = violations("checkpoint.asinc=true")
-    assert "unknown key; did you mean checkpoint.async or " in said
+    assert "checkpoint.async" in said
+    messages(said)
     written = {key for key, _ in flatten(load("demo").dump()) if not key.startswith("model.config.")}
     assert written <= set(Recipe.list_key_paths()) and "checkpoint.async" in written
 
 
-def test_all_violations_at_once_each_with_its_place():
+def test_all_violations_at_once_each_with_its_place(messages):
     found = violations(
         "train.stesp=3", "modle.dtype=bf16", "lr=3", "parallel.ep=3", "data.sequence_length=1000", "task=sft"
     )
-    assert [line.partition(": ")[2] for line in found] == [
-        "train.stesp: unknown key; did you mean train.steps or train.samples?",
-        "modle: unknown key; did you mean model?",
-        "lr: unknown key; did you mean optimizer.lr?",
-        "parallel.ep: 3 does not divide the 8 experts",
-        "data.sequence_length: 1000 exceeds the model's max_position_embeddings 256; where its rope_scaling"
-        " is for more, set model.config.max_position_embeddings, too",
-        "data.source: sft needs rows with a prompt and a response: jsonl, parquet or arrow",
+    reasons = list(map(without_place, found))
+    assert [reason.partition(": ")[0] for reason in reasons] == [
+        *("train.stesp", "modle", "lr", "parallel.ep", "data.sequence_length", "data.source")
     ]
+    messages("\n".join(reasons))
     assert found[0].startswith("--set train.stesp=3: ") and ".yaml:" in found[5]
 
 
 def test_a_key_that_is_like_none_is_answered_with_those_of_its_section():
     one, whole = violations("tensor_model_parallel_size=2", "optimizer.muon_nesterov=true")
-    assert "unknown key; a recipe has name, task, backend, " in whole and ", parallel, " in whole
-    assert "optimizer.muon_nesterov: unknown key; optimizer has " in one
+    assert "name, task, backend, " in whole and ", parallel, " in whole
+    assert "optimizer.muon_nesterov: " in one
     assert set(one.partition(" has ")[2].split(", ")) == set(load("demo").dump()["optimizer"])
 
 
 def test_an_unsupported_model_is_named_where_it_is_said():
     (found,) = violations("model.config.model_type=qwen33")
     assert "--set model.config.model_type=qwen33" in found
-    assert "'qwen33' is not supported; did you mean qwen3" in found and "supported: deepseek_v2" in found
+    assert "'qwen33'" in found and " qwen3" in found and "deepseek_v2" in found
 
 
 def test_types_are_strict_and_shown():
@@ -117,18 +116,19 @@ def test_architecture_violations_carry_the_line_of_their_key():
     assert any(
         line.startswith("--set model.config.q_lora_rank=-1: model.config.q_lora_rank: ") for line in found
     )
-    assert any("model.config.hidden_act: 'relu'" in line for line in found)
+    assert any("hidden_act: 'relu'" in line for line in found)
 
 
 def test_a_key_of_the_config_is_named_once_with_its_value_and_where_that_was_written():
     rope = {"rope_theta": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    override = f"model.config={json.dumps({'model_type': 'qwen3', 'hidden_size': -7} | rope)}"
+    section = "model.config"
+    override = f"{section}={json.dumps({'model_type': 'qwen3', 'hidden_size': -7} | rope)}"
     found = [line.removeprefix(f"--set {override[:100]}: ") for line in violations(override)]
     (of_size,) = [line for line in found if "hidden_size" in line]
-    assert of_size.startswith("model.config.hidden_size: ") and of_size.endswith("-7")
+    assert of_size.startswith(f"{section}.hidden_size: ") and of_size.endswith("-7")
     assert of_size.count("hidden_size") == 1
-    of_theta = [line for line in found if line.startswith("model.config.rope_theta: ")]
-    assert any(line.startswith("model.config.rope_theta: 0: ") and "1000000.0" in line for line in of_theta)
+    of_theta = [line for line in found if line.startswith(f"{section}.rope_theta: 0: ")]
+    assert any("1000000.0" in line for line in of_theta)
     assert not any("1000000000000" in line for line in found)
 
 
@@ -138,9 +138,10 @@ def test_a_malformed_override_is_named(override):
 
 
 @pytest.mark.parametrize("said", ["environment.WANDB_API_KEY=s3cret", "environment={WANDB_API_KEY: s3cret}"])
-def test_a_variable_s_value_is_shown_nowhere(said):
-    with pytest.raises(UsageError, match=r"--set environment.*=\.\.\.: .*set it where ranks are") as refused:
+def test_a_variable_s_value_is_shown_nowhere(said, messages):
+    with pytest.raises(UsageError, match=r"--set environment.*=\.\.\.: ") as refused:
         load("demo", [said])
+    messages(refused.value)
     assert "s3cret" not in str(refused.value)
 
 
@@ -149,8 +150,9 @@ def test_a_file_is_read_from_its_path(tmp_path):
     (tmp_path / "mine.yaml").write_text(text.replace("name: demo", "name: mine"))
     assert load(tmp_path / "mine.yaml").name == "mine"
     (tmp_path / "mine.yaml").write_text(text.replace("steps: 300", "steps: 300\n  steps: 3"))
-    with pytest.raises(UsageError, match=r"mine\.yaml:\d+: train\.steps: given twice"):
+    with pytest.raises(UsageError, match=r"mine\.yaml:\d+: ") as error:
         load(str(tmp_path / "mine.yaml"))
+    assert "train.steps" in str(error.value)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"name: x", b"[1"])
@@ -160,11 +162,11 @@ def test_files_that_are_no_recipes_are_usage_errors(tmp_path, content):
         load(tmp_path / "r.yaml")
 
 
-def test_missing_files_and_names():
-    with pytest.raises(UsageError, match="No such file"):
-        load("./nowhere.yaml")
-    with pytest.raises(UsageError, match="did you mean demo"):
-        load("dmeo")
+@pytest.mark.parametrize(("name", "named"), [("./nowhere.yaml", "nowhere.yaml"), ("dmeo", "demo")])
+def test_missing_files_and_names(name, named, messages):
+    with pytest.raises(UsageError, match=named) as error:
+        load(name)
+    messages(str(error.value).partition("\n")[0])
 
 
 def test_a_config_directory_is_read_overridden_and_dumped(tmp_path):
@@ -183,7 +185,8 @@ def test_a_config_directory_is_read_overridden_and_dumped(tmp_path):
 def test_nulls_follow_tp_and_stay_overridable():
     follows = load("qwen3-tp2-sp", ["parallel.sequence_parallel=null"]).parallel
     assert (follows.sequence_parallel, follows.etp) == (True, 2)
-    assert load("qwen3-tp2-sp", ["parallel.sequence_parallel=false"]).parallel.sequence_parallel is False
+    overridden = load("qwen3-tp2-sp", ["parallel.sequence_parallel=false"]).parallel
+    assert overridden.sequence_parallel is False
 
 
 def test_fine_scales_take_e4m3_for_gradients_too():
@@ -234,29 +237,27 @@ def test_samples_follow_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("given", "key"),
     [
-        (
-            ["train.samples=1000"],
-            "train: samples 1000 make 63 steps of 16, and steps is 300: give one of them",
-        ),
-        (["train.steps=null"], "train: give steps, samples or epochs"),
-        (["train.epochs=2"], "train: give one of steps, samples and epochs"),
-        (["train.steps=null", "train.epochs=2", "train.samples=9"], "train: give one of steps, samples and"),
-        (["train.steps=null", "train.epochs=0"], "train.epochs: must be greater than 0, is 0"),
-        (["data.weights=[1, 2]"], "data.weights: 2 weights for 1 paths: give one for each"),
-        (["data.weights=[0]"], "data.weights.0: must be greater than 0"),
-        (["data.validation_sets={a.b: {path: x}}"], "data.validation_sets.a.b: must match pattern '^[A-Za-z"),
-        (["data.weights=[]"], "data.weights: must have at least 1 item, not 0, is []"),
-        (["data.tokenizer=gpt2"], "data.tokenizer: must match pattern '^(bytes|hf:.+)$', is 'gpt2'"),
-        (["train.steps=null", "train.samples=0"], "train.samples: must be greater than or equal to 1, is 0"),
-        (["train.steps=null", "train.samples=true"], "train.samples: must be a valid integer, is True"),
-        (["train.steps=null", "train.samples=9", "train.global_batch_size=0"], "train.global_batch_size: "),
+        (["train.samples=1000"], "train"),
+        (["train.steps=null"], "train"),
+        (["train.epochs=2"], "train"),
+        (["train.steps=null", "train.epochs=2", "train.samples=9"], "train"),
+        (["train.steps=null", "train.epochs=0"], "train.epochs"),
+        (["data.weights=[1, 2]"], "data.weights"),
+        (["data.weights=[0]"], "data.weights.0"),
+        (["data.validation_sets={a.b: {path: x}}"], "data.validation_sets.a.b"),
+        (["data.weights=[]"], "data.weights"),
+        (["data.tokenizer=gpt2"], "data.tokenizer"),
+        (["train.steps=null", "train.samples=0"], "train.samples"),
+        (["train.steps=null", "train.samples=true"], "train.samples"),
+        (["train.steps=null", "train.samples=9", "train.global_batch_size=0"], "train.global_batch_size"),
     ],
 )
-def test_lengths_that_cannot_be_are_named_once(given, named):
-    (line,) = violations(*given)
-    assert named in line
+def test_lengths_that_cannot_be_are_named_once(given, key, messages):
+    (violation,) = map(without_place, violations(*given))
+    assert violation.partition(": ")[0] == key
+    messages(violation)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +272,10 @@ def test_epochs_become_steps_when_the_samples_are_known(epochs, samples, steps):
     assert with_steps(known, 7) is known, "what names its steps has them"
 
 
-def test_a_warm_up_that_the_epochs_are_too_short_for_is_refused_when_that_is_known():
+def test_a_warm_up_that_the_epochs_are_too_short_for_is_refused_when_that_is_known(messages):
     asked = load("demo", ["train.steps=null", "train.epochs=1", "optimizer.warmup_steps=5"])
     assert with_steps(asked, 96).train.steps == 6
-    with pytest.raises(UsageError, match=r"1 epochs of 80 samples(.|\n)*warmup_steps: 5 leaves nothing of 5"):
+    with pytest.raises(UsageError, match="80 samples") as error:
         with_steps(asked, 80)
+    assert "optimizer.warmup_steps: 5 " in str(error.value)
+    messages(error.value)

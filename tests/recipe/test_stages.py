@@ -28,22 +28,23 @@ def test_a_published_layout_is_written_out():
 @pytest.mark.parametrize(
     ("layout", "at"),
     [
-        ("Ettx|tL", "from character 4 on, 'x|tL', it is no layout"),
-        ("E t|tL", "from character 2 on"),
-        ("(tt|)|L", "from character 1 on"),
-        ("E(t(t)*2)*2L", "from character 2 on"),
-        ("E()*2L", "from character 2 on"),
-        ("Et*|L", "from character 3 on"),
-        ("Et*-1|L", "from character 3 on"),
-        ("E(t)*2*3L", "from character 7 on"),  # megatron reads four layers
-        ("Et*1,0L", "from character 6 on"),  # megatron reads ten
-        ("Et*٣L", "from character 3 on"),
+        ("Ettx|tL", "character 4 on, 'x|tL'"),
+        ("E t|tL", "character 2 on"),
+        ("(tt|)|L", "character 1 on"),
+        ("E(t(t)*2)*2L", "character 2 on"),
+        ("E()*2L", "character 2 on"),
+        ("Et*|L", "character 3 on"),
+        ("Et*-1|L", "character 3 on"),
+        ("E(t)*2*3L", "character 7 on"),  # megatron reads four layers
+        ("Et*1,0L", "character 6 on"),  # megatron reads ten
+        ("Et*٣L", "character 3 on"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_place(layout, at):
+def test_what_cannot_be_read_is_named_with_its_place(layout, at, messages):
     with pytest.raises(ValueError) as refused:
         parse_layout(layout)
     assert at in str(refused.value)
+    messages(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_what_cannot_be_read_is_named_with_its_place(layout, at):
 def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=f"more than {MAX_LETTERS} letters"):
+        with pytest.raises(ValueError, match=f"{MAX_LETTERS} letters"):
             parse_layout(layout)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
@@ -61,32 +62,26 @@ def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "pp", "layers", "depth", "reasons"),
+    ("layout", "pp", "layers", "depth", "named"),
     [
-        ("Et|t|tL", 2, 3, 0, ["3 stages are no multiple of pp 2"]),
-        ("Et|t|mL", 2, 2, 1, ["3 stages are no multiple of pp 2"]),
-        ("Et||t|tL", 2, 3, 0, ["stage 2 of 4 is empty"]),
-        ("tE|tL", 2, 2, 0, ["E, the embedding"]),
-        ("Et|EtL", 2, 2, 0, ["E, the embedding"]),
-        ("Et|Lt", 2, 2, 0, ["L, the head"]),
-        ("Et|t", 2, 2, 0, ["L, the head"]),
-        ("EtL|t", 2, 2, 0, ["L, the head"]),
-        ("Et|tL", 2, 3, 0, ["2 layers of the decoder (t), and the model has 3"]),
-        ("Et|tL", 2, 2, 1, ["0 MTP layers (m), and model.mtp.layers is 1"]),
-        ("Et|tmL", 2, 2, 0, ["1 MTP layers (m), and model.mtp.layers is 0"]),
-        ("Et|mtL", 2, 2, 1, ["before a layer of the decoder"]),
-        ("Et|tm|mL", 3, 2, 2, ["in several stages"]),
-        ("Et|tm|L|L", 2, 2, 1, ["L, the head", "stage 2 of 4 has MTP layers (m)"]),
-        (
-            "Et|t|m|L",
-            2,
-            2,
-            1,
-            ["stage 3 of 4 has MTP layers (m): megatron-core builds them in the last round"],
-        ),
+        ("Et|t|tL", 2, 3, 0, ["pp 2"]),
+        ("Et|t|mL", 2, 2, 1, ["pp 2"]),
+        ("Et||t|tL", 2, 3, 0, ["stage 2"]),
+        ("tE|tL", 2, 2, 0, ["E, "]),
+        ("Et|EtL", 2, 2, 0, ["E, "]),
+        ("Et|Lt", 2, 2, 0, ["L, "]),
+        ("Et|t", 2, 2, 0, ["L, "]),
+        ("EtL|t", 2, 2, 0, ["L, "]),
+        ("Et|tL", 2, 3, 0, ["has 3"]),
+        ("Et|tL", 2, 2, 1, ["model.mtp.layers"]),
+        ("Et|tmL", 2, 2, 0, ["model.mtp.layers"]),
+        ("Et|mtL", 2, 2, 1, ["(m)"]),
+        ("Et|tm|mL", 3, 2, 2, ["(m)"]),
+        ("Et|tm|L|L", 2, 2, 1, ["L, ", "stage 2"]),
+        ("Et|t|m|L", 2, 2, 1, ["stage 3"]),
     ],
 )
-def test_everything_that_is_misplaced_is_said(layout, pp, layers, depth, reasons):
+def test_everything_that_is_misplaced_is_said(layout, pp, layers, depth, named, messages):
     said = list(find_misplaced(parse_layout(layout), pp, layers=layers, mtp_layers=depth))
-    assert len(said) == len(reasons)
-    assert all(reason in why for reason, why in zip(reasons, said, strict=True))
+    assert all(value in why for value, why in zip(named, said, strict=True))
+    messages("\n".join(said))

@@ -31,11 +31,11 @@ def test_a_wheel_built_from_the_checkout_holds_the_same_files(tmp_path):
     command = [sys.executable, "-c", build, str(tmp_path)]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
+    recipes = "bundle/recipe/recipes"
     with zipfile.ZipFile(wheel) as archive:
         folders = {name.partition("/")[0] for name in archive.namelist()}
         assert {folder for folder in folders if not folder.endswith(".dist-info")} == {"bundle"}
         for name in list_built_in():
-            assert archive.read(f"bundle/recipe/recipes/{name}.yaml") == find_recipe(name).read_bytes()
+            assert archive.read(f"{recipes}/{name}.yaml") == find_recipe(name).read_bytes()
         for file in (ROOT / "launch" / "recipes" / "data").iterdir():
-            name = f"bundle/recipe/recipes/data/{file.name}"
-            assert archive.read(name) == file.read_bytes()
+            assert archive.read(f"{recipes}/data/{file.name}") == file.read_bytes()
