@@ -67,15 +67,16 @@ def test_packed_sequences(lengths, causal, shape, dummy_batch):
     agree(out, want, (q, k, v), tolerance=1e-4)
 
 
-def test_padding_inside_a_pack_is_hidden_by_a_causal_mask_and_refused_without_one():
+def test_padding_inside_a_pack_is_hidden_by_a_causal_mask_and_refused_without_one(messages):
     lengths, padded = [5, 2, 6], [8, 4, 6]
     q, k, v = drawn(sum(padded), None)
     out = core_attention("causal")(q, k, v, packed_seq_params=pack(lengths, padded))
     want = reference.packed(q.double(), k.double(), v.double(), lengths, padded, scale=0.25, causal=True)
     real = torch.cat([torch.arange(n) < length for n, length in zip(padded, lengths, strict=True)])
     torch.testing.assert_close(out[real].double(), want.flatten(1)[real], rtol=0, atol=1e-5)
-    with pytest.raises(UsageError, match="need a causal mask on ascend"):
+    with pytest.raises(UsageError, match="causal mask") as error:
         core_attention("padding")(q, k, v, packed_seq_params=pack(lengths, padded))
+    messages(error.value)
 
 
 @pytest.mark.parametrize("kind", ["arbitrary", "padding", "padding_causal"])
@@ -123,11 +124,12 @@ def test_no_call_leaves_anything_for_the_next():
 
 
 @pytest.mark.parametrize("packed", [None, pack([4, 5])])
-def test_a_mask_of_valid_tokens_is_refused_at_the_border(packed):
+def test_a_mask_of_valid_tokens_is_refused_at_the_border(packed, messages):
     q, k, v = drawn(9, None if packed else 9)
     valid = torch.ones(9, 9, dtype=torch.bool)
-    with pytest.raises(JobFailed, match=r"a mask bool \[9, 9\].*post-processing"):
+    with pytest.raises(JobFailed, match=r"bool \[9, 9\]") as error:
         core_attention()(q, k, v, valid, packed_seq_params=packed)
+    messages(error.value)
 
 
 def test_low_precision():
@@ -149,20 +151,22 @@ def test_dropout_is_the_operators_and_only_in_training():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "value"),
     [
-        (lambda: core_attention(window_size=(4, 0)), "sliding windows"),
+        (lambda: core_attention(window_size=(4, 0)), "window_size"),
         (lambda: core_attention()(*drawn(4, 1), attention_bias=torch.zeros(1)), "attention bias"),
-        (lambda: core_attention()(*drawn(4, 1, qk=8, v=24)), "no wider than keys.*8.*24"),
+        (lambda: core_attention()(*drawn(4, 1, qk=8, v=24)), "heads of 24"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(call, message):
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_be_computed_is_refused(call, value, messages):
+    with pytest.raises(UsageError, match=value) as error:
         call()
+    messages(error.value)
 
 
-def test_without_torch_npu_it_is_said(monkeypatch):
+def test_without_torch_npu_it_is_said(monkeypatch, messages):
     assert registered()
     monkeypatch.setattr(torch.ops, "npu", types.SimpleNamespace())
-    with pytest.raises(EnvironmentUnfit, match="install the torch-npu that fits"):
+    with pytest.raises(EnvironmentUnfit, match="torch-npu") as error:
         core_attention()(*drawn(4, 1))
+    messages(error.value)

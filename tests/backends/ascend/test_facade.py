@@ -25,10 +25,11 @@ def found(target):
 
 
 @pytest.mark.parametrize("adaptor", ["mindspeed.megatron_adaptor", "megatron_adaptor"])
-def test_what_an_adaptor_has_replaced_has_no_second_owner(monkeypatch, adaptor):
+def test_what_an_adaptor_has_replaced_has_no_second_owner(monkeypatch, adaptor, messages):
     monkeypatch.setitem(sys.modules, adaptor, ModuleType(adaptor))
-    with pytest.raises(EnvironmentUnfit, match=f"{adaptor} was imported in this process"):
+    with pytest.raises(EnvironmentUnfit, match=adaptor) as error:
         ascend.prepare()
+    messages(error.value)
 
 
 @pytest.mark.usefixtures("megatron")
@@ -54,11 +55,12 @@ def test_types_have_cudas_names_both_ways():
     assert named(x, torch.float16) is x and asked == [None, "torch.npu.HalfTensor", torch.float16]
 
 
-def test_the_gate_of_an_idle_expert_is_torchs_since_the_operator_takes_nothing_empty():
+def test_the_gate_of_an_idle_expert_is_torchs_since_the_operator_takes_nothing_empty(messages):
     gate = REPLACEMENTS[GATE](lambda y: y[:, :2])
     back = REPLACEMENTS[f"{GATE}_back"](lambda g, y: y)
     nothing = torch.empty(0, 4)
     assert gate(nothing).shape == (0, 2) and back(nothing[:, :2], nothing) is nothing
     for call in (lambda: gate(torch.ones(1, 4)), lambda: back(torch.ones(1, 2), torch.ones(1, 4))):
-        with pytest.raises(EnvironmentUnfit, match=r"npu_swiglu.*install the torch-npu that fits"):
+        with pytest.raises(EnvironmentUnfit, match="npu_swiglu") as error:
             call()
+        messages(error.value)

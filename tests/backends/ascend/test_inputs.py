@@ -62,12 +62,14 @@ def test_every_argument_that_says_what_is_seen_is_given_in_every_call():
 
 
 @pytest.mark.parametrize("batch", [2, 6])  # 6 by 6: the operator would take it for [queries, keys]
-def test_a_mask_of_valid_tokens_is_refused(batch):
+def test_a_mask_of_valid_tokens_is_refused(batch, messages):
     valid = torch.ones(batch, 6, dtype=torch.bool)
-    with pytest.raises(JobFailed, match=rf"mask bool \[{batch}, 6\].*must not reach the kernel.*Masks"):
+    with pytest.raises(JobFailed, match=rf"bool \[{batch}, 6\]") as error:
         build_kernel_inputs(valid, rows(batch=batch), causal=True)
-    with pytest.raises(JobFailed, match="by its boundaries alone"):
+    messages(error.value)
+    with pytest.raises(JobFailed, match="boundaries") as error:
         build_kernel_inputs(valid, pack(0, 5, 16), causal=True)
+    messages(error.value)
 
 
 @pytest.mark.parametrize(
@@ -80,27 +82,30 @@ def test_a_mask_of_valid_tokens_is_refused(batch):
         torch.zeros(2, 1, 6, 6),
     ],
 )
-def test_other_masks_are_refused(mask):
-    with pytest.raises(JobFailed, match=r"give bool \[2 or 1, 1, 6, 6\], True = hidden"):
+def test_other_masks_are_refused(mask, messages):
+    with pytest.raises(JobFailed, match=r"\[2 or 1, 1, 6, 6\]") as error:
         build_kernel_inputs(mask, rows(), causal=False)
+    messages(error.value)
 
 
 @pytest.mark.parametrize(
-    ("of", "message"),
+    ("of", "value"),
     [
-        (pack(5, 11), "never fall: ends of sequences, not their lengths"),
-        (pack(0, 5, 3), "never fall"),
-        (pack(0), "begin with 0"),
-        (pack(0, 5, 11, total=16), r"\[0, 5, 11\] do not end at the 16 rows: padding must be a sequence"),
-        (pack(0, 5, 11, keys=(0, 11)), "2 sequences of queries and 1 of keys"),
-        (pack(0, 5, 11, keys=(0, 4, 11)), "5 queries of a sequence with 4 keys"),
-        (pack(*range(2050)), "2049 sequences in one pack: the operator takes 2048"),
-        (AttentionRows(5, 4, CPU), "5 queries of a sequence with 4 keys: some of them see nothing"),
+        (pack(5, 11), "[5, 11]"),
+        (pack(0, 5, 3), "[0, 5, 3]"),
+        (pack(0), "[0]"),
+        (pack(0, 5, 11, total=16), "16 rows"),
+        (pack(0, 5, 11, keys=(0, 11)), "1 of keys"),
+        (pack(0, 5, 11, keys=(0, 4, 11)), "4 keys"),
+        (pack(*range(2050)), "2048"),
+        (AttentionRows(5, 4, CPU), "4 keys"),
     ],
 )
-def test_rows_that_the_operator_would_compute_wrongly_are_refused(of, message):
-    with pytest.raises(JobFailed, match=message):
+def test_rows_that_the_operator_would_compute_wrongly_are_refused(of, value, messages):
+    with pytest.raises(JobFailed) as error:
         build_kernel_inputs(None, of, causal=True)
+    assert value in str(error.value)
+    messages(error.value)
 
 
 def test_all_mistakes_come_at_once():

@@ -79,19 +79,21 @@ def test_what_has_to_stay_ours_is_taken_back_and_ours_put_there(package):
     assert package == [MINDSPEED_FACADE] and set(MINDSPEED_FACADE) < set(FACADE)
 
 
-def test_megatron_is_not_imported_before_it(package, monkeypatch):
+def test_megatron_is_not_imported_before_it(package, monkeypatch, messages):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    with pytest.raises(EnvironmentUnfit, match=r"megatron\.core was imported before MindSpeed"):
+    with pytest.raises(EnvironmentUnfit, match=r"megatron\.core") as error:
         mindspeed._patch_megatron([])
+    messages(error.value)
     assert "mindspeed.megatron_adaptor" not in sys.modules and not package
 
 
-def test_a_mindspeed_that_cannot_be_imported_is_one_sentence_with_the_reason(package, tmp_path):
+def test_a_mindspeed_that_cannot_be_imported_is_one_sentence_with_the_reason(package, tmp_path, messages):
     (tmp_path / "mindspeed/megatron_adaptor.py").write_text("import scipy_of_nobody")
     before = list(sys.argv)
-    with pytest.raises(EnvironmentUnfit, match="MindSpeed cannot be imported") as refused:
+    with pytest.raises(EnvironmentUnfit, match="MindSpeed") as refused:
         mindspeed._patch_megatron([])
-    assert "No module named 'scipy_of_nobody'" in str(refused.value) and sys.argv == before
+    messages(refused.value)
+    assert "scipy_of_nobody" in str(refused.value) and sys.argv == before
 
 
 def standing(monkeypatch, **functions):
@@ -121,10 +123,11 @@ def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(
     assert "upstream:c" in str(refused.value) and "upstream:a" not in str(refused.value)
 
 
-def test_a_process_is_told_once(monkeypatch):
+def test_a_process_is_told_once(monkeypatch, messages):
     monkeypatch.setattr(mindspeed, "_used_arguments", mindspeed.build_arguments(THROUGH))
-    with pytest.raises(EnvironmentUnfit, match="imported for another job in this process"):
+    with pytest.raises(EnvironmentUnfit, match="another job") as error:
         mindspeed.prepare(IN_FP8)
+    messages(error.value)
 
 
 def test_the_recipe_of_a_job_says_whether_it_goes_through_it(monkeypatch):

@@ -135,10 +135,11 @@ def test_tokens_go_and_come_back_as_megatron_sends_them():
 
 
 @pytest.mark.parametrize("more", [{"merging_probs": torch.ones(2, 1)}, {"pad_offsets": [0]}])
-def test_tokens_that_the_operator_cannot_put_back_are_refused_with_a_way_out(more):
+def test_tokens_that_the_operator_cannot_put_back_are_refused_with_a_way_out(more, messages):
     asked = {"merging_probs": None, "restore_shape": (2, 4)} | more
-    with pytest.raises(JobFailed, match=r"leave `permute` out of model\.operators"):
+    with pytest.raises(JobFailed, match=r"model\.operators") as error:
         permutation.fused_unpermute(torch.ones(2, 4), torch.arange(2), **asked)
+    messages(error.value)
 
 
 def test_which_operations_a_job_has():

@@ -30,8 +30,9 @@ def test_a_backend_that_does_not_say_what_it_computes_has_no_core_attention():
     class Unsaid(BaseCoreAttention):
         name = "unsaid"
 
-    with pytest.raises(TypeError, match=r"attend.*select_kernel"):
+    with pytest.raises(TypeError, match="abstract"):
         Unsaid()  # type: ignore[abstract,call-arg]
+    assert Unsaid.__abstractmethods__ == {"attend", "select_kernel"}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -154,15 +155,17 @@ def test_dropout_uses_megatrons_random_tracker():
     tracker.reset()
 
 
-def test_flash_refuses_packed_heads_of_two_sizes_and_arbitrary_masks():
+def test_flash_refuses_packed_heads_of_two_sizes_and_arbitrary_masks(messages):
     attention = core_attention("causal", kernel="flash")
     q, k, v = inputs(12, None, qk=24, v=16)
-    with pytest.raises(UsageError, match=r"flash attention wants thd heads of one size.*24.*16"):
+    with pytest.raises(UsageError, match=r"24.*16") as error:
         attention(q, k, v, None, packed_seq_params=pack([8, 4]))
+    messages(error.value)
     padded = torch.nn.functional.pad(v, (0, 8))
     assert attention(q, k, padded, None, packed_seq_params=pack([8, 4])).shape == (12, 4 * 24)
-    with pytest.raises(UsageError, match="no arbitrary mask"):
+    with pytest.raises(UsageError, match="arbitrary mask") as error:
         core_attention("arbitrary", kernel="flash")(*inputs(4, 1), None)
+    messages(error.value)
     assert core_attention("causal", kernel="fused")(q, k, v, None, packed_seq_params=pack([8, 4])).shape == (
         12,
         64,
@@ -170,24 +173,28 @@ def test_flash_refuses_packed_heads_of_two_sizes_and_arbitrary_masks():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "kind", "value"),
     [
         (lambda a, x: a(*x, None, attention_bias=torch.zeros(1)), UsageError, "attention bias"),
-        (lambda a, x: a(*x, torch.zeros(2, 8, dtype=torch.bool)), JobFailed, r"bool \[b, n, rows, keys\]"),
+        (lambda a, x: a(*x, torch.zeros(2, 8, dtype=torch.bool)), JobFailed, "[2, 8]"),
         (lambda a, x: a(*x, torch.zeros(2, 1, 1, 8)), JobFailed, "float32"),
-        (lambda a, x: a(*x, torch.zeros(2, 1, 1, 7, dtype=torch.bool)), JobFailed, "does not fit 8 keys"),
+        (lambda a, x: a(*x, torch.zeros(2, 1, 1, 7, dtype=torch.bool)), JobFailed, "8 keys"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_computed_is_refused(call, kind, value, messages):
+    with pytest.raises(kind) as error:
         call(core_attention("padding"), inputs(8, 2))
+    assert value in str(error.value)
+    messages(error.value)
 
 
-def test_packed_mistakes_are_refused():
+def test_packed_mistakes_are_refused(messages):
     attention, x = core_attention("causal"), inputs(12, None)
-    with pytest.raises(JobFailed, match=r"11 rows and the 1 rank\(s\) hold 12"):
+    with pytest.raises(JobFailed, match=r"11 rows.*12") as error:
         attention(*x, None, packed_seq_params=pack([8, 3]))
+    messages(error.value)
     other = pack([8, 4])
     other.cu_seqlens_kv = torch.tensor([0, 6, 12])
-    with pytest.raises(JobFailed, match="self-attention only"):
+    with pytest.raises(JobFailed, match="self-attention") as error:
         attention(*x, None, packed_seq_params=other)
+    messages(error.value)

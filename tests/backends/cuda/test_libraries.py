@@ -10,18 +10,27 @@ from bundle.backends.cuda import prepare
 from bundle.errors import EnvironmentUnfit
 
 
-def test_without_a_gpu_nothing_is_loaded(monkeypatch):
+@pytest.fixture(autouse=True)
+def _torch(monkeypatch):
+    """The messages name the same torch on every machine."""
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def test_without_a_gpu_nothing_is_loaded(monkeypatch, messages):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentUnfit, match="sees no GPU"):
+    with pytest.raises(EnvironmentUnfit, match="GPU") as error:
         prepare()
+    messages(error.value)
 
 
-def test_the_reason_why_transformer_engine_cannot_be_loaded_is_told(monkeypatch):
+def test_the_reason_why_transformer_engine_cannot_be_loaded_is_told(monkeypatch, messages):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "_find_search_path", lambda package: [])
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with pytest.raises(EnvironmentUnfit, match=r"cannot be loaded[^\n]*\n  - ModuleNotFoundError"):
+    with pytest.raises(EnvironmentUnfit, match="ModuleNotFoundError") as error:
         prepare()
+    messages(str(error.value).splitlines()[0])
 
 
 def test_all_parts_of_torchs_own_cudnn_are_found(tmp_path):
@@ -34,4 +43,4 @@ def test_all_parts_of_torchs_own_cudnn_are_found(tmp_path):
 
 
 def test_a_torch_without_packages_of_its_own_has_none():
-    assert cuda.find_cudnn_libraries(cuda._find_search_path("no_such_package_at_all")) == []
+    assert cuda.find_cudnn_libraries(cuda._find_search_path("no_such_package")) == []

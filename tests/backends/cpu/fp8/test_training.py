@@ -89,7 +89,7 @@ def test_packs_train_padded_and_are_refused_without(alone):
     close(alone["dense mxfp8 packed"]["losses"], alone["dense bf16 packed"]["losses"])
     assert alone["dense mxfp8 packed"]["losses"] != alone["dense bf16 packed"]["losses"]
     (refused,) = alone["dense mxfp8 packed unpadded"]["refused"]
-    assert refused.startswith("43 rows on this rank: pad the tokens by recipe.alignment")
+    assert refused.startswith("43 rows") and "recipe.alignment" in refused
 
 
 @pytest.mark.world
