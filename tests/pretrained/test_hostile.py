@@ -121,13 +121,16 @@ def test_one_odd_value_in_a_config(tmp_path, data):
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_routed_experts"])
 @pytest.mark.parametrize("many", [5000, 10**7, 2**31 - 1])
-def test_more_layers_or_experts_than_any_model_has_are_refused_before_all_are_named(tmp_path, key, many):
+def test_more_layers_or_experts_than_any_model_has_are_refused_before_all_are_named(
+    tmp_path, key, many, messages
+):
     write(tmp_path, "deepseek_v3")
     place = tmp_path / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {key: many}))
     with pytest.raises(UsageError) as refused:
         by_its_config(tmp_path)
-    assert f"{key}: must be an integer from 1 to 4096" in " ".join(refused.value.violations)
+    assert any(key in line and "4096" in line for line in refused.value.violations)
+    messages(refused.value)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -29,74 +29,77 @@ def test_a_whole_directory_is_taken(tmp_path, shards):
     )
 
 
-def test_missing_extra_and_misshaped_tensors_are_listed_together(tmp_path):
+def test_missing_extra_and_misshaped_tensors_are_listed_together(tmp_path, messages):
     (of,) = write(tmp_path).values()
     shapes = {name: tuple(value["shape"]) for name, value in of.items()}
-    del shapes["model.layers.0.mlp.up_proj.weight"], shapes["model.layers.2.mlp.up_proj.weight"]
-    shapes["model.layers.1.self_attn.k_norm.weight"] = (16,)
-    shapes["model.layers.1.mlp.down_proj.weight"] = (80, 48)  # transposed
+    missing, extra = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_norm.weight"
+    transposed = "model.layers.1.mlp.down_proj.weight"
+    del shapes[missing], shapes["model.layers.2.mlp.up_proj.weight"]
+    shapes |= {extra: (16,), transposed: (80, 48)}
     write_file(tmp_path / "model.safetensors", header(shapes))
-    assert set(refused(tmp_path).violations) == {
-        "model.layers.0.mlp.up_proj.weight is missing (and 1 more like model.layers.#.mlp.up_proj.weight)",
-        "model.layers.1.self_attn.k_norm.weight is no tensor of this model",
-        "model.layers.1.mlp.down_proj.weight is [80, 48], the model's is [48, 80]",
-    }
+    assert {line.split()[0] for line in refused(tmp_path).violations} == {missing, extra, transposed}
+    messages(refused(tmp_path))
     problems = [problem.text for problem in find_input_problems(recipe(tmp_path), tmp_path / "run")]
     assert all(any(reason in text for text in problems) for reason in refused(tmp_path).violations)
 
 
-def test_truncated_files_are_named_with_their_tensors(tmp_path):
+def test_truncated_files_are_named_with_their_tensors(tmp_path, messages):
     files = write(tmp_path, shards=3)
     first, second, third = (tmp_path / file for file in files)
     first.write_bytes(first.read_bytes()[:-3])
     second.write_bytes(second.read_bytes()[:20])
     third.unlink()
-    said = str(refused(tmp_path))
+    said = refused(tmp_path)
+    messages(said)
     last = list(files[first.name])[-1]
-    assert f"{first.name}: {last} is truncated" in said
-    assert f"{second.name}: truncated, or no safetensors" in said
-    assert f"{third.name}: No such file or directory" in said
-    assert len(refused(tmp_path).violations) == 3
+    assert f"{first.name}: {last} is truncated" in str(said)
+    assert f"{second.name}: truncated" in str(said) and f"{third.name}: No such file" in str(said)
+    assert len(said.violations) == 3
 
 
-def test_a_directory_without_weights_begins_with_random_ones_unless_they_are_asked_for(tmp_path):
+def test_a_directory_without_weights_begins_with_random_ones_unless_they_are_asked_for(tmp_path, messages):
     write(tmp_path)
     assert find_recipe_weights(recipe(tmp_path, weights="random")) is None
     (tmp_path / "model.safetensors").unlink()
     assert find_recipe_weights(recipe(tmp_path)) is None
-    assert "there are no weights" in str(refused(tmp_path, weights="load"))
+    messages(refused(tmp_path, weights="load"))
     job = recipe(tmp_path)
     (tmp_path / "config.json").unlink()
     tmp_path.rmdir()
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="directory") as error:
         find_recipe_weights(job)
+    messages(error.value)
 
 
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "consolidated.00.pth", "model-00001-of-00002.safetensors"]
 )
-def test_weights_of_another_kind_are_not_taken_for_none(tmp_path, name):
+def test_weights_of_another_kind_are_not_taken_for_none(tmp_path, name, messages):
     write(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
-    assert f"holds {name}, but neither model.safetensors" in str(refused(tmp_path))
+    assert name in str(refused(tmp_path))
+    messages(refused(tmp_path))
     assert find_recipe_weights(recipe(tmp_path, weights="random")) is None
 
 
-def test_layers_of_prediction_that_are_not_there_are_named_with_the_remedy(tmp_path):
+def test_layers_of_prediction_that_are_not_there_are_named_with_the_remedy(tmp_path, messages):
     write(tmp_path, "glm4_moe")
     job = {"mtp": {"layers": 0}}
     assert find_recipe_weights(recipe(tmp_path)) is not None
     assert find_recipe_weights(recipe(tmp_path, **job)) is not None, "what is not trained may be there"
     config = CONFIGS["glm4_moe"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
-    assert refused(tmp_path).violations[-1].endswith("model.mtp.layers: 0 trains without it")
+    remedy = refused(tmp_path).violations[-1]
+    assert "model.mtp.layers: 0" in remedy
+    messages(remedy)
     assert find_recipe_weights(recipe(tmp_path, **job)) is not None
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    assert "model.layers.4.eh_proj.weight is no tensor of this model" in refused(tmp_path).violations
+    (extra,) = (line for line in refused(tmp_path).violations if "layers.4.eh_proj" in line)
+    messages(extra)
     assert find_recipe_weights(recipe(tmp_path, mtp={"layers": 1}, config=config)) is not None
 
 
-def test_copies_and_old_constants_may_be_there(tmp_path):
+def test_copies_and_old_constants_may_be_there(tmp_path, messages):
     copies: dict[str, tuple[int, ...]] = {
         "model.layers.4.embed_tokens.weight": (100, 48),
         "model.layers.4.shared_head.head.weight": (100, 48),
@@ -104,18 +107,20 @@ def test_copies_and_old_constants_may_be_there(tmp_path):
     write(tmp_path, "glm4_moe", more=copies | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)})
     assert find_recipe_weights(recipe(tmp_path)) is not None
     write(tmp_path, "glm4_moe", more={"model.layers.4.embed_tokens.weight": (100, 47)})
-    assert "is [100, 47], the model's is [100, 48]" in str(refused(tmp_path))
+    assert "[100, 47]" in str(refused(tmp_path)) and "[100, 48]" in str(refused(tmp_path))
+    messages(refused(tmp_path))
 
 
-def test_only_floating_point_numbers_are_read(tmp_path):
+def test_only_floating_point_numbers_are_read(tmp_path, messages):
     (of,) = write(tmp_path).values()
     shapes = {name: tuple(value["shape"]) for name, value in of.items()}
     write_file(tmp_path / "model.safetensors", header(shapes, "I8"))
-    assert len(refused(tmp_path).violations) == len(shapes)
-    assert "is I8: only F32, BF16, F16, F8_E4M3 and MXFP4 are read" in refused(tmp_path).violations[0]
+    violations = refused(tmp_path).violations
+    assert len(violations) == len(shapes) and all("I8" in line for line in violations)
+    messages(violations[0])
 
 
-def test_names_of_files_stay_in_the_directory(tmp_path):
+def test_names_of_files_stay_in_the_directory(tmp_path, messages):
     inside = tmp_path / "model"
     files = write(inside, shards=2)
     outside = tmp_path / "stolen.safetensors"
@@ -123,36 +128,38 @@ def test_names_of_files_stay_in_the_directory(tmp_path):
     odd: tuple[Any, ...] = ("../stolen.safetensors", str(outside), "..", "", "a.bin", 3, None)
     for name in odd:
         write_index(inside, {name: files[next(iter(files))], **dict(list(files.items())[1:])})
-        said = str(refused(inside))
-        assert "is no name of a safetensors file in this directory" in said
+        assert all("safetensors file" in line for line in refused(inside).violations)
+    messages(refused(inside).violations[0])
 
 
-def test_an_index_that_contradicts_the_files_is_refused(tmp_path):
+def test_an_index_that_contradicts_the_files_is_refused(tmp_path, messages):
     files = write(tmp_path, shards=2)
     (one, of), (two, other) = files.items()
     moved, gone = next(iter(of)), next(iter(other))
     del of[moved], other[gone]
     write_index(tmp_path, {one: of | {"no.such": 0}, two: other | {moved: 0}})
-    said = refused(tmp_path).violations
-    assert f"{moved} is in {one}, model.safetensors.index.json has it in {two}" in said
-    assert f"no.such is not in {one}, where model.safetensors.index.json has it" in said
+    said = refused(tmp_path)
+    assert {line.split()[0] for line in said.violations} >= {moved, "no.such"}
+    messages(said)
 
 
 @pytest.mark.parametrize(
-    ("quantization", "said"),
+    ("quantization", "value"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq': only mxfp4, and fp8 with blocks, are read"),
+        ({"quant_method": "awq"}, "awq"),
         ("fp8", "quant_method None"),
-        ({"quant_method": "fp8"}, "weight_block_size None: must be two sizes"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
     ],
 )
-def test_other_quantisation_is_refused_by_name(tmp_path, quantization, said):
+def test_other_quantisation_is_refused_by_name(tmp_path, quantization, value, messages):
     write(tmp_path)
-    assert said in str(refused(tmp_path, config=CONFIGS["qwen2"] | {"quantization_config": quantization}))
+    error = refused(tmp_path, config=CONFIGS["qwen2"] | {"quantization_config": quantization})
+    assert value in str(error)
+    messages(error)
 
 
-def test_scales_fit_their_tensors(tmp_path):
+def test_scales_fit_their_tensors(tmp_path, messages):
     (of,) = write(tmp_path).values()
     shapes = {name: tuple(value["shape"]) for name, value in of.items()}
     fp8 = "model.layers.0.mlp.gate_proj.weight"
@@ -175,25 +182,23 @@ def test_scales_fit_their_tensors(tmp_path):
             return str(error)
 
     assert said((3, 3)) == ""
-    assert "_scale_inv is F32 [3, 2], must be [3, 3] numbers" in said((3, 2))
-    assert "_scale_inv is I8 [3, 3], must be" in said((3, 3), "I8")
-    assert f"{fp8} is F8_E4M3 without _scale_inv" in said(())
+    assert "scale_inv is F32 [3, 2]" in said((3, 2)) and "[3, 3]" in said((3, 2))
+    assert "scale_inv is I8 [3, 3]" in said((3, 3), "I8")
+    assert fp8 in said(()) and "F8_E4M3" in said(())
+    for case in (said((3, 2)), said((3, 3), "I8"), said(())):
+        messages(case)
 
 
-def test_a_plan_says_what_a_model_begins_with(tmp_path):
+def test_a_plan_says_what_a_model_begins_with(tmp_path, messages):
     write(tmp_path)
     loaded = inspect_weights(recipe(tmp_path)).description
     assert loaded.startswith(f"{tmp_path}: ") and loaded.endswith(" GiB") and " tensors, " in loaded
-    assert (
-        inspect_weights(recipe(tmp_path, weights="random")).description
-        == "random weights: model.weights says so"
-    )
+    drawn = [inspect_weights(recipe(tmp_path, weights="random")).description]
     (tmp_path / "model.safetensors").unlink()
-    assert inspect_weights(recipe(tmp_path)).description == f"random weights: {tmp_path} holds none"
-    assert (
-        inspect_weights(recipe(tmp_path, path=None)).description
-        == "random weights: the recipe names no model.path"
-    )
+    drawn += [inspect_weights(recipe(tmp_path, path=path)).description for path in (str(tmp_path), None)]
+    for description, reason in zip(drawn, ("model.weights", str(tmp_path), "model.path"), strict=True):
+        assert description.startswith("random weights") and reason in description
+        messages(description)
     assert not inspect_weights(recipe(tmp_path, weights="load")).description
 
 

@@ -1,5 +1,6 @@
 """A written directory is whole or not there; what is read, and what others wrote, is not replaced."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -111,19 +112,20 @@ def test_what_is_no_directory_is_refused_before_anything_is_written(tmp_path, mo
     assert held(tmp_path / "here") == {"whole": "new"}
 
 
-def test_what_is_read_is_never_replaced(tmp_path):
+def test_what_is_read_is_never_replaced(tmp_path, messages):
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     (tmp_path / "link").symlink_to("runs/mine")
     for out in (run, run.parent, tmp_path, run / "hf", tmp_path / "link", run / ".." / "mine"):
         for force in (False, True):
-            with pytest.raises(UsageError, match="which is read: name another one"):
+            with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as error:
                 refuse_overwrite(out, [tmp_path / "elsewhere", tmp_path / "link"], force=force)
+            messages(error.value)
     for out in (tmp_path / "runs" / "mine too", tmp_path / "runs" / "min"):
         refuse_overwrite(out, [run], force=False)
 
 
-def test_what_others_have_put_there_is_replaced_by_force_alone(tmp_path):
+def test_what_others_have_put_there_is_replaced_by_force_alone(tmp_path, messages):
     mine, ours = tmp_path / "mine", tmp_path / "ours"
     refuse_overwrite(mine, [], force=False)
     mine.mkdir()
@@ -135,10 +137,12 @@ def test_what_others_have_put_there_is_replaced_by_force_alone(tmp_path):
         refuse_overwrite(ours, [], force=False)
     for directory, name in ((mine, "thesis.txt"), (ours, "release/thesis.txt"), (ours, ".hidden")):
         (directory / name).write_text("years")
-        with pytest.raises(UsageError, match=rf"holds {name}, which was not .* --force"):
+        with pytest.raises(UsageError, match=rf"{re.escape(name)}.*--force") as error:
             refuse_overwrite(directory, [], force=False)
+        messages(error.value)
         refuse_overwrite(directory, [], force=True)
         (directory / name).unlink()
     (ours / MANIFEST).unlink()
-    with pytest.raises(UsageError, match="holds release/weights"):
+    with pytest.raises(UsageError, match="release/weights") as error:
         refuse_overwrite(ours, [], force=False)
+    messages(error.value)
