@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bundle import files
 from bundle.architectures.tensors import Tensors
 from bundle.errors import JobFailed
 from bundle.models import exporting
@@ -24,7 +25,8 @@ def model(job):
     return tree
 
 
-def test_a_full_disk_is_one_message_and_leaves_what_was_there(tmp_path, alone):
+def test_a_full_disk_is_one_message_and_leaves_what_was_there(tmp_path, alone, messages, monkeypatch):
+    monkeypatch.setattr(files, "find_free_bytes", lambda path: 2**30)
     write(tmp_path / "model")
     job, place = recipe(tmp_path / "model"), tmp_path / "run" / "hf"
     tree = model(job)
@@ -34,33 +36,37 @@ def test_a_full_disk_is_one_message_and_leaves_what_was_there(tmp_path, alone):
     with torch.no_grad():
         tree.get_parameter("decoder.final_layernorm.weight").fill_(2)
     for room in (1, 2**12, 2**16, len(before["model.safetensors"]) - 1):  # in header, tensors, at the end
-        with full_disk(room), pytest.raises(JobFailed, match=r"model\.safetensors: no room left to write"):
+        with full_disk(room), pytest.raises(JobFailed, match=r"model\.safetensors") as error:
             exporting.export(place, job, [tree], groups())
+        messages(error.value)
         assert {path.name: path.read_bytes() for path in place.iterdir()} == before
         assert [path.name for path in place.parent.iterdir()] == ["hf"], "nothing half written stays"
 
 
-def test_mtp_layers_that_nobody_publishes_are_left_out_and_said(tmp_path, alone, caplog):
+def test_mtp_layers_that_nobody_publishes_are_left_out_and_said(tmp_path, alone, caplog, messages):
     write(tmp_path / "model")
     job = recipe(tmp_path / "model", mtp={"layers": 1})
     exporting.export(tmp_path / "hf", job, [model(job)], groups())
-    assert "leaves out the MTP layers: a model_type qwen2 is published without any" in caplog.text
+    (warning,) = (line for line in caplog.messages if "MTP" in line)
+    messages(warning)
     assert not [name for name in load_file(tmp_path / "hf" / "model.safetensors") if "mtp" in name]
 
 
-def test_tensors_of_the_source_that_are_not_trained_are_named(tmp_path, alone, caplog):
+def test_tensors_of_the_source_that_are_not_trained_are_named(tmp_path, alone, caplog, messages):
     write(tmp_path / "model", "glm4_moe")
     job = recipe(tmp_path / "model", mtp={"layers": 0})
     exporting.export(tmp_path / "hf", job, [model(job)], groups())
     theirs, ours = (load_file(tmp_path / name / "model.safetensors").keys() for name in ("model", "hf"))
     lost = theirs - ours
     assert lost and all(name.startswith("model.layers.4.") for name in lost)
-    assert f"leaves out {len(lost)} tensors of {tmp_path / 'model'}" in caplog.text
+    (warning,) = (line for line in caplog.messages if str(tmp_path / "model") in line)
+    assert f"{len(lost)} tensors" in warning
+    messages(warning)
     caplog.clear()
     exporting.export(
         tmp_path / "all", recipe(tmp_path / "model"), [model(recipe(tmp_path / "model"))], groups()
     )
-    assert "leaves out" not in caplog.text
+    assert "tensors" not in caplog.text
 
 
 def test_a_model_without_published_weights_has_the_copies_of_its_family(tmp_path, alone):
@@ -74,7 +80,7 @@ def test_a_model_without_published_weights_has_the_copies_of_its_family(tmp_path
     found = load_file(tmp_path / "hf" / "model.safetensors")
     for copy, original in {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}.items():
         assert torch.equal(found[f"model.layers.4.{copy}.weight"], found[f"{original}.weight"])
-    assert "model.layers.5.embed_tokens.weight" not in found
+    assert not any(name.startswith("model.layers.5.") for name in found)
 
 
 @pytest.mark.parametrize(

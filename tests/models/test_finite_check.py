@@ -78,15 +78,14 @@ def test_loading_names_every_tensor_with_its_first_value(tmp_path, alone, value,
     with pytest.raises(JobFailed) as failed:
         test_loading.loaded(model(), found_in(tmp_path / "model"))
     assert failed.value.code is ExitCode.USAGE
-    said = str(failed.value)
-    columns = theirs[f"{LAYER}mlp.up_proj.weight"].shape[1]
-    assert f"{LAYER}mlp.up_proj.weight in model-" in said and "2 of " in said
-    assert f"the first at [{3 // columns}, {3 % columns}] ({value:g})" in said
-    assert all(f"{LAYER}{name} in model-" in said for name in names)
-    assert said.count("the first at") == len(names)
+    lines = {line.split()[1]: line for line in str(failed.value).splitlines() if " in model-" in line}
+    assert lines.keys() == {f"{LAYER}{name}" for name in names}
+    of_two = lines[f"{LAYER}{names[0]}"]
+    columns = theirs[f"{LAYER}{names[0]}"].shape[1]
+    assert "2 of" in of_two and f"[{3 // columns}, {3 % columns}] ({value:g})" in of_two
 
 
-def test_a_scale_of_fp8_blocks_is_named(tmp_path, alone):
+def test_a_scale_of_fp8_blocks_is_named(tmp_path, alone, messages):
     name = f"{LAYER}mlp.down_proj.weight"
     theirs = weights()
     rows, columns = theirs[name].shape
@@ -95,22 +94,25 @@ def test_a_scale_of_fp8_blocks_is_named(tmp_path, alone):
     theirs[f"{name}_scale_inv"][1, 2] = math.nan
     test_loading.write(tmp_path / "scale", theirs)
     found = found_in(tmp_path / "scale")._replace(scale_block=(16, 16))
-    with pytest.raises(JobFailed, match=r"down_proj\.weight_scale_inv in .* 1 of .* \[1, 2\]"):
+    with pytest.raises(JobFailed, match=r"scale_inv .*\[1, 2\]") as error:
         test_loading.loaded(model(), found)
-    with pytest.raises(UsageError, match=r"down_proj\.weight_scale_inv in .* 1 of .* \[1, 2\]"):
+    messages(error.value)
+    with pytest.raises(UsageError, match=r"scale_inv .*\[1, 2\]") as refused:
         refuse_damaged(found)
+    messages(refused.value)
     theirs[f"{name}_scale_inv"][1, 2] = 1
     theirs[name].view(torch.int8)[4, 5] = 0x7F
     test_loading.write(tmp_path / "value", theirs)
-    with pytest.raises(JobFailed, match=r"down_proj\.weight in .* 1 of .* \[4, 5\]"):
+    with pytest.raises(JobFailed, match=r"down_proj.*\[4, 5\]") as error:
         test_loading.loaded(model(), found_in(tmp_path / "value")._replace(scale_block=(16, 16)))
+    messages(error.value)
 
 
 written = test_mxfp4.directory
 
 
 @pytest.mark.parametrize("scale", [253, 255])
-def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale):
+def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale, messages):
     from safetensors.torch import load_file
 
     file = written / "model.safetensors"
@@ -125,11 +127,12 @@ def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale):
         lambda: refuse_damaged(found),
         lambda: conversion.to_torch_dist(found, table, tmp_path / "out"),
     ):
-        with pytest.raises(UsageError, match=rf"gate_up_proj_scales in .* 1 of .* \[1, 2, 0\] \({scale}\)"):
+        with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\] \({scale}\)") as error:
             read()
+        messages(error.value)
 
 
-def test_an_import_names_all_and_leaves_what_was_there(tmp_path):
+def test_an_import_names_all_and_leaves_what_was_there(tmp_path, messages):
     names = (f"{LAYER}self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight")
     model, out = tmp_path / "model", tmp_path / "out"
     table = Tensors(from_config(test_loading.TINY))
@@ -145,6 +148,7 @@ def test_an_import_names_all_and_leaves_what_was_there(tmp_path):
         with pytest.raises(UsageError) as refused:
             conversion.to_torch_dist(found, table, out)
     assert sorted(line.split(" in ")[0] for line in refused.value.violations) == sorted(names)
+    messages(refused.value)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert not list(find_differences(HuggingFaceTensors(found), HuggingFaceTensors(found))), (
@@ -160,7 +164,7 @@ def test_an_import_of_weights_that_are_nan_ends(tmp_path):
     save_file({name: of * math.nan for name, of in weights().items()}, model / "model.safetensors")
     done = run_bundle("weights", "import", model, out)
     assert done.returncode == 2 and not done.stdout and not out.exists()
-    assert "lm_head.weight in model.safetensors" in done.stderr
+    assert "lm_head.weight" in done.stderr
 
 
 LEFT = """
@@ -188,7 +192,7 @@ def test_nothing_keeps_an_import_that_has_printed_its_result(tmp_path):
     assert done.stderr.splitlines()[-1].split() == ["MainThread"]
 
 
-def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch):
+def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch, messages):
     from bundle.cli import main
 
     def ends(*words):
@@ -204,12 +208,15 @@ def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch)
     save_file(damaged({"model.norm.weight": (7, -math.inf)}), tmp_path / "model.safetensors")
     code, said = ends(tmp_path)
     assert code == 2 and not said.out
-    assert "model.norm.weight in model.safetensors: 1 of 48 values, the first at [7] (-inf)" in said.err
+    assert "model.norm.weight" in said.err and "[7] (-inf)" in said.err
+    messages(said.err)
     code, said = ends(tmp_path, "--headers")
-    assert code == 0 and "values were not read" in said.out
+    assert code == 0
+    messages(said.out)
     save_file(weights(), tmp_path / "model.safetensors")
     code, said = ends(tmp_path)
-    assert code == 0 and "every value is finite" in said.out
+    assert code == 0
+    messages(said.out)
     tied = test_loading.TINY | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(tied))
     code, said = ends(tmp_path)

@@ -134,7 +134,7 @@ def test_blocks_of_fp8_are_multiplied_by_their_scale(tmp_path, alone):
     assert all(torch.equal(ours[name], wide[name]) for name in wide)
 
 
-def test_a_copy_that_differs_is_refused_before_anything_is_filled(tmp_path, alone):
+def test_a_copy_that_differs_is_refused_before_anything_is_filled(tmp_path, alone, messages):
     theirs = weights()
     config = TINY | {"tie_word_embeddings": True}
     head = theirs.pop("lm_head.weight")
@@ -144,20 +144,20 @@ def test_a_copy_that_differs_is_refused_before_anything_is_filled(tmp_path, alon
     tree = model(config)
     loading.load([tree], groups(), found_in(tmp_path / "same"), table)
     tree = model(config)
-    with pytest.raises(
-        JobFailed, match=r"lm_head\.weight is published once more as a copy of model\.embed_tokens"
-    ) as error:
+    with pytest.raises(JobFailed, match="lm_head") as error:
         loading.load([tree], groups(), found_in(tmp_path / "other"), table)
+    messages(error.value)
     assert error.value.code is ExitCode.USAGE
     assert all(parameter.isnan().all() for parameter in tree.parameters())
 
 
-def test_files_that_went_away_meanwhile_fail_the_job(tmp_path, alone):
+def test_files_that_went_away_meanwhile_fail_the_job(tmp_path, alone, messages):
     write(tmp_path / "model", weights())
     found = found_in(tmp_path / "model")
     (tmp_path / "model" / "model-2.safetensors").unlink()
-    with pytest.raises(JobFailed, match=r"model-2\.safetensors: cannot be read any more"):
+    with pytest.raises(JobFailed, match=r"model-2\.safetensors") as error:
         loaded(model(), found)
+    messages(error.value)
 
 
 def test_a_file_that_was_replaced_meanwhile_fails_the_job(tmp_path, alone):
@@ -166,12 +166,13 @@ def test_a_file_that_was_replaced_meanwhile_fails_the_job(tmp_path, alone):
     other = {name: value for name, value in weights().items() if "norm" not in name}
     (tmp_path / "model" / "model-1.safetensors").unlink()
     save_file(other, tmp_path / "model" / "model-1.safetensors")
-    with pytest.raises(JobFailed, match=r"model-1\.safetensors: (is another file|cannot be read)"):
+    with pytest.raises(JobFailed, match=r"model-1\.safetensors"):
         loaded(model(), found)
 
 
-def test_a_parameter_that_the_table_does_not_know_is_named(tmp_path, alone):
+def test_a_parameter_that_the_table_does_not_know_is_named(tmp_path, alone, messages):
     write(tmp_path / "model", weights())
     tree = chunk({f"{LAYER}self_attention.linear_gate.weight": Weight((8, 8))})
-    with pytest.raises(JobFailed, match=r"linear_gate\.weight: no published tensor becomes"):
+    with pytest.raises(JobFailed, match="linear_gate") as error:
         loading.load([tree], groups(), found_in(tmp_path / "model"), Tensors(from_config(TINY)))
+    messages(error.value)

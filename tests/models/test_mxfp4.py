@@ -81,8 +81,9 @@ def test_every_expert_gets_its_own_rows(directory):
             for which in (1, 2)
         )
         gate_up = wanted["model.layers.0.mlp.experts.gate_up_proj"][number].T
+        down = wanted["model.layers.0.mlp.experts.down_proj"][number].T
         assert torch.equal(first, torch.cat((gate_up[0::2], gate_up[1::2])))
-        assert torch.equal(second, wanted["model.layers.0.mlp.experts.down_proj"][number].T)
+        assert torch.equal(second, down)
 
 
 def test_every_value_and_every_scale():
