@@ -32,25 +32,27 @@ def test_what_was_written_has_no_defects(checkpoint):
     assert set(manifest.read(checkpoint)) == {"megatron/__1_0.distcp", "state.json"}
 
 
-def test_a_changed_a_truncated_a_missing_and_a_linked_file_are_named(checkpoint, tmp_path):
+def test_a_changed_a_truncated_a_missing_and_a_linked_file_are_named(checkpoint, messages):
     weights = checkpoint / "megatron" / "__1_0.distcp"
-    weights.write_bytes(b"weightz")
-    assert damage(checkpoint) == ["megatron/__1_0.distcp is not what was written"]
-    weights.write_bytes(b"weight")
-    assert damage(checkpoint) == ["megatron/__1_0.distcp is not what was written"]
-    weights.unlink()
-    assert damage(checkpoint) == ["megatron/__1_0.distcp: No such file or directory"]
-    weights.symlink_to("/etc/passwd")
-    assert damage(checkpoint) == ["megatron/__1_0.distcp is a link"]
+    for change in (
+        lambda: weights.write_bytes(b"weightz"),
+        lambda: weights.write_bytes(b"weight"),
+        weights.unlink,
+        lambda: weights.symlink_to("/etc/passwd"),
+    ):
+        change()
+        (defect,) = damage(checkpoint)
+        assert defect.startswith("megatron/__1_0.distcp")
+        messages(defect)
 
 
-def test_a_folder_that_is_a_link_is_no_part_of_a_checkpoint(checkpoint, tmp_path_factory):
+def test_a_folder_that_is_a_link_is_no_part_of_a_checkpoint(checkpoint, tmp_path_factory, messages):
     elsewhere = tmp_path_factory.mktemp("other") / "megatron"
     (checkpoint / "megatron").rename(elsewhere)
     (checkpoint / "megatron").symlink_to(elsewhere)
-    assert manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint)) == [
-        "megatron is not in its manifest"
-    ]
+    (defect,) = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
+    assert defect.startswith("megatron ")
+    messages(defect)
 
 
 @pytest.mark.parametrize("size", [2**22 - 1, 2**22, 2**22 + 1, 2**24 + 3])
@@ -96,10 +98,11 @@ def test_a_rank_reads_what_it_wrote():
     assert {"megatron/__1_0.distcp", "random-00001.safetensors"} <= set(manifest.select_share(names, 1, 2))
 
 
-def test_a_file_that_nobody_listed_is_named(checkpoint):
+def test_a_file_that_nobody_listed_is_named(checkpoint, messages):
     (checkpoint / "megatron" / "common.pt").write_bytes(b"")
-    found = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
-    assert found == ["megatron/common.pt is not in its manifest"]
+    (defect,) = manifest.find_unlisted_files(checkpoint, manifest.read(checkpoint))
+    assert defect.startswith("megatron/common.pt ")
+    messages(defect)
 
 
 def test_the_manifest_is_plain_json(checkpoint):
