@@ -29,13 +29,14 @@ def violations(*args, **sections):
     return "\n".join(error.value.violations)
 
 
-def test_a_target_that_no_projection_has_is_named_with_those_that_there_are():
+def test_a_target_that_no_projection_has_is_named_with_those_that_there_are(messages):
     said = violations(model={"lora": LORA | {"targets": ["q_proj", "lm_head", "w1", "q_norm"]}})
-    assert "model.lora.targets: no projection is called lm_head, w1, q_norm" in said
-    assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
+    assert said.startswith("model.lora.targets: ")
+    assert all(name in said for name in ("lm_head", "w1", "q_norm", "down_proj", "v_proj"))
+    messages(said)
 
 
-def test_all_linear_layers_are_every_projection_by_its_name():
+def test_all_linear_layers_are_every_projection_by_its_name(messages):
     every = LORA | {"targets": "all-linear"}
     dense = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(with_lora(model={"lora": every}).model.lora.targets) == dense
@@ -45,12 +46,12 @@ def test_all_linear_layers_are_every_projection_by_its_name():
         "v_proj",
     }
     assert set(with_lora(DEEPSEEK, model={"lora": every}).model.lora.targets) == latent
-    assert "no projection is called all-linear" in violations(
-        model={"lora": LORA | {"targets": ["all-linear", "q_proj"]}}
-    )
+    said = violations(model={"lora": LORA | {"targets": ["all-linear", "q_proj"]}})
+    assert "all-linear" in said
+    messages(said)
 
 
-def test_what_is_not_computed_beside_adapters():
+def test_what_is_not_computed_beside_adapters(messages):
     said = violations(
         DEEPSEEK,
         model={
@@ -60,11 +61,12 @@ def test_what_is_not_computed_beside_adapters():
             "mtp": {"layers": 2},
         },
     )
-    assert "model.lora: adapters are not computed beside FP8 products" in said
-    assert "model.moe.bias_update_rate: moves what no adapter holds: must be 0" in said
-    assert "model.mtp.layers: 2 layers, of which 1 are published" in said
-    with pytest.raises(UsageError, match="model\\.lora asks for none") as error:
+    for key in ("model.lora", "model.moe.bias_update_rate", "model.mtp.layers"):
+        assert f"{key}: " in said
+    messages(said)
+    with pytest.raises(UsageError, match=r"model\.lora") as error:
         job(QWEN3, checkpoint={"export": "peft"})
+    messages(error.value)
     assert len(error.value.violations) == 1
 
 
@@ -73,16 +75,18 @@ def test_steering_biases_stay_where_nobody_says_otherwise():
     assert job(DEEPSEEK).model.moe.bias_update_rate > 0
 
 
-def test_a_stage_without_adapters_is_refused_in_the_plan():
+def test_a_stage_without_adapters_is_refused_in_the_plan(messages):
     experts_only = LORA | {"targets": ["experts.0.up_proj"]}  # the first layer has no experts
     recipe = with_lora(DEEPSEEK, model={"lora": experts_only}, parallel={"pp": 4})
     on = detect("cpu", recorded("cgroup-v1"))
     made = plan(recipe, on, nodes=1, per_node=4)
     (text,) = [problem.text for problem in made.problems]
-    assert text.startswith("model.lora.targets: none is in layers 0, which are all of a chunk of stage 0")
+    assert text.startswith("model.lora.targets: ") and "stage 0" in text
+    messages(text)
     bare = {"pp": 2, "pipeline_model_parallel_layout": "E|ttttL"}
     (text,) = [problem.text for problem in plan(with_lora(parallel=bare), on, nodes=1, per_node=2).problems]
-    assert text.startswith("model.lora: no layers are in a chunk of stage 0, and nothing would")
+    assert text.startswith("model.lora: ") and "stage 0" in text
+    messages(text)
     assert not plan(with_lora(), build_preset("h200"), nodes=1, per_node=1).problems
 
 
@@ -157,7 +161,7 @@ def test_all_that_an_adapters_file_has_wrong_is_said_at_once(tmp_path):
         assert key.rstrip("\x1b") in said
 
 
-def test_matrices_of_another_model_are_listed_together(tmp_path):
+def test_matrices_of_another_model_are_listed_together(tmp_path, messages):
     at = "base_model.model.model.layers"
     wrong = {
         f"{at}.0.self_attn.q_proj.lora_A.weight": (64, 4),  # transposed
@@ -166,9 +170,9 @@ def test_matrices_of_another_model_are_listed_together(tmp_path):
     }
     recipe = beginning(directory(tmp_path / "adapter", shapes=wrong))
     said = "\n".join(problem.text for problem in inspect_weights(recipe).problems)
-    assert f"{at}.0.self_attn.q_proj.lora_A.weight is [64, 4], the model's is [4, 64]" in said
-    assert f"{at}.4.self_attn.q_proj.lora_A.weight belongs to none of the targets" in said
-    assert f"{at}.0.self_attn.k_proj.lora_A.weight belongs to none of the targets" in said
+    assert all(name in said for name in wrong) and "[64, 4]" in said and "[4, 64]" in said
+    messages(said)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     (problem, *_) = inspect_weights(recipe).problems
-    assert "adapter_model.safetensors: cannot be read" in problem.text
+    assert "adapter_model.safetensors" in problem.text
+    messages(problem.text)
