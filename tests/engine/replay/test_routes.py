@@ -42,29 +42,30 @@ def test_free_rows_may_hold_anything():
 
 
 WRONG_FORM = [
-    (torch.zeros(4, 2, 2), (1, 3), "torch.float32: experts are named by integers"),
-    (torch.zeros(4, 2, 3).int(), (1, 3), r"shape is \[4, 2, 3\], not \[tokens, 2 layers, 2 experts\]"),
-    (torch.zeros(4, 2).int(), (1, 3), r"shape is \[4, 2\]"),
-    (torch.tensor([[[0, 1]]]), (1,), r"layers \[3\] have no routes"),
-    (torch.tensor([[[0, 1]] * 3]), (1, 3, 4), r"layers \[4\] have no router .*these have: \[1, 3\]"),
-    (torch.tensor([[[0, 1]] * 3]), (1, 3, 3), r"layers \[3\] are named more than once"),
+    (torch.zeros(4, 2, 2), (1, 3), "torch.float32"),
+    (torch.zeros(4, 2, 3).int(), (1, 3), "[4, 2, 3]"),
+    (torch.zeros(4, 2).int(), (1, 3), "[4, 2]"),
+    (torch.tensor([[[0, 1]]]), (1,), "layers [3]"),
+    (torch.tensor([[[0, 1]] * 3]), (1, 3, 4), "layers [4]"),
+    (torch.tensor([[[0, 1]] * 3]), (1, 3, 3), "layers [3]"),
 ]
 
 
-@pytest.mark.parametrize(("experts", "layers", "message"), WRONG_FORM)
-def test_routes_of_another_form_are_refused(experts, layers, message):
-    with pytest.raises(JobFailed, match=message):
+@pytest.mark.parametrize(("experts", "layers", "value"), WRONG_FORM)
+def test_routes_of_another_form_are_refused(experts, layers, value, messages):
+    with pytest.raises(JobFailed) as error:
         ROUTING.build_routes(experts, layers)
+    assert value in str(error.value)
+    messages(error.value)
 
 
-def test_every_wrong_value_is_named_with_the_first_place():
+def test_every_wrong_value_is_named_with_the_first_place(messages):
     experts = torch.tensor([[[0, 1], [2, 3]], [[4, 4], [6, 8]], [[-1, 0], [1, 0]]])
     with pytest.raises(JobFailed) as caught:
         ROUTING.build_routes(experts, (3, 1))
-    assert caught.value.violations == (
-        "an expert is not one of 0 .. 7: 2 time(s), first for token 1 in layer 1: [6, 8]",
-        "a token goes to the same expert twice: 1 time(s), first for token 1 in layer 3: [4, 4]",
-    )
+    unknown, twice = caught.value.violations
+    assert "layer 1: [6, 8]" in unknown and "layer 3: [4, 4]" in twice
+    messages(caught.value)
 
 
 def test_everything_wrong_is_said_at_once():
@@ -73,21 +74,23 @@ def test_everything_wrong_is_said_at_once():
     assert len(caught.value.violations) == 5
 
 
-def test_experts_that_a_narrow_type_has_cut_off_are_refused():
+def test_experts_that_a_narrow_type_has_cut_off_are_refused(messages):
     routing = Routing((0,), 300, 1)
-    with pytest.raises(JobFailed, match="uint8 cannot name 300 experts"):
+    with pytest.raises(JobFailed, match=r"uint8.* 300") as error:
         routing.build_routes(torch.zeros(1, 1, 1, dtype=torch.uint8), (0,))
+    messages(error.value)
     routes = routing.build_routes(torch.full((1, 1, 1), 299), (0,))
     assert (routes.experts.dtype, routes.experts.item()) == (torch.int16, 299)
 
 
-def test_routes_of_another_micro_batch_or_model_do_not_fit():
+def test_routes_of_another_micro_batch_or_model_do_not_fit(messages):
     routes = Routes((1, 2), torch.zeros(4, 2, 2, dtype=torch.int16), torch.zeros(4, dtype=torch.bool))
-    assert ROUTING.find_misfits(routes, tokens=5) == [
-        "they are of layers [1, 2], the model's are [1, 3]",
-        "they are torch.int16 [4, 2, 2], the micro-batch's would be torch.uint8 [5, 2, 2]",
-        "free is [4], the micro-batch has [5] tokens",
-    ]
+    misfits = ROUTING.find_misfits(routes, tokens=5)
+    layers, shape, free = misfits
+    assert "[1, 2]" in layers and "[1, 3]" in layers and "[4]" in free and "[5]" in free
+    assert "torch.int16 [4, 2, 2]" in shape and "torch.uint8 [5, 2, 2]" in shape
+    for misfit in misfits:
+        messages(misfit)
     assert (
         ROUTING.find_misfits(Routes((1, 3), routes.experts.to(torch.uint8), routes.free_mask), tokens=4) == []
     )
