@@ -191,7 +191,7 @@ def test_glm_rotates_half_a_head():
 HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
-def test_which_layers_of_qwen3_next_have_gated_delta_nets():
+def test_which_layers_of_qwen3_next_have_gated_delta_nets(messages):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = DENSE | MOE | experts | {"model_type": "qwen3_next", "num_hidden_layers": 6}
     config |= {"shared_expert_intermediate_size": 24}
@@ -210,9 +210,11 @@ def test_which_layers_of_qwen3_next_have_gated_delta_nets():
     for wrong in ({"layer_types": [linear] * 5}, {"layer_types": ["sliding_attention"] * 6}):
         assert "layer_types" in " ".join(violations(config | wrong))
     (said_of_experts,) = violations(config | {"num_local_experts": 4})  # which transformers does not read
-    assert said_of_experts.startswith("num_local_experts: unknown key")
+    assert said_of_experts.startswith("num_local_experts: ")
     (said_of_heads,) = violations(config | {"linear_num_value_heads": 24})
-    assert said_of_heads.startswith("linear_num_value_heads 24")
+    assert "value_heads 24" in said_of_heads
+    messages(said_of_experts)
+    messages(said_of_heads)
 
 
 # Of the text sections that the Hub has of Qwen3.5 and 3.6: what transformers' class does not read.
@@ -339,12 +341,14 @@ def test_all_violations_at_once():
     assert len(found) == 4
 
 
-def test_unknown_model_types_list_the_supported_ones():
-    with pytest.raises(UsageError, match="did you mean qwen3 or") as caught:
+def test_unknown_model_types_list_the_supported_ones(messages):
+    with pytest.raises(UsageError, match="qwen3 or") as caught:
         from_config({"model_type": "qwen33"})
     assert "deepseek_v3" in caught.value.violations[0]
-    with pytest.raises(UsageError, match="model_type: None"):
+    messages(caught.value)
+    with pytest.raises(UsageError, match="model_type") as caught:
         from_config({})
+    messages(caught.value)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

@@ -36,8 +36,8 @@ def test_a_recipe_may_balance_where_the_config_does_not():
     assert list_changes(dump_architecture(pretrained), replace(pretrained, moe=asked), "the checkpoint") == []
 
 
-def test_another_number_of_experts_for_a_token_is_told():
+def test_another_number_of_experts_for_a_token_is_told(messages):
     other = from_config(CONFIG | {"num_experts_per_tok": 3})
-    assert list_changes(dump_architecture(from_config(CONFIG)), other, "the checkpoint") == [
-        "moe.topk: 2 in the checkpoint, 3 in the recipe"
-    ]
+    (change,) = list_changes(dump_architecture(from_config(CONFIG)), other, "the checkpoint")
+    assert change.startswith("moe.topk: 2 ") and " 3 " in change
+    messages(change)

@@ -44,14 +44,13 @@ def test_pieces_make_the_tensors_that_megatron_lays_out(name):
 
 def test_copies_are_those_of_the_embedding_and_of_the_head():
     deepseek = CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}
-    copies = {"model.layers.4.embed_tokens.weight": "model.embed_tokens.weight"}
+    embedding = "model.embed_tokens.weight"
+    copies = {"model.layers.4.embed_tokens.weight": embedding}
     head = {"model.layers.4.shared_head.head.weight": "lm_head.weight"}
     assert Tensors(from_config(deepseek)).map_copies() == copies | head
     tied = Tensors(from_config(deepseek | {"tie_word_embeddings": True})).map_copies()
-    assert tied == dict.fromkeys([*copies, *head, "lm_head.weight"], "model.embed_tokens.weight")
-    assert Tensors(from_config(CONFIGS["mimo"])).map_copies() == {
-        "lm_head.weight": "model.embed_tokens.weight"
-    }
+    assert tied == dict.fromkeys([*copies, *head, "lm_head.weight"], embedding)
+    assert Tensors(from_config(CONFIGS["mimo"])).map_copies() == {"lm_head.weight": embedding}
 
 
 @pytest.mark.parametrize(
