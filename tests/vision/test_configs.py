@@ -65,7 +65,7 @@ def test_embeddings_are_tied_as_in_transformers(case, said, of_text):
         section.pop("tie_word_embeddings", None)
         section |= {} if value is None else {"tie_word_embeddings": value}
     if said is None and of_text and case.family != "qwen2_5_vl":
-        assert "tie_word_embeddings None: text_config says true" in violations(config)
+        assert "tie_word_embeddings" in violations(config)
         return
     with torch.device("meta"):
         theirs = transformers.AutoModelForImageTextToText.from_config(reference._config(Case("", config)))
@@ -73,10 +73,12 @@ def test_embeddings_are_tied_as_in_transformers(case, said, of_text):
     assert from_config(config).tied_embeddings == (theirs.lm_head.weight is embedding)
 
 
-def test_experts_whose_weights_do_not_sum_to_one_are_refused():
+def test_experts_whose_weights_do_not_sum_to_one_are_refused(messages):
     config = copy.deepcopy(next(case.config for case in CASES if case.family == "qwen3_vl_moe"))
     config["text_config"]["norm_topk_prob"] = False
-    assert "text_config.norm_topk_prob False: the weights of a token's experts" in violations(config)
+    violation = violations(config)
+    assert "norm_topk_prob" in violation
+    messages(violation)
 
 
 @pytest.mark.parametrize("depth", [7, 20, 32])

@@ -94,20 +94,22 @@ def test_what_is_shown_stands_before_a_prompt_without_marks(model, tmp_path):
         "image": [tmp_path / "a.png", tmp_path / "b.png"],
         "video": [directory / "images" / "file of 4.webp"],
     }
-    plain = prompts.build_prompt("which?", files)
-    assert plain.ids == prompts.build_prompt("<image><image><video>which?", files).ids
-    assert plain.ids != prompts.build_prompt("<video><image>which?<image>", files).ids
+    plain, before, around = (
+        prompts.build_prompt(text, files).ids
+        for text in ("which?", "<image><image><video>which?", "<video><image>which?<image>")
+    )
+    assert plain == before != around
     assert prompts.build_prompt("is <image> a mark?", {"image": [], "video": []}).visual_inputs is None
     for text, shown, why in (
-        ("<image>?", files, "--image: names 2, .* 1 places"),
+        ("<image>?", files, "--image"),
         ("?", {"image": [tmp_path / "none.png"]}, "No such file"),
-        ("?", {"video": [tmp_path / "a.png"]}, "whose frames have no durations"),
+        ("?", {"video": [tmp_path / "a.png"]}, "durations"),
     ):
         with pytest.raises(UsageError, match=why):
             prompts.build_prompt(text, shown)
 
 
-def test_a_model_of_text_is_shown_nothing(model, tmp_path):
+def test_a_model_of_text_is_shown_nothing(model, tmp_path, messages):
     _, directory, _ = model
     shutil.copytree(
         directory / "tokenizer", tmp_path / "text", ignore=shutil.ignore_patterns("*.safetensors")
@@ -116,10 +118,12 @@ def test_a_model_of_text_is_shown_nothing(model, tmp_path):
     text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "text" / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 64}))
     prompts = Prompts.from_directory(tmp_path / "text")
-    with pytest.raises(UsageError, match="has images, and the model sees none"):
+    with pytest.raises(UsageError, match="images") as error:
         prompts.build_prompt("?", {"image": [directory / "images" / "still.png"]})
+    messages(error.value)
     (tmp_path / "text" / "chat_template.jinja").unlink()
-    with pytest.raises(UsageError, match="without a chat template it is shown nothing"):
+    with pytest.raises(UsageError, match="chat template") as error:
         Prompts.from_directory(tmp_path / "text").build_prompt(
             "?", {"image": [directory / "images" / "still.png"]}
         )
+    messages(error.value)
