@@ -36,8 +36,9 @@ def test_what_no_part_was_refused_is_proven_on_the_device():
     assert told["passed"] and not told["emulated"] and told["device"] == here.devices[0].name
     seen = told["combination"]
     assert seen["device"] == here.devices[0].name
-    assert seen["proven"] == ["environment", "collectives: hccl adds up int8"]
-    assert seen["command"] == "mcore-bundle doctor --acceptance --backend ascend"
+    environment, collectives = PASSED
+    assert seen["proven"] == [environment.name, f"{collectives.name}: {collectives.result.note}"]
+    assert {"doctor", "--acceptance", "ascend"} <= set(seen["command"].split())
 
 
 def test_what_was_skipped_is_not_proven_and_what_failed_leaves_no_combination():
@@ -63,12 +64,12 @@ def test_a_device_that_is_called_emulated_is_none():
 
 
 def test_an_unfit_environment_is_all_that_is_looked_at(tmp_path: Path):
-    parts = list(
+    (part,) = list(
         run_acceptance(
             CPU, [ok("torch", "there"), fail("megatron-core", "not there", "install it")], tmp_path
         )
     )
-    assert [(part.name, part.result.wrong) for part in parts] == [("environment", "megatron-core: not there")]
+    assert part.name == "environment" and part.result.wrong.startswith("megatron-core: ")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,10 @@ def test_losses_of_other_steps_are_no_answer():
 def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("megatron.core")
     found = acceptance.measure_collectives("cpu", 2)
-    assert found.status == "passed" and "gloo adds up int8" in found.note
+    assert found.status == "passed" and "gloo" in found.note and "int8" in found.note
     monkeypatch.setattr(acceptance, "COLLECTIVES", "tests.verification.leaving:wrong_sum")
-    assert "all_reduce of int8: [3, 7] instead of [3, 6]" in acceptance.measure_collectives("cpu", 2).wrong
+    wrong = acceptance.measure_collectives("cpu", 2).wrong
+    assert "int8" in wrong and "[3, 7]" in wrong and "[3, 6]" in wrong
     assert acceptance.measure_collectives("cpu", 1).skipped == "takes two devices"
 
 

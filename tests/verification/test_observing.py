@@ -53,7 +53,8 @@ def test_why_a_rank_ended_is_its_last_line_and_not_torch_npus(tmp_path: Path):
     of_torch_npu = (
         "[ERROR] 2026-11-22-20:52:56 (PID:7, Device:0, RankID:-1) ERR99999 UNKNOWN applicaiton exception"
     )
-    (tmp_path / "0.err").write_text(f"Traceback:\nEnvironmentUnfit: sees no NPU\n{of_torch_npu}\n")
+    reason = "EnvironmentUnfit: sees no NPU"
+    (tmp_path / "0.err").write_text(f"Traceback:\n{reason}\n{of_torch_npu}\n")
     (tmp_path / "1.err").write_text("killed\n")
     (tmp_path / "2.err").write_text("")
-    assert read_last_lines(tmp_path) == "EnvironmentUnfit: sees no NPU | killed"
+    assert read_last_lines(tmp_path) == f"{reason} | killed"
