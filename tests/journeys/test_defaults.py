@@ -30,9 +30,10 @@ def test_the_first_loss_is_that_of_the_models_own_tokenizer_and_template(tmp_pat
     assert checked["training"] == 1, "all rows are one pack"
     assert {each["key"]: each["origin"] for each in checked["settings"]}["model.dtype"].startswith("--set")
     bundle("train", "mine.yaml", *fp32, cwd=tmp_path)
-    metrics = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    run = tmp_path / "runs/mine"
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = next(line["train/loss"] for line in metrics if "train/loss" in line)
     assert first == pytest.approx(oracle.sft_loss(model, rows, tmp_path), abs=1e-4)
-    written = (tmp_path / "runs/mine/recipe.yaml").read_text()
+    written = (run / "recipe.yaml").read_text()
     assert "tokenizer: hf:model" in written and "lr: 1.0e-05" in written.replace("1e-05", "1.0e-05")
-    assert (tmp_path / "runs/mine/hf/tokenizer.json").is_file()
+    assert (run / "hf/tokenizer.json").is_file()

@@ -86,7 +86,8 @@ def test_the_same_command_resumes_a_run_that_was_interrupted(tmp_path):
     data = checkpoints.write_lines(tmp_path / "rows.jsonl", checkpoints.chats(COUNT))
     words = ["sft", f"--model={model}", f"--data={data}", "--epochs=40"]
     words += sets("train.log_interval=1")
-    metrics = tmp_path / "runs/sft-qwen3/metrics.jsonl"
+    run = tmp_path / "runs/sft-qwen3"
+    metrics = run / "metrics.jsonl"
     command = [sys.executable, "-m", "bundle", *words]
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
     try:
@@ -104,5 +105,5 @@ def test_the_same_command_resumes_a_run_that_was_interrupted(tmp_path):
     assert again[: len(first)] == first
     steps = [line["step"] for line in map(json.loads, again) if "train/loss" in line]
     assert steps == list(range(1, 7 * 40 + 1))
-    assert "--prompt" in said and (tmp_path / "runs/sft-qwen3/hf/model.safetensors").is_file()
+    assert "--prompt" in said and (run / "hf/model.safetensors").is_file()
     bundle(*words, cwd=tmp_path, code=ExitCode.USAGE)
