@@ -67,30 +67,33 @@ def test_every_built_in_recipe_reads_back_as_itself(run):
         assert run.check_start(load(name), Start(resume=True))
 
 
-def test_a_finished_run_is_not_overwritten_by_accident(run):
+def test_a_finished_run_is_not_overwritten_by_accident(run, messages):
     run.write_start(recipe(), {}, {})
     finish(run)
-    with pytest.raises(UsageError, match="finished; --fresh overwrites it, --resume"):
+    with pytest.raises(UsageError, match=r"--fresh .*--resume") as error:
         begin(run)
+    messages(error.value)
     assert not begin(run, fresh=True)
     assert begin(run, resume=True)
 
 
-def test_a_changed_recipe_is_refused_key_by_key(run):
+def test_a_changed_recipe_is_refused_key_by_key(run, messages):
     train(run)
     with pytest.raises(UsageError) as refused:
         begin(run, "optimizer.lr=0.5", "seed=7", "checkpoint.keep=9", resume=True)
     assert any("optimizer.lr" in line and "0.5" in line for line in refused.value.violations)
     assert any(line.startswith("seed:") for line in refused.value.violations)
     assert len(refused.value.violations) == 2
+    messages(refused.value)
     assert not begin(run, "seed=7", fresh=True)
 
 
-def test_flags_that_make_no_sense_are_refused(run):
-    with pytest.raises(UsageError, match="no run to resume"):
-        begin(run, resume=True)
-    with pytest.raises(UsageError, match="one of them"):
-        begin(run, fresh=True, resume=True)
+@pytest.mark.parametrize("flags", [{"resume": True}, {"fresh": True, "resume": True}])
+def test_flags_that_make_no_sense_are_refused(run, flags, messages):
+    with pytest.raises(UsageError) as error:
+        begin(run, **flags)
+    assert all(flag in str(error.value) for flag in flags)
+    messages(error.value)
 
 
 def test_a_fresh_start_keeps_nothing_of_the_old_run_but_logs(run):
@@ -138,33 +141,35 @@ def test_a_directory_of_somebody_else_is_refused(run, name, flags):
     (run.root / name).parent.mkdir(parents=True, exist_ok=True)
     (run.root / name).write_text("three weeks")
     before = everything(run.root)
-    with pytest.raises(UsageError, match=f"holds {name.split('/')[0]}, but no recipe.yaml"):
+    with pytest.raises(UsageError, match=f"{name.split('/')[0]}, .*recipe.yaml"):
         begin(run, **flags)
     assert everything(run.root) == before
 
 
-def test_a_run_that_lost_its_recipe_is_not_begun_anew(run):
+def test_a_run_that_lost_its_recipe_is_not_begun_anew(run, messages):
     train(run)
     run.recipe.unlink()
-    with pytest.raises(
-        UsageError, match=r"holds checkpoints, job.json, metrics.jsonl, tensorboard, versions.json"
-    ):
+    rest = sorted(path.name for path in run.root.iterdir())
+    with pytest.raises(UsageError, match=", ".join(rest)) as error:
         begin(run)
+    messages(error.value)
 
 
-def test_the_users_own_recipe_is_not_taken_for_a_runs(run):
+def test_the_users_own_recipe_is_not_taken_for_a_runs(run, messages):
     run.root.mkdir()
     run.recipe.write_text("# mine\n" + to_yaml(recipe().dump()))
-    with pytest.raises(UsageError, match=r"holds recipe.yaml, but no recipe.yaml that a run has written"):
+    with pytest.raises(UsageError, match=r"recipe\.yaml") as error:
         begin(run)
+    messages(error.value)
 
 
 def test_where_nothing_was_trained_the_corrected_recipe_just_works(run):
     run.write_start(recipe(), {}, {})
     (run.checkpoints / ".writing-00000005").mkdir(parents=True)
     run.metrics.write_text('{"step": 0, "data/skipped": 3}\n')
-    assert not begin(run, "data.on_error=skip")
-    run.write_start(recipe("data.on_error=skip"), {}, {})
+    corrected = "data.on_error=skip"
+    assert not begin(run, corrected)
+    run.write_start(recipe(corrected), {}, {})
     assert "on_error: skip" in run.recipe.read_text()
     assert not list(run.checkpoints.iterdir())
 
@@ -176,8 +181,9 @@ def test_where_something_was_trained_it_does_not(run, kept):
         (run.checkpoints / kept).mkdir(parents=True)
     else:
         (run.root / kept).write_text('{"step": 3}\n')
-    with pytest.raises(UsageError, match=r"a run of another recipe"):
+    with pytest.raises(UsageError) as error:
         begin(run, "data.on_error=skip")
+    assert [line.partition(":")[0] for line in error.value.violations] == ["data.on_error"]
 
 
 def test_samples_are_another_word_for_steps(run):
@@ -201,20 +207,24 @@ def test_a_run_of_epochs_is_made_longer_by_more_of_them(run):
     with pytest.raises(UsageError, match=r"train\.epochs: 1\.0 -> 1\.5"):
         begin(run, *of[1.5])
     assert begin(run, *of[1.5], resume=True)
-    with pytest.raises(UsageError, match="a run of another recipe"):  # the steps of one epoch are not known
+    with pytest.raises(UsageError) as error:  # the steps of one epoch are not known
         begin(run, "train.steps=10000", resume=True)
+    assert any("10000" in line for line in error.value.violations)
 
 
-def test_a_finished_run_is_made_longer_by_resume_only(run):
+def test_a_finished_run_is_made_longer_by_resume_only(run, messages):
     train(run)
     finish(run)
     longer, shorter = "train.steps=400", "train.steps=200"
     assert run.is_finished(recipe()) and not run.is_finished(recipe(longer))
-    with pytest.raises(UsageError, match=r"--resume takes more train.steps.*\n.*train.steps: 300 -> 400"):
+    with pytest.raises(UsageError, match=r"train\.steps: 300 -> 400") as error:
         begin(run, longer)
-    for overrides in ((shorter,), (longer, "seed=7")):
-        with pytest.raises(UsageError, match="a run of another recipe"):
+    assert "--resume" in str(error.value)
+    messages(error.value)
+    for overrides, change in (((shorter,), "train.steps: 300 -> 200"), ((longer, "seed=7"), "seed:")):
+        with pytest.raises(UsageError, match=change) as error:
             begin(run, *overrides, resume=True)
+        messages(error.value)
     assert begin(run, longer, resume=True)
     assert run.result.exists(), "looking changes nothing"
     run.write_resume(recipe(longer), {}, {})
@@ -231,7 +241,7 @@ def test_a_result_that_says_nothing_else_finishes_a_run(run, text):
     assert run.is_finished(recipe())
 
 
-def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
+def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run, messages):
     train(run)
     rule = {"patience": 2, "min_delta": 0.1}
     run.result.write_text(json.dumps({"step": 100, "early_stop": rule}))
@@ -239,11 +249,12 @@ def test_a_run_that_an_early_stop_has_ended_goes_on_under_another_or_none(run):
     assert run.is_finished(recipe(same)) and run.is_finished(recipe(same, "train.steps=400"))
     for other in ("train.early_stop={patience: 3, min_delta: 0.1}", "train.early_stop=null"):
         assert not run.is_finished(recipe(other)) and begin(run, other, resume=True)
-    with pytest.raises(UsageError, match=r"or with another train\.early_stop where that has ended it"):
+    with pytest.raises(UsageError, match="early_stop") as error:
         begin(run, same)
+    messages(error.value)
 
 
-def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
+def test_a_run_keeps_what_it_began_with(run, tmp_path, messages, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run.write_start(recipe(), {}, {}, Origin.from_start(Start(origin=Path("first"))))
     run.metrics.write_text('{"step": 1}\n')
@@ -251,40 +262,44 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, monkeypatch):
     assert begin(run), "a scheduler may leave it out"
     assert begin(run, origin=Path("first"))
     assert begin(run, origin=tmp_path / "first", resume=True)
-    with pytest.raises(UsageError, match=rf"began with {tmp_path}/first, not with {tmp_path}/second: leave"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/second: ") as error:
         begin(run, origin=Path("second"))
-    with pytest.raises(
-        UsageError, match=rf"with {tmp_path}/first, not with the weights of {tmp_path}/first:"
-    ):
+    messages(error.value)
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first: ") as error:
         begin(run, origin=Path("first"), weights_only=True)
+    messages(error.value)
     assert not begin(run, origin=Path("second"), fresh=True)
     run.write_start(recipe(), {}, {})
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() is None
-    with pytest.raises(UsageError, match=rf"began anew, not with {tmp_path}/first"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/first") as error:
         begin(run, origin=Path("first"))
+    messages(error.value)
 
 
-def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path):
+def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path, messages):
     start = Start(origin=tmp_path / "first", weights_only=True)
     run.write_start(recipe(), {}, {}, Origin.from_start(start))
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() == Origin(tmp_path / "first", weights_only=True)
     assert begin(run) and run.check_start(recipe(), start)
-    with pytest.raises(UsageError, match=rf"began with the weights of {tmp_path}/first, not with {tmp_path}"):
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first: ") as error:
         begin(run, origin=tmp_path / "first")
+    messages(error.value)
 
 
-def test_weights_alone_are_those_of_a_checkpoint():
-    with pytest.raises(UsageError, match="--weights-only takes the weights of a checkpoint: name that"):
+def test_weights_alone_are_those_of_a_checkpoint(messages):
+    with pytest.raises(UsageError, match="--from") as error:
         Start(weights_only=True)
+    messages(error.value)
 
 
-def test_a_fresh_start_does_not_remove_what_it_begins_with(run):
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-00000001"])
+def test_a_fresh_start_does_not_remove_what_it_begins_with(run, name, messages):
     train(run)
-    for start_from in (run.root, run.checkpoints, run.checkpoints / "step-00000001"):
-        with pytest.raises(UsageError, match="--fresh would remove"):
-            begin(run, fresh=True, origin=start_from)
+    with pytest.raises(UsageError, match="--fresh") as error:
+        begin(run, fresh=True, origin=run.root / name)
+    messages(error.value)
 
 
 def test_a_start_that_was_interrupted_is_no_run(run, monkeypatch):
@@ -322,13 +337,14 @@ with RunDirectory(Path(sys.argv[1])).hold_lock():
 """
 
 
-def test_a_file_system_without_locks_is_one_clear_error(run, monkeypatch):
+def test_a_file_system_without_locks_is_one_clear_error(run, messages, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UsageError, match=r"locks no files .Function not implemented"), run.hold_lock():
+    with pytest.raises(UsageError, match=os.strerror(errno.ENOSYS)) as error, run.hold_lock():
         pass
+    messages(error.value)
 
 
 def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
@@ -338,10 +354,7 @@ def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
     try:
         assert holder.stdout
         assert holder.stdout.readline() == "held\n"
-        with (
-            pytest.raises(UsageError, match=f"another run is using it .process {holder.pid} on "),
-            run.hold_lock(),
-        ):
+        with pytest.raises(UsageError, match=f"process {holder.pid} on "), run.hold_lock():
             pass
     finally:
         holder.kill()
@@ -397,7 +410,7 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     for path in exported:
         (path / "config.json").write_text("{}")
     (run.root / "hf-notes").mkdir()
-    with pytest.raises(UsageError, match="this run is finished"):
+    with pytest.raises(UsageError, match="--fresh"):
         begin(run, "checkpoint.export=hf")
     assert not begin(run, fresh=True)
     run.write_start(recipe(), {}, {})
@@ -405,19 +418,21 @@ def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):
     assert (run.root / "hf-notes").is_dir(), "which no run has made"
 
 
-def test_exports_alone_are_no_run_of_ours(run):
+def test_exports_alone_are_no_run_of_ours(run, messages):
     run.build_export_path("hf", 20).mkdir(parents=True)
     (run.build_export_path("hf", 20) / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"holds hf-00000020, but no recipe\.yaml"):
+    with pytest.raises(UsageError, match="hf-00000020") as error:
         begin(run)
+    messages(error.value)
 
 
 @pytest.mark.parametrize("flags", [{}, {"fresh": True}, {"resume": True}])
-def test_a_run_does_not_begin_with_what_it_would_replace(run, flags):
+def test_a_run_does_not_begin_with_what_it_would_replace(run, flags, messages):
     train(run)
     run.build_export_path("hf").mkdir()
     (run.build_export_path("hf") / "config.json").write_text(json.dumps(recipe().model.config))
     shutil.copytree(run.build_export_path("hf"), run.build_export_path("hf", 20))
     for own in (run.build_export_path("hf"), run.build_export_path("hf", 20)):
-        with pytest.raises(UsageError, match="is where this run would export to"):
+        with pytest.raises(UsageError, match=str(own)) as error:
             begin(run, f"model.path={own}", **flags)
+        messages(error.value)
