@@ -56,7 +56,8 @@ def test_a_line_that_is_no_report_is_told(tmp_path, line):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n\n")
-    assert read_run(run).unread == ("metrics.jsonl: 1 lines are no report",)
+    (reason,) = read_run(run).unread
+    assert reason.startswith("metrics.jsonl: 1 ")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "\0"])
@@ -64,7 +65,8 @@ def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}])
     (run / "job.json").write_text(text)
     found = read_run(run)
-    assert found.unread == ("job.json: no JSON object",) and found.plan == {}
+    (reason,) = found.unread
+    assert reason.startswith("job.json: ") and found.plan == {}
     assert found.find_plan_value("layout", "axes") is None
 
 
@@ -82,8 +84,18 @@ def test_a_file_that_is_no_object_is_told_and_left_out(tmp_path, text):
 def test_a_plan_of_another_form_is_told_and_left_out(tmp_path, plan):
     run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}], plan=plan, result={"ended": "last step"})
     found = read_run(run)
-    assert found.unread == ("job.json: no job as a launcher writes it",) and found.plan == {}
+    (reason,) = found.unread
+    assert reason.startswith("job.json: ") and found.plan == {}
     assert "last step" in render_page([found])
+
+
+@pytest.mark.parametrize("job", ["{", '{"recipe": null, "plan": {"stages": [1]}}'], ids=["half", "form"])
+def test_what_is_left_out_is_told_by_its_file(tmp_path, job, messages):
+    run = write(tmp_path / "run", [{"step": 1, "train/loss": 1}, {"train/loss": 1}])
+    (run / "job.json").write_text(job)
+    told = read_run(run).unread
+    assert {reason.partition(": ")[0] for reason in told} == {"metrics.jsonl", "job.json"}
+    messages("\n".join(told))
 
 
 def test_a_value_of_the_plan_is_found_by_its_keys(tmp_path):
@@ -99,11 +111,11 @@ def test_a_value_of_the_plan_is_found_by_its_keys(tmp_path):
     )
 
 
-def test_where_no_run_is_the_message_says_what_to_give(tmp_path):
-    with pytest.raises(UsageError, match=r"metrics\.jsonl: No such file.*give the directory of a run"):
-        read_run(tmp_path)
-    with pytest.raises(UsageError, match="no numbers yet"):
-        read_run(write(tmp_path / "run", []))
+def test_where_no_run_is_the_message_says_what_to_give(tmp_path, messages):
+    for directory in (tmp_path, write(tmp_path / "run", [])):
+        with pytest.raises(UsageError, match=f"{directory}/metrics.jsonl: ") as error:
+            read_run(directory)
+        messages(error.value)
 
 
 @pytest.mark.parametrize("count", [MAX_POINTS, MAX_POINTS + 1, 3 * MAX_POINTS + 7, 1_000_003])
