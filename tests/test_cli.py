@@ -41,7 +41,7 @@ def test_unknown_verb_is_a_usage_error_that_names_those_there_are():
 def test_a_verb_s_help_names_the_whole_command():
     result = run("patches", "plan", "--help")
     assert result.returncode == 0
-    assert result.stdout.startswith("Usage: mcore-bundle patches plan [OPTIONS]")
+    assert result.stdout.split()[1:4] == ["mcore-bundle", "patches", "plan"]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def test_the_page_lists_every_code():
 
 
 def test_an_error_lists_every_violation():
-    error = UsageError("two things are wrong", ["this", "that"])
-    assert str(error).splitlines() == ["two things are wrong", "  - this", "  - that"]
+    error = UsageError("both are wrong", ["this", "that"])
+    assert str(error).splitlines() == ["both are wrong", "  - this", "  - that"]
     assert error.code == 2
 
 
@@ -47,5 +47,5 @@ def test_what_is_wrong_with_a_document_is_said_by_key_and_takes_over_no_terminal
     with pytest.raises(ValidationError) as refused:
         Pin.model_validate({"versions": {"a\x1b[31m": "x"}, "b" * 1000: 1})
     first, second = format_validation_errors(refused.value)
-    assert first.startswith(r"versions.a\x1b[31m: Input should be a valid integer")
-    assert second == f"{'b' * 200}: Extra inputs are not permitted"
+    assert first.startswith(r"versions.a\x1b[31m: ")
+    assert second.startswith(f"{'b' * 200}: ")
