@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.report.runs import write
 
 FETCH = re.compile(r"<(script|link|img|iframe)[^>]*(src|href)=")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-PLAN = {
+PLAN: dict[str, Any] = {
     "layout": {"world": 16, "axes": {"tp": {"size": 4}, "cp": {"size": 1}, "dp": {"size": 4}}},
     "hardware": {"backend": "cuda", "devices": [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]},
     "megatron": {"version": "0.17.1"},
