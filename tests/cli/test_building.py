@@ -34,7 +34,7 @@ def test_the_longest_row_decides_the_length_and_the_task_the_epochs(model, chats
     assert recipe.data.sequence_length == 64 and 32 < lengths.max() <= 64
     assert (recipe.task, recipe.train.epochs, recipe.train.global_batch_size) == ("sft", 3, 1)
     assert (recipe.name, recipe.model.weights) == ("run", "load")
-    assert TaskSpec("dpo", "hub/Tiny_Qwen3!", [], lora=True).name == "dpo-lora-tiny_qwen3-"
+    assert TaskSpec("dpo", "hub/Tiny_3!", [], lora=True).name == "dpo-lora-tiny_3-"
 
 
 def test_more_data_makes_longer_packs_and_larger_batches(model, tmp_path):
@@ -66,10 +66,12 @@ def test_defaults_that_decide_the_training_are_choices_with_their_origin(model, 
     assert found["checkpoint.export"].value == built.recipe.checkpoint.export == "hf"
 
 
-def test_a_row_beyond_the_models_positions_is_named(model, chats, tmp_path):
+def test_a_row_beyond_the_models_positions_is_named(model, chats, tmp_path, messages):
     chats.write_text(chats.read_text() + json.dumps(checkpoints.chats(200)[-1]) + "\n")
-    with pytest.raises(BundleError, match=r"chats.jsonl:9.*data.truncation"):
+    with pytest.raises(BundleError, match=r"data\.truncation") as error:
         build(tmp_path, data=chats, model=model)
+    assert f"{chats}:9" in str(error.value)
+    messages(error.value)
     deleted = build(tmp_path, "data.truncation=delete", data=chats, model=model)
     assert deleted.corpus.left_out.deleted == 1 and deleted.recipe.data.sequence_length == 64
 

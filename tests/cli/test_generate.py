@@ -16,7 +16,8 @@ from bundle.errors import UsageError
 from tests.data.chat import SIMPLE, directory
 from tests.training import command
 
-ROWS = {"What is red?": "A poppy in June.", "What is blue?": "Nobody knows: ask again."}
+RED, BLUE = "What is red?", "What is blue?"
+ROWS = {RED: "A poppy in June.", BLUE: "Nobody knows: ask again."}
 MODEL = {
     "model_type": "qwen3",
     "vocab_size": 300,
@@ -94,9 +95,9 @@ def test_what_was_learned_is_said(run, capfd):
 
 @pytest.mark.world
 def test_a_checkpoint_and_one_prompt_are_enough(run, capfd):
-    code, out, err = generate(capfd, run / "checkpoints" / "step-00000070", "--prompt=What is red?")
-    assert (code, out.strip()) == (0, "A poppy in June."), err
-    code, out, _ = generate(capfd, run, "--prompt=What is red?", "--max-tokens=7")
+    code, out, err = generate(capfd, run / "checkpoints" / "step-00000070", f"--prompt={RED}")
+    assert (code, out.strip()) == (0, ROWS[RED]), err
+    code, out, _ = generate(capfd, run, f"--prompt={RED}", "--max-tokens=7")
     assert (code, out.rstrip("\n")) == (0, "A poppy")
 
 
@@ -185,10 +186,10 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     other = dict(zip(ROWS, reversed(ROWS.values()), strict=True))
     lora = train(tmp_path, data, other, **sections, checkpoint={"interval": 0, "export": "peft"})
     exported = (lora / "peft").rename(tmp_path / "peft")
-    code, out, err = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20", "--json")
+    code, out, err = generate(capfd, lora, f"--prompt={BLUE}", "--max-tokens=20", "--json")
     assert code == 0, err
     writer = Prompts.from_directory(base)
-    ids = torch.tensor([list(writer.build_prompt("What is blue?", {}).ids)])
+    ids = torch.tensor([list(writer.build_prompt(BLUE, {}).ids)])
     opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = {
         "do_sample": False,
@@ -204,23 +205,23 @@ def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     answer = wanted[:-1] if wanted[-1] in writer.end_tokens else wanted
     assert wanted != alone, "the adapter changes the answer"
     assert (found["answer"], found["tokens"]) == (writer.tokenizer.decode(answer), len(wanted))
-    code, streamed, _ = generate(capfd, lora, "--prompt=What is blue?", "--max-tokens=20")
+    code, streamed, _ = generate(capfd, lora, f"--prompt={BLUE}", "--max-tokens=20")
     assert (code, streamed) == (0, f"{found['answer']}\n")
     (weights,) = base.glob("*.safetensors")
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
     weights.write_bytes(content)
-    code, out, err = generate(capfd, lora, "--prompt=What is blue?")
+    code, out, err = generate(capfd, lora, f"--prompt={BLUE}")
     assert (code, out) == (2, "") and weights.name in err, "other weights than it was trained beside"
 
 
 @pytest.mark.world
 def test_what_is_drawn_comes_from_the_seed(run, capfd):
-    hot = ("--prompt=What is red?", "--temperature=3", "--max-tokens=40")
+    hot = (f"--prompt={RED}", "--temperature=3", "--max-tokens=40")
     one, same, other = (generate(capfd, run, *hot, f"--seed={seed}") for seed in (1, 1, 2))
     assert one == same and one[1] != other[1]
     # So little mass is the likeliest token, however hot.
-    assert generate(capfd, run, *hot[:2], "--top-p=0.0001")[1].strip() == "A poppy in June."
+    assert generate(capfd, run, *hot[:2], "--top-p=0.0001")[1].strip() == ROWS[RED]
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +236,8 @@ def chatting(tmp_path_factory) -> Path:
 @pytest.mark.world
 @pytest.mark.parametrize("part", ["", "hf"])
 def test_a_run_and_its_export_answer_by_the_chat_template(chatting, part, capfd):
-    code, out, err = generate(capfd, chatting / part, "--prompt=What is blue?")
-    assert (code, out) == (0, "Nobody knows: ask again.\n"), err
+    code, out, err = generate(capfd, chatting / part, f"--prompt={BLUE}")
+    assert (code, out) == (0, f"{ROWS[BLUE]}\n"), err
 
 
 @pytest.mark.world
@@ -247,8 +248,8 @@ def test_an_answer_ends_where_its_directory_ends_it_and_with_its_turn(chatting, 
     shutil.copytree(chatting / "hf", copy := tmp_path / "copy")
     ids = AutoTokenizer.from_pretrained(copy).encode("Nobody knows:", add_special_tokens=False)
     config = json.loads((copy / "generation_config.json").read_text())
-    asking = (copy, "--prompt=What is blue?")
-    for own, answer in ((form(ids[-1]), "Nobody knows:"), (None, "Nobody knows: ask again.")):
+    asking = (copy, f"--prompt={BLUE}")
+    for own, answer in ((form(ids[-1]), "Nobody knows:"), (None, ROWS[BLUE])):
         (copy / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": own}))
         code, out, err = generate(capfd, *asking)
         assert (code, out) == (0, f"{answer}\n"), err
@@ -269,10 +270,11 @@ def test_a_directory_without_one_of_its_tensors_is_not_asked(chatting, tmp_path,
     shutil.copytree(chatting / "hf", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = safetensors.load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    *_, lost = sorted(tensors)
+    del tensors[lost]
     safetensors.save_file(tensors, file, {"format": "pt"})
-    code, out, err = generate(capfd, tmp_path / "hf", "--prompt=What is blue?")
-    assert code == 2 and not out and "model.layers.1.mlp.up_proj.weight" in err
+    code, out, err = generate(capfd, tmp_path / "hf", f"--prompt={BLUE}")
+    assert code == 2 and not out and lost in err
 
 
 @pytest.mark.world
@@ -300,5 +302,5 @@ def test_a_directory_that_is_not_there_is_refused_before_torch_is_imported(tmp_p
 def test_what_is_no_run_is_said(tmp_path, capfd):
     pytest.importorskip("torch")
     code, _, err = generate(capfd, tmp_path / "none", "--prompt=a")
-    assert code == 2 and f"{tmp_path / 'none'}: there is no" in err and "Warning" not in err
+    assert code == 2 and f"{tmp_path / 'none'}: " in err and "Warning" not in err
     assert generate(capfd, tmp_path)[0] == 2  # nothing is asked

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,58 +26,60 @@ def run(*words, cwd, code=0, **environment):
     return done.stdout + done.stderr
 
 
+def select_problems(said):
+    """What is against the job, without the plan above it."""
+    return said.rpartition("\nproblems ")[2].strip()
+
+
 def sets(*overrides):
     return [word for override in overrides for word in ("--set", override)]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_everything_that_is_missing_is_said_at_once_and_nothing_is_made(verb, tmp_path):
+def test_everything_that_is_missing_is_said_at_once_and_nothing_is_made(verb, tmp_path, messages):
     (tmp_path / "runs").write_text("a file where runs would live")
     (tmp_path / "empty").mkdir()
     missing = sets("data.path=[nowhere, no/*.txt, empty]", "data.tokenizer=hf:empty")
     said = run(verb[0], "demo", *verb[1:], *missing, cwd=tmp_path, code=2)
     for part in (
-        "data.path nowhere: no such file",
-        "data.path no/*.txt: no such file",
-        "data.path empty: no such file, or no files",
-        "data.tokenizer: empty holds no tokenizer",
-        "run directory runs/demo:",
+        *("data.path nowhere:", "data.path no/*.txt:", "data.path empty:"),
+        *("data.tokenizer: empty ", "run directory runs/demo:"),
     ):
         assert part in said
     assert "Traceback" not in said and sorted(os.listdir(tmp_path)) == ["empty", "runs"]  # noqa: PTH208
-    assert "data.tokenizer: gone" in run(
-        verb[0], "demo", *verb[1:], *sets("data.tokenizer=hf:gone"), cwd=tmp_path, code=2
-    )
+    messages(select_problems(said))
+    said = run(verb[0], "demo", *verb[1:], *sets("data.tokenizer=hf:gone"), cwd=tmp_path, code=2)
+    assert "data.tokenizer: gone" in said
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    for flags in (["--dry-run"], []):
-        said = run("train", "demo", "--from", "gone", *flags, cwd=tmp_path, code=2)
-        assert "--from gone: there is no such checkpoint" in said
+@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=" ".join)
+def test_a_checkpoint_that_is_not_there(flags, tmp_path, messages):
+    said = run("train", "demo", "--from", "gone", *flags, cwd=tmp_path, code=2)
+    assert "--from gone: " in said
+    messages(said)
 
 
 @pytest.mark.parametrize("verb", ["plan", "check"])
-def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb):
+def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb, messages):
     kept_by(tmp_path / "before", load("demo"), 7)
     few = sets(
         "data.path=[text.txt]", "data.validation=0", "train.global_batch_size=2", "train.micro_batch_size=1"
     )
     (tmp_path / "text.txt").write_text("a" * 2000)
-    said = run(verb, "demo", "--from", "before", *few, cwd=tmp_path)
-    assert "step-00000007: weights, optimizer and progress, which go on with the same data" in said
-    flags = ["--from", "before", "--weights-only", *few]
-    said = run(verb, "demo", *flags, cwd=tmp_path)
-    assert (
-        "weights" in said and "the weights of before/checkpoints/step-00000007; optimizer, schedule" in said
-    )
-    assert "--from gone: there is no such checkpoint" in run(
-        verb, "demo", "--from", "gone", *few, cwd=tmp_path, code=2
-    )
+    whole, alone = ["--from", "before", *few], ["--from", "before", "--weights-only", *few]
+    for flags in (whole, alone):
+        said = run(verb, "demo", *flags, cwd=tmp_path)
+        (line,) = [line for line in said.splitlines() if "before/checkpoints/step-00000007" in line]
+        messages(line)
+    said = run(verb, "demo", "--from", "gone", *few, cwd=tmp_path, code=2)
+    assert "--from gone: " in said
     other = sets("model.config.num_hidden_layers=3")
-    said = run(verb, "demo", *flags, *other, cwd=tmp_path, code=2)
-    assert "step-00000007 holds another model than the recipe's" in said
-    assert "num_layers: 4 in the checkpoint, 3 in the recipe" in said
-    assert "name that with --from" in run(verb, "demo", "--weights-only", *few, cwd=tmp_path, code=2)
+    said = run(verb, "demo", *alone, *other, cwd=tmp_path, code=2)
+    assert "step-00000007" in said and re.search(r"\bnum_layers: 4 .* 3 ", said)
+    messages(select_problems(said))
+    said = run(verb, "demo", "--weights-only", *few, cwd=tmp_path, code=2)
+    assert "--weights-only" in said and "--from" in said
+    messages(said)
 
 
 def problems(directory, *overrides):
@@ -85,7 +88,7 @@ def problems(directory, *overrides):
     ]
 
 
-def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch):
+def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch, messages):
     assert problems(tmp_path / "a" / "b") == []
     asked: list[tuple[Path, int]] = []
 
@@ -95,8 +98,9 @@ def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "access", refused)
     ((code, text),) = problems(tmp_path / "a" / "b")
-    assert code == 3 and f"{tmp_path} may not be written to" in text and "--run-directory" in text
+    assert code == 3 and f"{tmp_path} " in text and "--run-directory" in text
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    messages(text)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
@@ -105,10 +109,11 @@ def test_a_run_directory_that_is_no_name(name):
     assert code == 2 and text.startswith("run directory ")
 
 
-def test_a_dangling_link_is_no_run_directory(tmp_path):
+def test_a_dangling_link_is_no_run_directory(tmp_path, messages):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     ((code, text),) = problems(tmp_path / "link" / "run")
-    assert code == 2 and text.endswith(f"{tmp_path / 'link'} is no directory")
+    assert code == 2 and f"{tmp_path / 'link'} " in text
+    messages(text)
 
 
 def test_packages_that_the_data_needs(tmp_path, monkeypatch):
@@ -119,7 +124,7 @@ def test_packages_that_the_data_needs(tmp_path, monkeypatch):
     assert [code for code, text in problems(tmp_path, *overrides) if "[data]" in text] == [3, 3]
 
 
-def test_a_python_without_torch_is_3_with_doctors_fix(tmp_path):
+def test_a_python_without_torch_is_3_with_doctors_fix(tmp_path, messages):
     """The packages hidden as where they are not installed: a directory of links to all others."""
     site = tmp_path / "site"
     site.mkdir()
@@ -130,8 +135,9 @@ def test_a_python_without_torch_is_3_with_doctors_fix(tmp_path):
     command = [sys.executable, "-S", "-c", line, f"{ROOT}:{site}", "train", "demo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
-    assert "torch: not installed" in done.stderr and "pip install 'mcore-bundle[cpu]'" in done.stderr
+    assert "torch: " in done.stderr and "mcore-bundle[cpu]" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
+    messages(done.stderr)
 
 
 PLANNED = [
@@ -166,16 +172,17 @@ def test_the_command_of_a_plan_starts_what_was_planned(words, tmp_path):
 def test_the_command_for_another_machine_says_its_backend(hardware, backend, tmp_path):
     words = "demo", *sets("train.global_batch_size=64"), "--mcore", "0.16.1"
     said = run("plan", *words, "--hardware", hardware, cwd=tmp_path)
-    assert f"--backend {backend}" in said and f"for {hardware}: neither this machine nor the files" in said
-    assert ("trained on emulated NPUs only" in said) is (backend == "ascend")
+    assert f"--backend {backend}" in said and f"for {hardware}: " in said
+    assert ("emulated" in said) is (backend == "ascend")
 
 
-def test_what_a_starter_says_of_the_ranks_of_a_node_holds(tmp_path):
+def test_what_a_starter_says_of_the_ranks_of_a_node_holds(tmp_path, messages):
     words = "train", "demo", "--dry-run", *sets("train.global_batch_size=32")
     kubeflow = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}
     assert "--nproc-per-node=4" in run(*words, cwd=tmp_path, **kubeflow)
     said = run(*words, *sets("devices.per_node=2"), cwd=tmp_path, code=2, **kubeflow)
-    assert "devices.per_node: 2, but pet, which starts this, says 4" in said
+    assert "devices.per_node: 2," in said and said.endswith(" 4\n")
+    messages(said)
 
 
 def test_the_ascend_operator_s_list_of_devices_is_what_a_node_starts(tmp_path):
@@ -185,7 +192,8 @@ def test_the_ascend_operator_s_list_of_devices_is_what_a_node_starts(tmp_path):
     assert "--nproc-per-node=4" in run(*words, cwd=tmp_path, **node)
 
 
-def test_a_recipe_for_two_machines_is_not_started_on_one(tmp_path):
+def test_a_recipe_for_two_machines_is_not_started_on_one(tmp_path, messages):
     words = "train", "demo", *sets("devices.nodes=2", "train.micro_batch_size=4")
     said = run(*words, cwd=tmp_path, code=2)
-    assert "devices.nodes=2, but which of them this is is not said: say --node-rank" in said
+    assert "devices.nodes=2" in said and "--node-rank" in said
+    messages(said)

@@ -32,13 +32,13 @@ def test_a_closed_pipe_changes_neither_the_code_nor_what_is_said(verb, tmp_path)
 
 
 @pytest.mark.parametrize("verb", ["--help", "plan demo --mcore 0.16.1 --json", "recipes list"])
-def test_output_without_room_is_one_line_and_1(verb, tmp_path):
+def test_output_without_room_is_one_line_and_1(verb, tmp_path, messages):
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(
             [*BUNDLE, *verb.split()], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
         )
-    assert ran.returncode == 1
-    assert ran.stderr.decode() == "mcore-bundle: standard output cannot be written: No space left on device\n"
+    assert (ran.returncode, ran.stderr.count(b"\n")) == (1, 1)
+    messages(ran.stderr.decode())
 
 
 def test_errors_without_room_keep_their_code(tmp_path):
@@ -52,21 +52,22 @@ def test_closed_standard_streams(tmp_path):
     assert subprocess.run(["/bin/sh", "-c", line], cwd=tmp_path, timeout=60).returncode == 0
 
 
-def test_characters_that_the_locale_lacks_are_escaped(tmp_path):
+def test_characters_that_the_locale_lacks_are_escaped(tmp_path, messages):
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     ran = subprocess.run(
         [*BUNDLE, "plan", "démo"], env=environment, capture_output=True, cwd=tmp_path, timeout=60
     )
-    assert ran.returncode == 2 and ran.stderr.startswith(b"mcore-bundle: no recipe named 'd\\xe9mo'")
+    assert ran.returncode == 2 and b"'d\\xe9mo'" in ran.stderr
+    messages(ran.stderr.decode().splitlines()[0])
 
 
 @pytest.mark.parametrize(
     "verb", ["doctor", "plan demo", "patches plan", "train demo --dry-run", "recipes list"]
 )
-def test_a_working_directory_that_is_gone_is_one_line_and_3(verb, tmp_path):
+def test_a_working_directory_that_is_gone_is_one_line_and_3(verb, tmp_path, messages):
     gone = tmp_path / "gone"
     gone.mkdir()
     line = f"rmdir {gone} && exec {sys.executable} -P -m bundle {verb}"
     ran = subprocess.run(["/bin/sh", "-c", line], cwd=gone, capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 3
-    assert ran.stderr == "mcore-bundle: the working directory is gone: change into one that is there\n"
+    assert (ran.returncode, ran.stderr.count("\n")) == (3, 1)
+    messages(ran.stderr)

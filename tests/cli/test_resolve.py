@@ -34,17 +34,17 @@ def test_constraints_pin_one_release_of_what_was_asked_for(minor: str):
 
 def test_what_an_image_pins_otherwise_and_nobody_ran_is_told():
     said = resolve("--mcore", "0.16.1", "--backend", "cuda").stdout
-    assert "asked for" in said and "the image stack cuda-mcore0.16 pins" in said
+    assert "asked for" in said and "cuda-mcore0.16" in said
     assert requirements(said)["transformer-engine"] == "==2.14.1"
 
 
 def test_what_was_never_seen_together_prints_no_constraints_and_names_the_nearest():
     ran = resolve("--mcore", "0.17", "--backend", "cuda")
     assert (ran.returncode, ran.stdout) == (3, "")
-    assert (
-        "megatron-core 0.17 was never seen on cuda; nearest:\n  - cuda: megatron-core 0.16.1, " in ran.stderr
-    )
-    assert "  - cpu: megatron-core 0.17.1, " in ran.stderr
+    first, nearest, *others = ran.stderr.splitlines()
+    assert "megatron-core 0.17 " in first
+    assert nearest.startswith("  - cuda: megatron-core 0.16.1, ")
+    assert any(line.startswith("  - cpu: megatron-core 0.17.1, ") for line in others)
 
 
 def test_json_says_the_same():
@@ -58,7 +58,7 @@ def test_json_says_the_same():
 
 
 def test_what_ran_on_stand_ins_says_so():
-    assert "# emulated: the vendor's libraries were stand-ins" in resolve("--backend", "ascend").stdout
+    assert "# emulated: " in resolve("--backend", "ascend").stdout
 
 
 @pytest.mark.parametrize("args", [("--backend", "rocm"), ("--mcore", "new", "--backend", "cpu")])

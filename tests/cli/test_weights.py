@@ -37,13 +37,19 @@ def said(capfd):
     return lambda: capfd.readouterr()
 
 
-def test_check_says_that_all_is_there(tmp_path, said):
+def shorten(error: str) -> str:
+    """The first two lines of a message that names many tensors, and its last one."""
+    lines = error.splitlines()
+    return "\n".join([*lines[:2], lines[-1]])
+
+
+def test_check_says_that_all_is_there(tmp_path, said, messages):
     write(tmp_path / "model", shards=2)
     assert run("check", tmp_path / "model") == 0
-    assert "all of this qwen2 model" in said().out
+    messages(said().out)
 
 
-def test_check_says_all_that_is_wrong_at_once(tmp_path, said):
+def test_check_says_all_that_is_wrong_at_once(tmp_path, said, messages):
     place = tmp_path / "model"
     (of,) = write(place).values()
     renamed = {key.replace("layers.3.", "layers.9."): value for key, value in of.items()}
@@ -52,8 +58,8 @@ def test_check_says_all_that_is_wrong_at_once(tmp_path, said):
     write_file(place / "model.safetensors", renamed)
     assert run("check", place) == 2
     error = said().err
-    assert "model.layers.3.mlp.down_proj.weight is missing" in error
-    assert "model.layers.9.mlp.down_proj.weight is no tensor of this model" in error
+    assert set(re.findall(r"layers\.\d", error)) == {"layers.3", "layers.9"}
+    messages(shorten(error))
 
 
 def job_of(place: Path, model: dict, tokenizer: str = "hf:none") -> Path:
@@ -68,7 +74,7 @@ def job_of(place: Path, model: dict, tokenizer: str = "hf:none") -> Path:
     return place
 
 
-def test_check_holds_a_directory_against_the_recipes_own_model(tmp_path, said):
+def test_check_holds_a_directory_against_the_recipes_own_model(tmp_path, said, messages):
     """Which may name a directory of its own: that one's config counts, not that of what is checked."""
     write(tmp_path / "model")
     write(tmp_path / "theirs", shards=2)
@@ -79,29 +85,35 @@ def test_check_holds_a_directory_against_the_recipes_own_model(tmp_path, said):
     for model in ({"path": str(own)}, {"config": other}):
         assert run("check", tmp_path / "model", job_of(tmp_path / "job.yaml", model)) == 2
         error = said().err
-        assert "not the weights of the recipe's model" in error
-        assert "norm_epsilon: 0.01 in its config.json, 3e-05 in the recipe" in error
-        assert "model.norm.weight is [48], the model's is [64]" in error
+        assert all(value in error for value in ("norm_epsilon: 0.01 ", "3e-05", "[48]", "[64]"))
+        messages(shorten(error))
     job = job_of(tmp_path / "job.yaml", {"path": str(tmp_path / "theirs")})
     assert run("check", tmp_path / "model", job) == 0, said()
     assert run("check", tmp_path / "model", job_of(tmp_path / "job.yaml", {"config": CONFIGS["qwen2"]})) == 0
-    assert run("check", own, job) == 2 and "there are no weights" in said().err
+    assert run("check", own, job) == 2
+    messages(said().err)
 
 
-def test_check_names_the_words_by_which_layers_of_prediction_are_left_out(tmp_path, said):
+def test_check_names_the_words_by_which_layers_of_prediction_are_left_out(tmp_path, said, messages):
     """As transformers saves a DeepSeek-V3: the config names a layer that is not there."""
     place, config = tmp_path / "model", CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 2}
     write(place, "glm4_moe")
     (place / "config.json").write_text(json.dumps(config))
     for verb in (("check", place), ("import", place, tmp_path / "out")):
         assert run(*verb) == 2
-        assert "multi-token prediction: --mtp-layers 0 leaves it out" in said().err
+        error = said().err
+        assert "--mtp-layers 0" in error
+        messages(shorten(error))
     assert run("check", place, "--mtp-layers", "0") == run("check", place, "--mtp-layers", "1") == 0
     assert run("check", place, "--mtp-layers", "3") == 2
-    assert f"--mtp-layers 3: {place}/config.json names 2" in said().err
+    error = said().err
+    assert "--mtp-layers 3: " in error and f"{place}/config.json" in error
+    messages(error)
     job = job_of(tmp_path / "job.yaml", {"path": str(place)})
     assert run("check", place, job) == 2
-    assert "multi-token prediction: model.mtp.layers: 0 trains without it" in said().err
+    error = said().err
+    assert "model.mtp.layers: 0 " in error
+    messages(shorten(error))
     assert run("check", place, job_of(job, {"path": str(place), "mtp": {"layers": 0}})) == 0
     assert run("check", place, job, "--mtp-layers", "0") == 2
 
@@ -193,28 +205,38 @@ def test_a_round_trip_of_multi_token_prediction_is_equal(tmp_path, said):
     for pair in ((model, back), (model, megatron), (megatron, model)):
         assert run("diff", *pair) == 0
         assert f"{len(theirs)} tensors are equal" in said().out
-    theirs["model.layers.4.embed_tokens.weight"] += 1
+    copy = next(iter(of_layer))
+    theirs[copy] += 1
     save_file(theirs, model / "model.safetensors")
     assert run("import", model, tmp_path / "other") == 2
-    assert "model.layers.4.embed_tokens.weight" in said().err and not (tmp_path / "other").exists()
+    assert copy in said().err and not (tmp_path / "other").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(models, tmp_path, said):
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
+    models, tmp_path, said, messages
+):
     assert run("import", models / "Qwen3-8B", tmp_path / "megatron") == 0
     other = tmp_path / "other"
     write(other, "qwen3")
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--like", other) == 2
     error = said().err
-    assert "decoder.layers.mlp.linear_fc2.weight is [2, 64, 96], the model's is [4, 48, 80]" in error
+    assert "[2, 64, 96]" in error and "[4, 48, 80]" in error
     assert not (tmp_path / "out").exists()
+    messages(shorten(error))
     assert run("export", tmp_path / "megatron", tmp_path / "out") == 2
-    assert "say with --like DIR" in said().err
+    error = said().err
+    assert "--like DIR" in error
+    messages(error)
     (tmp_path / "megatron" / "release" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
     assert run("export", tmp_path / "megatron", tmp_path / "out", "--like", other) == 2
-    assert "os.system, which is not data" in said().err
-    for place, why in (("nothing", "there is no such directory"), ("other", "no torch_dist checkpoint")):
+    error = said().err
+    assert "os.system" in error
+    messages(error)
+    for place in ("nothing", "other"):
         assert run("export", tmp_path / place, tmp_path / "out", "--like", other) == 2
-        assert f"{tmp_path / place}: {why}" in said().err
+        error = said().err
+        assert f"{tmp_path / place}: " in error
+        messages(error)
 
 
 def tokenizer(directory: Path, tokens: str, template: str) -> None:
@@ -240,29 +262,32 @@ def trained(directory: Path, model: Path, tokenizer: str) -> Path:
     return directory
 
 
-def test_a_run_is_exported_with_the_tokenizer_that_it_was_trained_with(models, tmp_path, said, monkeypatch):
+def test_a_run_is_exported_with_the_tokenizer_that_it_was_trained_with(
+    models, tmp_path, said, messages, monkeypatch
+):
     from transformers import AutoTokenizer
 
     model, own, out = (tmp_path / name for name in ("model", "own", "out"))
     shutil.copytree(models / "Qwen3-8B", model)
+    template = "what it was trained with"
     tokenizer(model, "?abc", "the model's own")
-    tokenizer(own, "?cba", "what it was trained with")
+    tokenizer(own, "?cba", template)
     (own / "chat_template.jinja").unlink(missing_ok=True)  # as transformers 4 has it
     config = json.loads((own / "tokenizer_config.json").read_text())
-    config["chat_template"] = "what it was trained with"
+    config["chat_template"] = template
     (own / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
     ours = trained(tmp_path / "run", model, "hf:own")
     assert run("export", ours, out) == 0
     found = AutoTokenizer.from_pretrained(out)
-    assert found.get_chat_template() == "what it was trained with"
+    assert found.get_chat_template() == template
     assert found.convert_tokens_to_ids(["c", "a"]) == [1, 3]
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert run("export", ours, "out") == 2
-    assert "its run would be left out: own is no directory; put it back" in said().err
+    messages(said().err)
     assert not list(elsewhere.iterdir()), "nothing is half written"
     assert run("export", ours, "out", "--like", model) == 0
     assert AutoTokenizer.from_pretrained("out").get_chat_template() == "the model's own"
@@ -272,7 +297,7 @@ def everything(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, said, monkeypatch):
+def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, said, messages, monkeypatch):
     model, mine, out = tmp_path / "model", tmp_path / "mine", tmp_path / "out"
     shutil.copytree(models / "Qwen3-8B", model)
     tokenizer(model, "?abc", "a template")
@@ -294,9 +319,10 @@ def test_no_verb_replaces_what_it_reads_or_what_others_wrote(models, tmp_path, s
         ("import", model, mine),
         ("import", mine.parent / "runs" / "sft", ours / "recipe.yaml"),
     ):
+        said()
         assert run(*words) == 2, words
-        assert re.search(r"which is read|holds thesis.txt, which|is no directory", said().err), words
         assert everything(tmp_path) == before, words
+        messages(said().err)
     assert run("export", ours, mine, "--force") == 0
     assert not (mine / "thesis.txt").exists()
     for words in (("export", ours, out), ("export", ours, out), ("import", model, out)):
@@ -335,6 +361,15 @@ def test_a_killed_export_leaves_the_old_directory_whole(models, tmp_path, tensor
     assert (out / "model.safetensors").read_bytes() != before["model.safetensors"]
 
 
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
 def test_an_fp8_export_is_as_deepseek_publishes(models, tmp_path):
     """What each file and the config say, read without any code of ours."""
     import torch
@@ -343,13 +378,7 @@ def test_an_fp8_export_is_as_deepseek_publishes(models, tmp_path):
     theirs, out = models / "Qwen3-8B", tmp_path / "fp8"
     assert run("import", theirs, tmp_path / "megatron") == 0
     assert run("export", tmp_path / "megatron", out, "--like", theirs, "--dtype", "fp8") == 0
-    assert json.loads((out / "config.json").read_text())["quantization_config"] == {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    }
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == QUANTIZATION
     plain, stored = load_file(theirs / "model.safetensors"), load_file(out / "model.safetensors")
     linear = {name for name in plain if name.endswith("_proj.weight")}
     assert stored.keys() == plain.keys() | {f"{name}_scale_inv" for name in linear}
