@@ -86,7 +86,9 @@ def messages(request: pytest.FixtureRequest) -> Iterator[Callable[[object], None
     room = find_room(request.path)
     head = f"{request.path.relative_to(room)}::{request.node.name}".encode("unicode_escape").decode()
     if not request.config.getoption("--golden"):
-        assert recorded == read_entries(room / NAME).get(head, []), f"{head}: run `make golden` and read the diff"
+        assert recorded == read_entries(room / NAME).get(head, []), (
+            f"{head}: run `make golden` and read the diff"
+        )
         return
     lock = os.open(room, os.O_RDONLY)  # several processes run the tests of one room
     try:
