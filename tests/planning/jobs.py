@@ -7,7 +7,7 @@ from bundle.environment.machine import Hardware
 from bundle.patches import Decision
 from bundle.patches.megatron_core import MegatronCore
 from bundle.patches.plan import Survey
-from bundle.planning import MegatronVersion, Plan, assemble_plan
+from bundle.planning import MegatronVersion, Plan, assemble_plan, to_text
 from bundle.recipe import Recipe, from_mapping
 
 _BASE = {
@@ -73,3 +73,13 @@ def plan(
     """The plan for a megatron-core without a tree, about which just these decisions were made."""
     decided = Survey(MegatronCore(version, None, None, "a test", None), tuple(decisions))
     return assemble_plan(recipe, on, MegatronVersion(version, "a test"), decided, **options)
+
+
+def read_section(made: Plan, name: str) -> str:
+    """Return the lines of a section of the text of a plan; "" where the plan has no such section."""
+    title, lines = "", []
+    for line in to_text(made, "", "").splitlines():
+        title = line[:12].strip() or title
+        if title == name:
+            lines.append(line[13:])
+    return "\n".join(lines)

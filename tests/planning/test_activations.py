@@ -104,12 +104,9 @@ def test_an_mtp_layer_alone_in_its_stage_comes_back_whole():
     kept = 2 * tokens * hidden * 4  # in fp32: the trunk's rows and those of the layer go on, its inputs stay
     assert again.transient == whole.microbatch_bytes - kept - 8 * tokens
     assert again.microbatch_bytes == 2 * kept + 8 * tokens
-    assert (
-        of_stage("model.recompute={granularity: full, method: block}").microbatch_bytes
-        == whole.microbatch_bytes
+    blocks = of_stage("model.recompute={granularity: full, method: block}")
+    assert blocks.microbatch_bytes == whole.microbatch_bytes
+    early, recomputed = (
+        of_stage(*more, release="0.13.1") for more in ((), ("model.recompute.granularity=full",))
     )
-    early = {"release": "0.13.1"}
-    assert (
-        of_stage("model.recompute.granularity=full", **early).microbatch_bytes
-        == of_stage(**early).microbatch_bytes
-    )
+    assert recomputed.microbatch_bytes == early.microbatch_bytes

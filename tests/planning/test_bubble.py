@@ -7,7 +7,7 @@ from bundle.planning import to_json, to_text
 from bundle.planning.layout import build_rank_layout
 from bundle.recipe import Recipe
 from tests.planning import jobs
-from tests.planning.jobs import QWEN3, job
+from tests.planning.jobs import QWEN3, job, read_section
 
 FORWARD, BACKWARD = 1, 2  # how long a pass through a chunk takes
 # Stages, chunks of each, micro-batches: interleaving takes a multiple of the stages of them.
@@ -74,13 +74,13 @@ def test_it_counts_the_micro_batches_of_a_data_parallel_rank() -> None:
     assert build_rank_layout(staged(2, 1, 8), 8).bubble == pytest.approx(idle(2, 1, 2))
 
 
-@pytest.mark.parametrize(
-    ("chunks", "shown"), [(1, "27% of a step (1F1B,"), (2, "16% of a step (interleaved")]
-)
-def test_a_plan_with_stages_says_it(chunks: int, shown: str) -> None:
+@pytest.mark.parametrize(("chunks", "share"), [(1, "27%"), (2, "16%")])
+def test_a_plan_with_stages_says_it(chunks: int, share: str, messages) -> None:
     made = jobs.plan(staged(4, chunks, 16), build_preset("h200"))
     assert to_json(made)["layout"]["bubble"] == pytest.approx(idle(4, chunks, 8))
-    assert f"pipeline bubble: stages wait {shown}" in to_text(made, "run", "starts")
+    shown = read_section(made, "step")
+    assert share in shown
+    messages(shown)
 
 
 def test_one_without_stages_has_none_to_say() -> None:

@@ -6,9 +6,10 @@ from collections import namedtuple
 import pytest
 
 from bundle.errors import UsageError
-from bundle.planning import build_plan, to_text
+from bundle.planning import build_plan
 from bundle.planning.size import compute_model_size, estimate_disk
 from bundle.recipe import load
+from tests.planning.jobs import read_section
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -54,18 +55,28 @@ def test_exports_take_room_too_each_that_of_its_weights(tmp_path):
     assert estimate_disk(load("demo"), tmp_path).exports == 0
 
 
-def test_a_plan_says_what_is_exported_and_when():
-    def said(*overrides: str) -> str:
-        made = build_plan(load("demo", overrides), hardware_name="cpu")
-        return next((line for line in to_text(made, "", "").splitlines() if line.startswith("export ")), "")
+EVERY = "checkpoint={export: hf-fp8, export_interval: 100}"
 
-    assert said() == ""
-    assert said("checkpoint.export=hf").endswith(", at the end")
-    every = "checkpoint={export: hf-fp8, export_interval: 100}"
-    assert "hf-fp8, at most " in said(every, "train.steps=250")
-    assert said(every, "train.steps=250").endswith(
-        "every 100 steps and at the end: 3 of them, which all stay"
-    )
-    assert said(every, "train.steps=null", "train.epochs=2").endswith("every 100 steps and at the end")
-    with pytest.raises(UsageError, match=r"export_interval: exports nothing without checkpoint\.export"):
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (["checkpoint.export=hf"], ["hf"]),
+        ([EVERY, "train.steps=250"], ["hf-fp8", "100 steps", "3"]),
+        ([EVERY, "train.steps=null", "train.epochs=2"], ["hf-fp8", "100 steps"]),
+    ],
+)
+def test_a_plan_says_what_is_exported_and_when(overrides, values, messages):
+    shown = read_section(build_plan(load("demo", overrides), hardware_name="cpu"), "export")
+    assert [value for value in values if value not in shown] == []
+    messages(shown)
+
+
+def test_a_plan_without_exports_says_nothing_of_them():
+    assert read_section(build_plan(load("demo"), hardware_name="cpu"), "export") == ""
+
+
+def test_an_interval_of_exports_needs_an_export(messages):
+    with pytest.raises(UsageError, match="export_interval") as error:
         load("demo", ["checkpoint.export_interval=5"])
+    messages(error.value)

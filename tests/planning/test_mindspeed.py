@@ -51,83 +51,89 @@ def test_the_head_of_its_branch_is_taken_and_nobody_else_is_asked_for_one():
 @pytest.mark.parametrize(
     ("there", "says"),
     [
-        (There(None, installed=False), "MindSpeed is not installed: install it at d0d5809d4323, the head of"),
-        (There(HEADS["core_r0.16.0"]), "is here at e4772499f7eb (core_r0.16.0), and jobs with megatron-core"),
-        (There("0" * 40), "is here at 000000000000 (which was not read)"),
-        (There(None), "is here at an unknown commit"),
+        (There(None, installed=False), "not installed"),
+        (There(HEADS["core_r0.16.0"]), "e4772499f7eb (core_r0.16.0)"),
+        (There("0" * 40), "000000000000"),
+        (There(None), "unknown commit"),
     ],
 )
-def test_another_mindspeed_is_none_for_this_megatron(there, says):
+def test_another_mindspeed_is_none_for_this_megatron(there, says, messages):
     (problem,) = problems(job(QWEN3, **THROUGH), there)
     assert problem.code is ExitCode.ENVIRONMENT_UNFIT
-    assert says in problem.text and problem.text.endswith(
-        "install it at d0d5809d4323, the head of core_r0.15.3"
-    )
+    assert says in problem.text and "d0d5809d4323" in problem.text and "core_r0.15.3" in problem.text
+    messages(problem.text)
 
 
 @pytest.mark.parametrize("version", ["0.13.1", "0.18.2"])
-def test_a_megatron_without_a_branch_that_was_read_is_refused(version):
+def test_a_megatron_without_a_branch_that_was_read_is_refused(version, messages):
     (problem,) = problems(job(QWEN3, **THROUGH), There(HEADS["core_r0.15.3"]), version)
     assert problem.code is ExitCode.ENVIRONMENT_UNFIT
-    assert f"no MindSpeed for megatron-core {version} that was read" in problem.text
-    assert "core_r0.16.0 for >=0.16,<0.17" in problem.text
+    assert version in problem.text and "core_r0.16.0" in problem.text
+    messages(problem.text)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_other_backends_have_none(backend):
+def test_other_backends_have_none(backend, messages):
     (problem,) = problems(job(QWEN3, **THROUGH), backend=backend)
     assert problem.code is ExitCode.USAGE
-    assert (
-        problem.text
-        == f"backend_options.mindspeed: backend {backend} has no MindSpeed, ascend has: leave it out"
-    )
+    assert problem.text.startswith("backend_options.mindspeed") and backend in problem.text
+    messages(problem.text)
 
 
-def test_the_branch_for_0_12_wants_megatron_training_beside_the_core(tmp_path):
+def test_the_branch_for_0_12_wants_megatron_training_beside_the_core(tmp_path, messages):
     (tmp_path / "megatron/core").mkdir(parents=True)
     given = {"there": There(HEADS["26.1.0_core_r0.12.1"]), "version": "0.12.1", "root": tmp_path}
     (text,) = texts(job(QWEN3, **THROUGH), **given)
-    assert "imports megatron.training" in text and "at the tag core_v0.12.1" in text
+    assert "megatron.training" in text and "core_v0.12.1" in text
+    messages(text)
     (tmp_path / "megatron/training").mkdir()
     assert not texts(job(QWEN3, **THROUGH), **given)
 
 
-def test_what_its_layers_do_not_take_is_refused():
-    wide = job(DEEPSEEK, model={"config": DEEPSEEK, "dtype": "fp32"}, **THROUGH)
-    (text,) = texts(wide)
-    assert "takes float32 from one tensor" in text and text.endswith("model.dtype bf16")
-    adapters = {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
-    (text,) = texts(job(QWEN3, model={"config": QWEN3, "lora": adapters}, **THROUGH))
-    assert "model.lora was never tried with MindSpeed's layers" in text
-    laid_out = {"pp": 2, "pipeline_model_parallel_layout": "Et|tttL"}
-    (text,) = texts(job(QWEN3, parallel=laid_out, **THROUGH))
-    assert "pipeline_model_parallel_layout was never tried with MindSpeed's layers" in text
+@pytest.mark.parametrize(
+    ("config", "sections", "key"),
+    [
+        (DEEPSEEK, {"model": {"dtype": "fp32"}}, "model.dtype"),
+        (QWEN3, {"model": {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}}}, "model.lora"),
+        (
+            QWEN3,
+            {"parallel": {"pp": 2, "pipeline_model_parallel_layout": "Et|tttL"}},
+            "parallel.pipeline_model_parallel_layout",
+        ),
+    ],
+)
+def test_what_its_layers_do_not_take_is_refused(config, sections, key, messages):
+    (text,) = texts(job(config, **sections, **THROUGH))
+    assert text.startswith("backend_options.mindspeed") and key in text
+    messages(text)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_fp8_is_there_through_it_on_a5_and_nowhere_else(scaling):
+def test_fp8_is_there_through_it_on_a5_and_nowhere_else(scaling, messages):
     through, plain = (
         job(QWEN3, model={"config": QWEN3, "fp8": {"scaling": scaling}}, **of) for of in (THROUGH, {})
     )
     can = capabilities.find_capabilities("ascend", through.features)
     assert can.explain_fp8_refusal(scaling, "hybrid", "a5") is None
     for generation in ("a1", "a2", "a3", "310"):
-        assert "needs Atlas A5 (Ascend950)" in str(can.explain_fp8_refusal(scaling, "hybrid", generation))
+        assert "Ascend950" in str(can.explain_fp8_refusal(scaling, "hybrid", generation))
     code = MegatronCode(Version("0.15.3"))
-    for recipe, says in ((through, "this device is a3"), (plain, "backend_options.mindspeed; A2 and A3")):
+    for recipe, says in ((through, "a3"), (plain, "backend_options.mindspeed")):
         of = capabilities.find_capabilities("ascend", recipe.features)
         (problem,) = find_backend_problems(recipe, of, build_preset("a3"), code)
         assert problem.code is ExitCode.ENVIRONMENT_UNFIT and says in problem.text
+        messages(problem.text)
 
 
-def test_a_plan_says_which_mindspeed_computes_what_and_where_that_was_seen():
+def test_a_plan_says_which_mindspeed_computes_what_and_where_that_was_seen(messages):
     def said(version):
         made = build_plan(job(QWEN3, **THROUGH), hardware_name="a2", mcore=version, per_node=4)
         assert not made.problems
         text = to_text(made, "run", "starts")
         return text, next(note for note in made.notes if note.startswith("MindSpeed "))
 
-    text, note = said("0.15.3")
-    assert note.startswith("MindSpeed core_r0.15.3 (d0d5809d4323) computes linear layers") and note in text
-    assert note.endswith("it trained on emulated NPUs") and "swiglu: npu_swiglu" in text
-    assert said("0.16.1")[1].endswith("; it imports triton, which triton-ascend brings")
+    (text, note), (_, with_triton) = said("0.15.3"), said("0.16.1")
+    assert "core_r0.15.3 (d0d5809d4323)" in note and note in text and "npu_swiglu" in text
+    assert "triton-ascend" in with_triton and "triton" not in note
+    messages(note)
+    messages(with_triton)

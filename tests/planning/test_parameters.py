@@ -12,6 +12,8 @@ from bundle.planning.layout import build_rank_layout
 from bundle.planning.size import list_parameters
 from tests.planning.jobs import DEEPSEEK, QWEN2_TIED, QWEN3, job
 
+EMBEDDING = "embedding.word_embeddings.weight"
+
 configs = st.sampled_from([QWEN3, QWEN2_TIED, DEEPSEEK, DEEPSEEK | {"q_lora_rank": None}])
 
 
@@ -81,7 +83,7 @@ def test_names_say_what_is_shared_and_what_is_an_expert():
         for tensor in list_parameters(recipe.architecture, recipe.parallel, chunk, LOCAL_LAYERS)
         if tensor.shared_embedding
     ]
-    assert shared == ["embedding.word_embeddings.weight"] * 2
+    assert shared == [EMBEDDING] * 2
     tensors = list_parameters(recipe.architecture, recipe.parallel, last, LOCAL_LAYERS)
     assert all(tensor.expert == (".experts.local_experts." in tensor.name) for tensor in tensors)
 
@@ -113,5 +115,5 @@ def test_a_tied_head_beside_mtp_is_the_copy_of_the_embedding_that_mtp_has():
     names = [
         tensor.name for tensor in list_parameters(recipe.architecture, recipe.parallel, last, LOCAL_LAYERS)
     ]
-    assert names.count("embedding.word_embeddings.weight") == 1
+    assert names.count(EMBEDDING) == 1
     assert "output_layer.weight" not in names
