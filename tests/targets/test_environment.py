@@ -72,10 +72,13 @@ def test_a_value_of_the_recipe_reaches_the_ranks_of_every_target(
         "A": "b",
     }
     started = command.build_command(job.build_launch(handed, where), inherited).build_environment(inherited)
-    assert started["NCCL_DEBUG"] == "WARN" and started["NCCL_IB_HCA"] == "mlx5"
-    assert started["OMP_NUM_THREADS"] == "4"  # what the recipe says yields to nobody
-    assert started["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1" and started["A"] == "b"
-    assert started["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    wanted = inherited | {
+        "OMP_NUM_THREADS": "4",  # what the recipe says yields to nobody
+        "NCCL_DEBUG": "WARN",
+        "NCCL_IB_HCA": "mlx5",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    }
+    assert started.items() >= wanted.items()
 
 
 def test_what_only_the_plan_says_of_threads_yields_to_where_ranks_are_started(tmp_path):

@@ -41,11 +41,12 @@ def test_the_commands_are_the_golden_ones(tmp_path, name, machine, options):
     )
 
 
-def test_several_nodes_are_told_where_they_meet():
+@pytest.mark.parametrize(("rendezvous", "value"), [("", "2 nodes"), ("node0", "--rendezvous 'node0'")])
+def test_several_nodes_are_told_where_they_meet(rendezvous, value, messages):
     job = decided("cuda", "h200", 2, 8)
-    for wrong, said in (("", "2 nodes: say where they meet"), ("node0", "--rendezvous 'node0': HOST:PORT")):
-        with pytest.raises(UsageError, match=said):
-            local.build_command(job, LocalOptions(), Path("/runs"), 1, wrong)
+    with pytest.raises(UsageError, match=value) as error:
+        local.build_command(job, LocalOptions(), Path("/runs"), 1, rendezvous)
+    messages(error.value)
 
 
 def test_where_nobody_says_where_they_meet_a_dry_run_has_a_place_for_it(tmp_path):
@@ -96,7 +97,9 @@ def until(condition: Callable[[], object], seconds: float = 30) -> None:
 def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node, tmp_path):
     name = local.submit(job, node('echo "$@"; echo "in $PWD" >&2; exit 6'), tmp_path)
     said = "".join(local.follow(name))
-    assert said == f"-m bundle train --job={name}/job.json\nin {tmp_path}\n" == local.read_log(name)
+    command, folder = said.splitlines()
+    assert command.split(" ", 3) == ["-m", "bundle", "train", f"--job={name}/job.json"]
+    assert folder == f"in {tmp_path}" and said == local.read_log(name)
     assert json.loads(Path(name, "job.json").read_text()) == job.dump()
     assert local.query_state(name) == local.NodeState("FAILED", "code 6", 6)
     assert local.wait(name) == 6
@@ -131,12 +134,14 @@ def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
     assert local.read_log(name).splitlines()[-1] == "saved"
 
 
-def test_a_node_that_was_killed_with_all_that_belongs_to_it_is_lost(job, node, tmp_path):
+def test_a_node_that_was_killed_with_all_that_belongs_to_it_is_lost(job, node, tmp_path, messages):
     name = local.submit(job, node("exec sleep 60"), tmp_path)
     group = int(Path(name, "group").read_text().split()[0])
     os.killpg(group, signal.SIGKILL)
     until(lambda: local.query_state(name).name == "LOST")
-    assert local.query_state(name) == local.NodeState("LOST", "killed, or its machine was", 5)
+    state = local.query_state(name)
+    assert (state.name, state.code) == ("LOST", 5)
+    messages(state.reason)
     assert local.wait(name) == 5
 
 
@@ -149,22 +154,25 @@ def test_a_node_outlives_a_shell_that_is_killed_and_is_still_stopped(job, node, 
     until(lambda: local.query_state(name).name == "LOST")
 
 
-def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path):
-    name = local.submit(job, node('trap "exit 75" TERM; while :; do sleep 0.1; done'), tmp_path)
+def test_a_node_of_another_machine_is_not_stopped_here(job, node, tmp_path, messages):
+    name = local.submit(job, node('trap "exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path)
+    until(lambda: "up" in local.read_log(name))
     group = Path(name, "group")
     said = group.read_text()
     group.write_text(f"{said.split()[0]} elsewhere")
-    with pytest.raises(LaunchUnavailable, match="runs on elsewhere; stop it there"):
+    with pytest.raises(LaunchUnavailable, match="elsewhere") as error:
         local.stop(name)
+    messages(error.value)
     group.write_text(said)
     local.stop(name)
     local.wait(name)
 
 
-def test_where_nothing_was_launched_it_is_said(tmp_path):
+def test_where_nothing_was_launched_it_is_said(tmp_path, messages):
     for asked in (local.query_state, local.wait, local.read_log, local.stop):
-        with pytest.raises(LaunchUnavailable, match="no job was launched there"):
+        with pytest.raises(LaunchUnavailable, match=f"local:{tmp_path}") as error:
             asked(str(tmp_path))
+        messages(error.value)
 
 
 @pytest.mark.world
@@ -179,10 +187,12 @@ def test_a_launch_shows_what_its_job_writes_and_ends_as_it_does(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "finished: loss" in ended.stdout
     handle = ended.stderr.partition(": ")[0]
-    assert handle == f"local:{tmp_path}/runs/demo/logs/local-1"
+    target, _, folder = handle.partition(":")
+    assert (target, Path(folder).name) == ("local", "local-1")
+    assert Path(folder).parent == tmp_path / "runs/demo/logs"
     assert bundle("status", handle).stdout == f"{handle} COMPLETED\n"
     refused = bundle(*recipe, "--detach")
-    assert refused.returncode == 2 and "this run is finished" in refused.stderr
+    assert refused.returncode == 2 and "--fresh" in refused.stderr
     missing = bundle(*recipe, "--run-directory=other", "--set=data.path=[nowhere.txt]")
     assert missing.returncode == 2 and "nowhere.txt" in missing.stderr
     assert not (tmp_path / "other").exists()

@@ -67,14 +67,15 @@ def until(condition: Callable[[], object], seconds: float = 600) -> None:
 
 def test_two_machines_train_what_one_trains_and_the_driver_ends_as_they_do(bundle, tmp_path):
     said, _ = ended(bundle("launch", "ray", *RECIPE, *TWO, "--preflight"), 0)
-    assert len((tmp_path / "runs/demo/logs/preflight/passing.txt").read_text().splitlines()) == 2
+    passing = tmp_path / "runs/demo/logs/preflight/passing.txt"
+    assert len(passing.read_text().splitlines()) == 2
     assert re.search(r"^\[0/0\] .*step 6/6", said, re.MULTILINE), said
     executed = json.loads((tmp_path / "runs/demo/job.json").read_text())
     assert (executed["nodes"], executed["per_node"]) == (2, 1)
     ended(bundle("train", *RECIPE, "--run-directory=alone"), 0)
     assert losses(tmp_path / "runs/demo") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
     # Once more: a run that is finished is none to go on with, and no machine is asked for.
-    assert "this run is finished" in ended(bundle("launch", "ray", *RECIPE, *TWO), 2)[1]
+    assert "--fresh" in ended(bundle("launch", "ray", *RECIPE, *TWO), 2)[1]
 
 
 def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
@@ -97,15 +98,13 @@ def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
 def test_machines_that_are_not_there_are_said_and_a_job_that_waits_for_them_is_stopped(bundle, tmp_path):
     four = (*RECIPE, "--set=train.global_batch_size=16", "--nodes=4", "--devices-per-node=1")
     _, err = ended(bundle("launch", "ray", *four, "--wait=3"), 5)
-    assert "4 machines with 1 CPU each were not free within 3 s; the cluster has 1 CPU; 1 CPU" in err
+    assert "4 machines" in err and "1 CPU; 1 CPU" in err
     (folder,) = (tmp_path / "runs/demo/logs").glob("ray-*")
     (folder / job_file.FILE_NAME).unlink()
     driver = bundle("launch", "ray", *four, "--restarts=2")
     until(lambda: (folder / job_file.FILE_NAME).exists())
     (folder / STOP_NAME).touch()  # as `launch stop` does
-    assert ended(driver, 143)[1].splitlines()[-1] == (
-        "mcore-bundle: told to stop before its machines were free"
-    )
+    assert ended(driver, 143)[1].splitlines()[-1].startswith("mcore-bundle: ")
 
 
 def test_without_its_token_a_cluster_takes_nobody(cluster, tmp_path):
@@ -140,7 +139,7 @@ def test_where_the_driver_is_killed_its_ranks_end_and_the_same_command_goes_on(b
         return True
 
     until(free)
-    assert "goes on after step" in ended(bundle(*words), 0)[0]
+    assert re.search(r"after step \d+", ended(bundle(*words), 0)[0])
     assert sorted(losses(run)) == list(range(1, 61))
 
 
@@ -171,6 +170,6 @@ def test_where_the_head_is_lost_a_rayjob_goes_on_with_the_losses_of_a_run_that_l
         if driver.returncode == 0:
             break
     assert driver.returncode == 0, said
-    assert re.search(r"goes on after step (4|8|12|16|20|24|28|32|36)\b", said), said
+    assert re.search(r"after step (4|8|12|16|20|24|28|32|36)\b", said), said
     assert losses(run) == losses(tmp_path / "whole")
     assert sorted(losses(run)) == list(range(1, 41))

@@ -19,6 +19,7 @@ from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import CONTAINERS, SlurmOptions
 from tests.command import run_bundle
 from tests.targets.batch_scripts import decided, in_bash
+from tests.targets.stderr import drop_times
 
 GOLDEN = Path(__file__).parent / "golden"
 H200, A3 = ("cuda", "h200", 2, 8), ("ascend", "a3", 1, 4)
@@ -151,7 +152,7 @@ def test_starts_that_come_to_one_step_each_end(job, tmp_path, steps, starts):
         saves = f"cp {saved.root}/latest {shlex.quote(str(checkpoints))}; exit 75"
         again = in_bash(text, saves, log)[-2:] == ["requeue", "7"]
         assert again is (number < starts - 1), log.read_text()
-    assert "not queued again: 3 starts in a row came to a step each" in log.read_text()
+    assert "not queued" in log.read_text()
     assert (batch.get_job_directory(job) / "ended-7").read_text() == "75\n"
 
 
@@ -169,21 +170,15 @@ def refused(job: Job, options: SlurmOptions, workdir: str = "/work") -> str:
     return str(error.value)
 
 
-def test_all_that_cannot_be_written_is_refused_at_once(job):
+def test_all_that_cannot_be_written_is_refused_at_once(job, messages):
     options = SlurmOptions(
         sbatch=("--time=1", "comment=a\nb", "x=1", "nodes=4"), mounts=("/a,b", "/c"), container="docker"
     )
     text = refused(replace(job, directory=Path("/runs/%j")), options)
-    for part in (
-        "'--time=1'",
-        "'comment=a\\nb'",
-        "'docker'",
-        "say --image",
-        "reads % as its own",
-        "'nodes=4': the job says",
-    ):
+    for part in ("'--time=1'", "'comment=a\\nb'", "'docker'", "--image", "'/runs/%j'", "'nodes=4'"):
         assert part in text, text
     assert "'x=1'" not in text
+    messages(text)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +188,12 @@ def test_all_that_cannot_be_written_is_refused_at_once(job):
         *("array=0-1", "ar=1-2", "wrap=id", "nodes=4", "ntasks=2", "ntasks-per=2", "clusters=other"),
     ),
 )
-def test_an_option_that_launch_stands_on_is_refused_by_its_name_and_by_its_abbreviation(job, option):
-    assert f"--sbatch '{option}': " in refused(job, SlurmOptions(sbatch=(option,)))
+def test_an_option_that_launch_stands_on_is_refused_by_its_name_and_by_its_abbreviation(
+    job, option, messages
+):
+    text = refused(job, SlurmOptions(sbatch=(option,)))
+    assert f"--sbatch '{option}'" in text
+    messages(text)
 
 
 def test_options_that_only_begin_alike_are_said(job):
@@ -204,12 +203,12 @@ def test_options_that_only_begin_alike_are_said(job):
 
 
 @pytest.mark.parametrize("time", ["4", "5:59", "0:06:00", "0-0:6", "6"])
-def test_a_time_limit_in_which_a_job_only_saves_is_refused(job, time):
+def test_a_time_limit_in_which_a_job_only_saves_is_refused(job, time, messages):
     # Five minutes to save; Slurm may say it one earlier.
     for option in (f"time={time}", f"time-min={time}"):
         text = refused(job, SlurmOptions(sbatch=(option,)))
-        assert f"--sbatch {option}: the job is told to save up to 360 s before" in text
-        assert "more than 6 minutes" in text
+        assert f"--sbatch {option}" in text and "360 s" in text and "6 minutes" in text
+        messages(text)
     assert batch.build_script(job, SlurmOptions(sbatch=(f"time={time}", "signal=TERM@30")), Path("/work"))
 
 
@@ -221,29 +220,33 @@ def test_any_other_time_limit_is_taken(job, time):
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_a_path_that_a_container_would_read_as_two_is_refused(job, container):
+def test_a_path_that_a_container_would_read_as_two_is_refused(job, container, messages):
     job = replace(job, directory=Path("/runs/x,y:z"))
     options = SlurmOptions(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))
     text = refused(job, options, "/wo:rk")
-    assert text.count("as a mount of") == 3
-    assert "'/runs/x,y:z': as a mount of" in text and "any of ,:" in text
-    assert "'/wo:rk': as a mount of" in text and "'/data/a,b': as a mount of" in text
+    violations = text.splitlines()[1:]
+    named = {"/wo:rk": " :", "/runs/x,y:z": " ,:", "/data/a,b": " ,"}
+    for line, (path, characters) in zip(violations, named.items(), strict=True):
+        assert f"'{path}'" in line and line.endswith(characters)
+    messages(text)
     assert batch.build_script(job, SlurmOptions(), Path("/wo:rk"))  # without a container nothing parts them
     own = {"pyxis": "/runs/$x", "apptainer": "/runs/a\\b"}[container]
     job = replace(job, directory=Path(own))
-    assert "as a mount of" in refused(job, replace(options, mounts=()))
+    assert repr(own) in refused(job, replace(options, mounts=()))
 
 
 @pytest.mark.parametrize("image", ["repo/name:tag", "registry.example:5000/us/bundle:1", "bundle"])
-def test_to_apptainer_an_image_is_a_file_or_says_what_it_is(job, image):
+def test_to_apptainer_an_image_is_a_file_or_says_what_it_is(job, image, messages):
     options = SlurmOptions(image=image, container="apptainer")
-    assert f"or docker://{image}" in refused(job, options)
+    text = refused(job, options)
+    assert f"docker://{image}" in text
+    messages(text)
     for name in (f"docker://{image}", "/images/x", "./x", "../x", "images/x.sif"):
         assert name in in_bash(batch.build_script(job, replace(options, image=name), Path("/work")))
     assert batch.build_script(job, replace(options, container="pyxis"), Path("/work"))
 
 
-def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(job, tmp_path):
+def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(job, tmp_path, messages):
     job = replace(job, directory=tmp_path / "it's $HOME")
     where = batch.get_job_directory(job)
     where.mkdir(parents=True)
@@ -261,8 +264,9 @@ def test_through_ray_no_signal_reaches_it_and_the_step_is_waited_for_to_its_end(
         in_bash(text, f"exit {code}")
         assert (where / "ended-7").read_text() == f"{code}\n"
     options = SlurmOptions(ray=True, spares=1)
-    with pytest.raises(UsageError, match="--ray: leave out --spares"):
+    with pytest.raises(UsageError, match="--spares") as error:
         batch.build_script(job, options, Path("/work"))
+    messages(error.value)
 
 
 def test_an_own_option_wins_and_no_option_is_said_twice(job):
@@ -273,15 +277,17 @@ def test_an_own_option_wins_and_no_option_is_said_twice(job):
     assert len(names) == len(set(names))
 
 
-def test_what_is_in_an_image_is_said_of_one_and_need_not_be(tmp_path):
+def test_what_is_in_an_image_is_said_of_one_and_need_not_be(tmp_path, messages):
     def said(*words: str) -> subprocess.CompletedProcess[str]:
         return run_bundle("launch", "slurm", "demo", "--dry-run", *words, cwd=tmp_path)
 
     done = said("--image-record=none")
-    assert done.returncode == 2 and "say what it is of with --image" in done.stderr
+    assert done.returncode == 2 and "--image" in done.stderr
+    messages(drop_times(done.stderr))
     done = said("--image=x", "--rdma")
     assert done.returncode == 0 and "--container-image=x" in done.stdout
     assert "/dev/infiniband:/dev/infiniband" in done.stdout
-    assert "nobody said what is in the image: planned with megatron-core 0.16.1" in done.stderr
+    assert "megatron-core 0.16.1" in done.stderr
+    messages(drop_times(done.stderr))
     for words in (("--image=x", "--image-record=none"), ()):
         assert said(*words).stderr == ""

@@ -174,7 +174,9 @@ def test_hostile_names_come_through_slurm_as_they_are(bundle, environment, tmp_p
     ).stdout
     assert f"Comment={comment}" in shown
     assert f"WorkDir={tmp_path}" in shown
-    assert re.search(rf"StdOut={re.escape(str(tmp_path))}/a 'b' \$c/logs/slurm-\w+/slurm-\d+\.log", shown)
+    (output,) = (Path(path) for path in re.findall(r"StdOut=(.*)", shown))
+    assert re.fullmatch(r"slurm-\d+\.log", output.name)
+    assert output.parent.parent == tmp_path / "a 'b' $c/logs"
     assert bundle("launch", "stop", handle).returncode == 0
     assert "CANCELLED" in bundle("launch", "status", handle).stdout
     assert bundle("launch", "wait", handle).returncode == 143
@@ -195,7 +197,7 @@ def test_a_spare_node_takes_the_place_of_one_that_died_and_the_job_goes_on(bundl
     cluster.kill(dies, environment["SLURM_CONF"])
     assert bundle("launch", "wait", handle).returncode == 0, bundle("launch", "logs", handle).stdout
     said = bundle("launch", "logs", handle).stdout
-    assert re.search(r"goes on after step (4|8|12)\b", said), said
+    assert re.search(r"after step (4|8|12)\b", said), said
     members = json.loads((roster / "round-2.json").read_text())["members"]
     names = {json.loads((roster / f"node-{token}.json").read_text())["name"] for token in members}
     assert names == {"node1", "node2", "node3"} - {dies}

@@ -17,6 +17,7 @@ from bundle.targets.kubernetes.options import DEFAULT_CLAIM
 from tests.command import run_bundle
 from tests.launch.launched import ROOT
 from tests.targets.kubernetes.jobs import pods, read
+from tests.targets.stderr import drop_times
 from tests.targets.test_mounts import MODEL
 
 ASKED = ("demo", "--hardware=h200", "--claim=runs")
@@ -51,13 +52,13 @@ def test_without_a_name_it_runs_in_the_image_of_ours_for_it(record):
 def test_an_image_that_is_none_of_ours_has_a_name():
     done = launch("--image-record=none")
     assert done.returncode == 2
-    assert "none of ours is named by --image" in done.stderr and "REGISTRY/cuda:" in done.stderr
+    assert "--image" in done.stderr and "REGISTRY/cuda:" in done.stderr
 
 
-def test_a_form_that_no_image_of_ours_can_run_wants_one():
+def test_a_form_that_no_image_of_ours_can_run_wants_one(messages):
     done = launch("--image-record=none", form="rayjob")
-    assert done.returncode == 2
-    assert "images of ours have no ray: say --image" in done.stderr
+    assert done.returncode == 2 and "--image" in done.stderr
+    messages(drop_times(done.stderr))
 
 
 def test_the_ray_that_kuberay_is_told_of_is_the_least_that_the_extra_takes():
@@ -79,7 +80,7 @@ def recipe(tmp_path) -> str:
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("ascendjob", "rayjob")])
 def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds(
-    recipe, tmp_path, form, capsys
+    recipe, tmp_path, form, capsys, messages
 ):
     words = ("launch", "kubernetes", recipe, "--nodes", "1024", "--dry-run")
     said = () if form == next(iter(FORMS)) else (f"--form={form}",)
@@ -102,11 +103,9 @@ def test_a_recipe_and_a_number_of_nodes_are_enough_for_a_thousand_in_two_seconds
     job = parse(objects[0]["data"]["job.json"])
     assert (job.nodes, job.patches, job.image) == (1024, None, UNDECIDED)
     unsaid, machine = done.stderr.splitlines()
-    assert "nobody said what is in the image: planned with megatron-core 0.16.1, its patches are" in unsaid
-    assert "--image-record FILE says it" in unsaid
-    assert machine.endswith(
-        "planned for cpu, all that this machine has: say --hardware where nodes have more"
-    )
+    assert "megatron-core 0.16.1" in unsaid and "--image-record" in unsaid
+    assert "cpu" in machine and "--hardware" in machine
+    messages(drop_times(done.stderr))
 
 
 @pytest.mark.parametrize("said", ["--hardware=cpu", "--backend=cpu"])
@@ -127,7 +126,7 @@ def test_what_is_installed_here_says_nothing_of_an_image(tmp_path, monkeypatch):
     assert (job.megatron, job.patches, job.image) == ("0.16.1", None, UNDECIDED)
     assert "--hardware" not in done.stderr
     done = launch("--mcore=0.19.2", "--set=train.global_batch_size=64")
-    assert "planned with megatron-core 0.19.2" in done.stderr
+    assert "megatron-core 0.19.2" in done.stderr
     objects = read(done.stdout)
     assert parse(objects[0]["data"]["job.json"]).megatron == "0.19.2"
     ((_, pod),) = pods(objects)
@@ -137,8 +136,7 @@ def test_what_is_installed_here_says_nothing_of_an_image(tmp_path, monkeypatch):
 def test_a_machine_that_is_not_here_is_asked_for_and_nothing_else_is_said(tmp_path):
     done = run_bundle("launch", "kubernetes", "sft-qwen3-8b-h200", "--dry-run")
     assert done.returncode == 3 and done.stdout == ""
-    assert "to plan for another machine: --hardware a100|h100|h200" in done.stderr
-    assert "nobody said" not in done.stderr
+    assert "--hardware a100" in done.stderr and "--image-record" not in done.stderr
 
 
 def read_absent(*overrides: str) -> list[str]:
