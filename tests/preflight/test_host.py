@@ -19,19 +19,23 @@ def logging(tmp_path, *lines):
 
 
 @pytest.mark.parametrize("xid", [48, 79, 95])
-def test_a_device_that_failed_is_in_the_kernels_log(tmp_path, xid):
+def test_a_device_that_failed_is_in_the_kernels_log(tmp_path, xid, messages):
     line = XID.format(xid)
     found = kernel.probe(logging(tmp_path, "[1.0] all is well", line, line, "[2.0] usb 1-1: new device"))
-    assert found.wrong.startswith("PCI 0000:3b:00: its GPU failed") and found.wrong.endswith(f"({line})")
-    assert found.wrong.count("its GPU failed") == 1
+    assert found.wrong.startswith("PCI 0000:3b:00: ") and found.wrong.count(line) == 1
     assert found.measured == {"lines": 4}
+    messages(found.wrong)
 
 
-def test_damaged_memory_of_the_host_is_in_it_and_many_failures_are_counted(tmp_path):
+def test_damaged_memory_of_the_host_is_in_it_and_many_failures_are_counted(tmp_path, messages):
     line = "Memory failure: 0x1: Killing python:77 due to hardware memory corruption"
-    assert "the memory of its host is damaged" in kernel.probe(logging(tmp_path, line)).wrong
+    found = kernel.probe(logging(tmp_path, line))
+    assert found.status == "failed" and line in found.wrong
+    messages(found.wrong)
     lines = [XID.format(79).replace("3b", f"{n:02x}") for n in range(8)]
-    assert kernel.probe(logging(tmp_path, *lines)).wrong.endswith("; and 4 more")
+    found = kernel.probe(logging(tmp_path, *lines))
+    assert sum(each in found.wrong for each in lines) == 4 and " 4 " in found.wrong.rpartition(";")[2]
+    messages(found.wrong)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +46,9 @@ def test_what_is_a_programs_own_fault_is_not_against_the_node(tmp_path, line):
 
 
 def test_a_log_that_nobody_may_read_says_nothing(tmp_path):
-    denied = Machine(tmp_path, {}, lambda _: DetectedValue(None, "dmesg: Operation not permitted"))
-    found = kernel.probe(denied)
-    assert (found.status, found.skipped) == ("skipped", "dmesg: Operation not permitted")
+    reason = "dmesg: Operation not permitted"
+    found = kernel.probe(Machine(tmp_path, {}, lambda _: DetectedValue(None, reason)))
+    assert (found.status, found.skipped) == ("skipped", reason)
 
 
 def test_memory_that_is_free_here():
@@ -84,13 +88,14 @@ def node(tmp_path):
     return tmp_path / "node", down
 
 
-def test_ports_that_are_up_are_named_and_one_that_is_down_is_counted(node):
+def test_ports_that_are_up_are_named_and_one_that_is_down_is_counted(node, messages):
     directory, down = node
     assert rdma.probe(machine_at(directory)).measured == {"ports": 2, "ports up": 2}
     down("mlx5_1")
     found = rdma.probe(machine_at(directory))
     assert (found.status, found.measured) == ("passed", {"ports": 2, "ports up": 1})
-    assert found.note == "mlx5_0/1: InfiniBand 400 Gb/sec"
+    assert found.note.startswith("mlx5_0/1") and "mlx5_1" not in found.note
+    messages(found.note)
 
 
 def test_ports_of_which_none_can_be_used_are_against_the_node(node):

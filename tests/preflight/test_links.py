@@ -14,6 +14,8 @@ from bundle.preflight import nodes
 from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, parse_report
 from tests.launch.launched import reserved
 
+COLLECTIVES = ("GB/s all-reduce", "GB/s all-to-all")
+
 
 def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, Report]:
     """What nodes of one device report whose links have these GB/s."""
@@ -37,10 +39,11 @@ def test_partners_are_ever_further_away():
 
 @pytest.mark.parametrize("count", [3, 4, 8])
 @pytest.mark.parametrize("slow", [{0}, {2}])
-def test_a_node_all_of_whose_links_are_slow_is_at_fault_and_its_partners_are_not(count, slow):
+def test_a_node_all_of_whose_links_are_slow_is_at_fault_and_its_partners_are_not(count, slow, messages):
     wrong = judge_links(between(ring(count, slow), count), range(10, 10 + count), 1)
-    (number,) = slow
-    assert wrong == {10 + number: "its links carry 1 GB/s at most, those of others 10"}
+    ((node, cause),) = wrong.items()
+    assert {node - 10} == slow and "1 GB/s" in cause and "10" in cause
+    messages(cause)
 
 
 def test_nodes_that_are_alike_and_one_slow_link_between_good_nodes_are_no_fault_of_a_node():
@@ -67,28 +70,30 @@ def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
     return said | {rank: Report((), "an exchange", other) for rank, other in waits}
 
 
-def test_the_node_that_is_at_one_end_of_every_silent_link_is_at_fault():
-    assert judge_links(silent((1, 0), (2, 1), count=3), range(3), 1) == {
-        1: "nothing came over its links to or from node 0, 2"
-    }
+def test_the_node_that_is_at_one_end_of_every_silent_link_is_at_fault(messages):
+    ((node, cause),) = judge_links(silent((1, 0), (2, 1), count=3), range(3), 1).items()
+    assert node == 1 and "0, 2" in cause
+    messages(cause)
     # Of a pair, nobody can tell: the one with the higher number, so that the other can go on.
     assert list(judge_links(silent((0, 1), (1, 0), count=2), range(2), 1)) == [1]
-    assert judge_links(silent((1, 0), count=2), [7], 2) == {
-        7: "nothing came over its links between its devices"
-    }
+    ((node, cause),) = judge_links(silent((1, 0), count=2), [7], 2).items()
+    assert node == 7
+    messages(cause)
 
 
-def test_a_node_that_says_nothing_is_at_fault_and_not_who_waited_for_it():
+def test_a_node_that_says_nothing_is_at_fault_and_not_who_waited_for_it(messages):
     said = silent((0, 2), count=3)
     del said[2]
-    assert judge_links(said, range(3), 1) == {
-        2: "its links were not measured: it said nothing within the time"
-    }
+    ((node, cause),) = judge_links(said, range(3), 1).items()
+    assert node == 2
+    messages(cause)
 
 
-def test_where_all_are_held_together_all_are_told():
+def test_where_all_are_held_together_all_are_told(messages):
     said = {rank: Report((), "an all-reduce") for rank in range(2)}
-    assert judge_links(said, range(2), 1) == dict.fromkeys((0, 1), "its time was over in an all-reduce")
+    wrong = judge_links(said, range(2), 1)
+    assert wrong.keys() == {0, 1} and all("all-reduce" in cause for cause in wrong.values())
+    messages(wrong[0])
 
 
 def test_what_is_sent_is_what_is_read():
@@ -174,7 +179,7 @@ def test_bandwidths_are_those_of_the_bus():
     found._measure_collectives()
     # As NCCL's own tests count: what each device sends and receives, of which its own part stays with it.
     reduced, exchanged = 2 * 3 / 4 * 2**22 / 0.5 / 1e9, 3 / 4 * 2**22 / 0.5 / 1e9
-    assert found.measured == pytest.approx({"GB/s all-reduce": reduced, "GB/s all-to-all": exchanged})
+    assert found.measured == pytest.approx(dict(zip(COLLECTIVES, (reduced, exchanged), strict=True)))
 
 
 def test_what_a_node_takes_to_set_up_a_connection_is_not_held_against_the_other_end():
@@ -208,7 +213,7 @@ def test_two_nodes_are_asked_by_the_verb_and_leave_their_lists(tmp_path):
         for local, measured in enumerate(links):
             sources = (f"device {1 - local}", f"gpu{1 - number}")
             units = {f"{unit} from {source}" for unit in ("GB/s", "us") for source in sources}
-            assert set(measured) == units | {"GB/s all-reduce", "GB/s all-to-all"}
+            assert set(measured) == units | set(COLLECTIVES)
             assert all(value > 0 for value in measured.values())
     assert (tmp_path / "preflight/passing.txt").read_text() == "gpu0\ngpu1\n"
     assert (tmp_path / "preflight/failing.txt").read_text() == ""

@@ -37,11 +37,13 @@ def of(*found: ProbeResult) -> list[tuple[Level, str]]:
     return [(finding.level, finding.cause) for finding in build_findings(mark_slow_devices(asked))]
 
 
-def test_a_device_that_is_slower_than_its_neighbours_is_told():
+def test_a_device_that_is_slower_than_its_neighbours_is_told(messages):
     usual = [ProbeResult({"TFLOP/s": 600.0 + n}) for n in range(7)]
     told = of(*usual, ProbeResult({"TFLOP/s": 500.0}))
     assert told[:7] == [(Level.OK, f"{600 + n} TFLOP/s") for n in range(7)]
-    assert told[7] == (Level.FAIL, "computes 500 TFLOP/s, its neighbours 603")
+    level, cause = told[7]
+    assert level is Level.FAIL and "500 TFLOP/s" in cause and "603" in cause
+    messages(cause)
     assert of(ProbeResult({"TFLOP/s": 1.0}), ProbeResult({"TFLOP/s": 0.95})) == [
         (Level.OK, "1 TFLOP/s"),
         (Level.OK, "0.95 TFLOP/s"),
@@ -49,7 +51,7 @@ def test_a_device_that_is_slower_than_its_neighbours_is_told():
     assert of(ProbeResult({"TFLOP/s": 0.85}), ProbeResult({"TFLOP/s": 1.0}))[0][0] is Level.FAIL
 
 
-@pytest.mark.parametrize(("of_which", "wrong"), [("h200", "device 0: computes 1 TFLOP/s"), ("cpu", "")])
+@pytest.mark.parametrize(("of_which", "wrong"), [("h200", "device 0"), ("cpu", "")])
 def test_processes_that_share_their_processors_are_not_compared(of_which, wrong, tmp_path, monkeypatch):
     unequal = {probe(subject=f"device {n}"): ProbeResult({"TFLOP/s": 1.0 + n}) for n in range(2)}
     monkeypatch.setattr(preflight, "run", lambda *_: unequal)
@@ -152,18 +154,20 @@ def test_the_driver_of_gpus_alone_is_asked_whether_they_must_be_recovered():
     assert [b for b, every in asked.items() if "recovery" in [each.subject for each in every]] == ["cuda"]
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+def test_a_disk_that_cannot_be_written_is_told(tmp_path, monkeypatch, messages):
     from bundle.preflight import disk
 
     lay: list[list[Path]] = []
     monkeypatch.setattr(os, "fsync", lambda _: lay.append(list(tmp_path.iterdir())))
     assert disk.probe(tmp_path, 1 << 22).measured["MB/s written"] > 0
     assert list(tmp_path.iterdir()) == [] and lay == [[]]  # nothing is left behind by who is killed there
-    assert disk.probe(tmp_path / "none", 1 << 20).wrong == f"{tmp_path / 'none'}: No such file or directory"
+    wrong = disk.probe(tmp_path / "none", 1 << 20).wrong
+    assert wrong.startswith(f"{tmp_path / 'none'}: ")
+    messages(wrong)
     assert disk.probe(Path("/proc"), 1 << 20).wrong.startswith("/proc: ")
 
 
-def test_a_device_that_computes_wrong_is_told(monkeypatch):
+def test_a_device_that_computes_wrong_is_told(monkeypatch, messages):
     torch = pytest.importorskip("torch")
     from bundle.preflight import device
 
@@ -172,7 +176,9 @@ def test_a_device_that_computes_wrong_is_told(monkeypatch):
     assert right.wrong == "" and right.measured["TFLOP/s"] > 0
     answers = iter([True, False])
     monkeypatch.setattr(torch, "equal", lambda *_: next(answers))
-    assert device.probe("cpu", 0, 0.0).wrong == "a product of matrices is wrong, the 2. of its kind"
+    wrong = device.probe("cpu", 0, 0.0).wrong
+    assert "2." in wrong
+    messages(wrong)
 
 
 @pytest.mark.world
