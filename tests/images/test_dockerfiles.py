@@ -14,7 +14,7 @@ def test_buildkit_has_no_warnings_for_any_target(engine, target, tmp_path):
     targets = {name: target(name) | {"contexts": {}} for name in baking.resolved(engine, "all")}
     said = baking.build(engine, tmp_path, targets, "--call=check")
     assert "WARNING" not in said, said
-    assert said.count("Check complete, no warnings found.") == len(targets), said
+    assert said.count("Check complete") == len(targets), said
 
 
 def test_hadolint_has_nothing_to_say():

@@ -1,3 +1,5 @@
+from configparser import ConfigParser
+
 from tests.images import machine
 
 
@@ -11,12 +13,14 @@ def test_a_build_gets_the_index_and_the_certificate_but_no_folder_of_this_machin
     given = machine.derived(said, tmp_path)
     assert str(given.secrets["ca"]) == "/srv/ca.pem"
     assert given.wheelhouse == tmp_path
-    assert given.secrets["pip"].read_text().splitlines() == [
-        "[global]",
-        "index-url = https://index.invalid/simple",
-        "extra-index-url = https://more.invalid/simple",
-        "cert = /run/secrets/ca.pem",
-    ]
+    configuration = ConfigParser()
+    configuration.read(given.secrets["pip"])
+    assert configuration.sections() == ["global"]
+    assert dict(configuration["global"]) == {
+        "index-url": said["index-url"],
+        "extra-index-url": said["extra-index-url"].split()[1],
+        "cert": "/run/secrets/ca.pem",
+    }
 
 
 def test_a_build_gets_nothing_where_pip_is_told_nothing(tmp_path):
