@@ -99,7 +99,7 @@ def test_a_batch_that_does_not_divide_hides_neither_stages_nor_memory(messages):
     assert counted in to_text(fits, "run", "starts") and counted not in to_text(made, "", "")
 
 
-def of_ascend(made) -> str:
+def of_ascend(made):
     (note,) = [note for note in made.notes if note.startswith("ascend: ")]
     return note
 
@@ -175,7 +175,7 @@ def test_too_few_devices_are_the_machines_problem():
     assert "12 wanted, 8 visible" in made.problems[0].text
 
 
-def advice(problem) -> str:
+def advice(problem):
     return problem.text.partition("(")[2]
 
 
