@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
@@ -24,6 +23,7 @@ from bundle.launch.orphans import prepare_death_signal
 from bundle.targets import devices
 from bundle.targets.client import run_client
 from bundle.targets.mounts import Mount
+from bundle.targets.states import JobState
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
 HOME = "/home/bundle"
@@ -69,14 +69,6 @@ class DockerOptions:
                 yield f"--env {format_value(name)}: the name of a variable, whose value is taken from here"
         if not _SIZE.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: a size, such as 64g"
-
-
-class ContainerState(NamedTuple):
-    """What the engine says of a container: its state, why it ended, its exit code once it has."""
-
-    name: str
-    reason: str
-    code: int | None
 
 
 def get_job_directory(job: Job) -> Path:
@@ -174,7 +166,7 @@ def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, 
     return name
 
 
-def query_state(name: str) -> ContainerState:
+def query_state(name: str) -> JobState:
     """What the engine says of a container. Raises LaunchUnavailable where it knows of none."""
     template = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
     status, killed, code, error = run_client(
@@ -184,7 +176,7 @@ def query_state(name: str) -> ContainerState:
     exit_code = int(code) if status in ("exited", "dead") else None
     if status == "created" and code != "0":  # what the engine says of one that it could not start
         exit_code = int(ExitCode.LAUNCH_UNAVAILABLE)
-    return ContainerState(status.upper(), reason, exit_code)
+    return JobState(status.upper(), reason, exit_code)
 
 
 def stop(name: str) -> None:

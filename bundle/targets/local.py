@@ -10,12 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from bundle import files
 from bundle.errors import EnvironmentUnfit, ExitCode, LaunchUnavailable, UsageError
@@ -25,6 +23,7 @@ from bundle.launch.command import Command
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.rendezvous import discover
 from bundle.targets.log_reader import tail_log
+from bundle.targets.states import JobState, find_exit_code, poll_states
 
 LOG_NAME = "node.log"
 _LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
@@ -45,14 +44,6 @@ class LocalOptions:
     mcore: str = ""
     preflight: bool = False
     python: str = sys.executable
-
-
-class NodeState(NamedTuple):
-    """How a node is: its state, why it is so, its exit code once it has ended."""
-
-    name: str
-    reason: str
-    code: int | None
 
 
 def build_command(
@@ -112,15 +103,15 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
     return str(folder)
 
 
-def query_state(name: str) -> NodeState:
+def query_state(name: str) -> JobState:
     """How a node is. Raises LaunchUnavailable where none was started in such a folder."""
     if _is_running(Path(name)):
-        return NodeState("RUNNING", "", None)
+        return JobState("RUNNING", "", None)
     exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
     if not exit_text.isdigit():
-        return NodeState("LOST", "killed, or its machine was", int(ExitCode.LAUNCH_UNAVAILABLE))
+        return JobState("LOST", "killed, or its machine was", int(ExitCode.LAUNCH_UNAVAILABLE))
     code = int(exit_text)
-    return NodeState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
+    return JobState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
 
 
 def stop(name: str) -> None:
@@ -145,9 +136,7 @@ def follow(name: str) -> Iterator[str]:
 
 def wait(name: str) -> int:
     """The exit code of a node, once it has ended."""
-    *_, last = _poll_states(name)
-    assert last.code is not None, "it has ended"
-    return last.code
+    return find_exit_code(_poll_states(name))
 
 
 def _list_next_folders(job: Job) -> Iterator[Path]:
@@ -183,10 +172,5 @@ def _is_running(folder: Path) -> bool:
     return False
 
 
-def _poll_states(name: str) -> Iterator[NodeState]:
-    """How a node is, every now and then until it has ended."""
-    while True:
-        yield (now := query_state(name))
-        if now.code is not None:
-            return
-        time.sleep(_POLL_SECONDS)
+def _poll_states(name: str) -> Iterator[JobState]:
+    return poll_states(lambda: query_state(name), _POLL_SECONDS, patience_seconds=0)

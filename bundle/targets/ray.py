@@ -5,33 +5,26 @@ documents: docs.ray.io/en/latest/cluster/running-applications/job-submission and
 """
 
 import json
-import logging
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from bundle import capabilities, files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
 from bundle.files import digest_json
 from bundle.launch.job import FILE_NAME, Job
+from bundle.targets.states import JobState, find_exit_code, poll_states
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STOP_NAME, TOKEN_NAME = (
-    "stop",
-    "token",
-)  # beside a job's file: it is to save and end; that of a cluster of its own
-_OBJECT_STORE_BYTES = (
-    10**8
-)  # bytes: what is handed around are lines of text; the rest of /dev/shm is the ranks'
-# How often a job is looked at, and for how long its cluster may not answer meanwhile.
-POLL_SECONDS, PATIENCE_SECONDS = 2.0, 600
+# Files beside the job file: the request to save and end, and the token of a cluster of its own.
+STOP_NAME, TOKEN_NAME = "stop", "token"
+_OBJECT_STORE_BYTES = 10**8  # lines of text are exchanged; the rest of /dev/shm belongs to the ranks
+POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -54,14 +47,6 @@ class RayOptions:
         host, _, rest = self.address.partition("://")
         if self.address and (host not in ("http", "https") or not rest or not rest.isprintable()):
             yield f"--address {format_value(self.address)}: that of Ray's dashboard, such as http://127.0.0.1:8265"
-
-
-class RayJobState(NamedTuple):
-    """What Ray says of a job: its state, why it is so, its exit code once it has ended."""
-
-    name: str
-    reason: str
-    code: int | None
 
 
 def get_job_directory(job: Job) -> Path:
@@ -143,7 +128,7 @@ def submit(job: Job, options: RayOptions, workdir: Path) -> str:
     return f"{_call_ray(lambda: client.submit_job(**job_request))}@{options.address}"
 
 
-def query_state(name: str) -> RayJobState:
+def query_state(name: str) -> JobState:
     """What Ray says of a job. Raises LaunchUnavailable where it does not know it, or does not answer."""
     number, _, address = name.partition("@")
     client = _connect(address)
@@ -180,41 +165,24 @@ def follow(name: str) -> Iterator[str]:
 
 def wait(name: str) -> int:
     """The exit code of a job, once it has ended."""
-    *_, last = _poll_states(name)
-    assert last.code is not None, "it has ended"
-    return last.code
+    return find_exit_code(_poll_states(name))
 
 
-def _poll_states(name: str) -> Iterator[RayJobState]:
-    """How a job is, every now and then until it has ended; a cluster that is away may come back."""
-    silent = 0.0
-    while True:
-        try:
-            now, silent = query_state(name), 0.0
-        except LaunchUnavailable as error:
-            if silent >= PATIENCE_SECONDS:
-                raise
-            if not silent:
-                _log.warning("%s; asks again for %d s", error, PATIENCE_SECONDS)
-            silent += POLL_SECONDS
-        else:
-            yield now
-            if now.code is not None:
-                return
-        time.sleep(POLL_SECONDS)
+def _poll_states(name: str) -> Iterator[JobState]:
+    return poll_states(lambda: query_state(name), POLL_SECONDS)
 
 
-def _parse_state(info: Any) -> RayJobState:
+def _parse_state(info: Any) -> JobState:
     name = info.status.value
     if name not in ("SUCCEEDED", "FAILED", "STOPPED"):
-        return RayJobState(name, "", None)
+        return JobState(name, "", None)
     default_code = {"SUCCEEDED": ExitCode.OK, "STOPPED": ExitCode.TERMINATED}.get(
         name, ExitCode.LAUNCH_UNAVAILABLE
     )
     code = default_code if info.driver_exit_code is None else info.driver_exit_code
     # What Ray says of a driver that ended by itself is its log once more.
     is_lost = name == "FAILED" and info.driver_exit_code is None
-    return RayJobState(
+    return JobState(
         name, files.to_printable((info.message or "").strip())[:300] if is_lost else "", int(code)
     )
 

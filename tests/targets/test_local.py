@@ -17,6 +17,7 @@ from bundle.targets import docker, local, ray
 from bundle.targets.local import LocalOptions
 from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import SlurmOptions as SlurmOptions
+from bundle.targets.states import JobState
 from tests.command import run_bundle
 from tests.targets.test_docker import decided
 from tests.training.test_interruption import TINY
@@ -101,12 +102,12 @@ def test_what_a_node_is_told_and_writes_and_the_code_that_it_ends_with(job, node
     assert command.split(" ", 3) == ["-m", "bundle", "train", f"--job={name}/job.json"]
     assert folder == f"in {tmp_path}" and said == local.read_log(name)
     assert json.loads(Path(name, "job.json").read_text()) == job.dump()
-    assert local.query_state(name) == local.NodeState("FAILED", "code 6", 6)
+    assert local.query_state(name) == JobState("FAILED", "code 6", 6)
     assert local.wait(name) == 6
     local.stop(name)  # of what has ended: nothing
     again = local.submit(job, node("exit 0"), tmp_path)
     assert again != name
-    assert local.wait(again) == 0 and local.query_state(again) == local.NodeState("COMPLETED", "", 0)
+    assert local.wait(again) == 0 and local.query_state(again) == JobState("COMPLETED", "", 0)
 
 
 def test_nodes_that_are_started_at_once_have_folders_of_their_own(job, node, tmp_path, monkeypatch):
@@ -128,7 +129,7 @@ def test_a_node_that_is_told_to_stop_says_how_it_ended(job, node, tmp_path):
         job, node('trap "echo saved; exit 75" TERM; echo up; while :; do sleep 0.1; done'), tmp_path
     )
     until(lambda: "up" in local.read_log(name))
-    assert local.query_state(name) == local.NodeState("RUNNING", "", None)
+    assert local.query_state(name) == JobState("RUNNING", "", None)
     local.stop(name)
     assert local.wait(name) == 75
     assert local.read_log(name).splitlines()[-1] == "saved"

@@ -19,6 +19,7 @@ from bundle.launch.rendezvous import Rendezvous
 from bundle.targets import ray, raycluster
 from bundle.targets.ray import RayOptions
 from bundle.targets.raylets import Node
+from bundle.targets.states import JobState
 from tests.command import run_bundle
 from tests.targets.test_docker import decided
 
@@ -70,12 +71,12 @@ def test_an_address_that_takes_no_jobs_is_refused(job, address, messages):
 @pytest.mark.parametrize(
     ("said", "code", "state"),
     [
-        ("PENDING", None, ray.RayJobState("PENDING", "", None)),
-        ("RUNNING", None, ray.RayJobState("RUNNING", "", None)),
-        ("SUCCEEDED", 0, ray.RayJobState("SUCCEEDED", "", 0)),
-        ("FAILED", 75, ray.RayJobState("FAILED", "", 75)),
-        ("STOPPED", None, ray.RayJobState("STOPPED", "", 143)),
-        ("FAILED", None, ray.RayJobState("FAILED", "its head\\ndied", 5)),
+        ("PENDING", None, JobState("PENDING", "", None)),
+        ("RUNNING", None, JobState("RUNNING", "", None)),
+        ("SUCCEEDED", 0, JobState("SUCCEEDED", "", 0)),
+        ("FAILED", 75, JobState("FAILED", "", 75)),
+        ("STOPPED", None, JobState("STOPPED", "", 143)),
+        ("FAILED", None, JobState("FAILED", "its head\\ndied", 5)),
     ],
 )
 def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):

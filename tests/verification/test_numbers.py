@@ -3,6 +3,7 @@
 import math
 from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,6 @@ def test_a_measurement_without_a_separate_query_norm_is_not_provable():
     folded = torch.nn.Module()
     folded.register_parameter("layer_norm_weight", torch.nn.Parameter(torch.ones(2)))
     layout = SimpleNamespace(build_chunk=lambda *_: folded)
-    bench = SimpleNamespace(measure_gap_to_one_rank=lambda compute, tp: compute(layout))
+    bench: Any = SimpleNamespace(measure_gap_to_one_rank=lambda compute, tp: compute(layout))
     with pytest.raises(NotProvable, match="Transformer Engine"):
         measure_query_norm(bench)

@@ -3,10 +3,10 @@
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,7 @@ from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, ray, slurm
 from bundle.targets.kubernetes import FORMS, jobs
 from bundle.targets.mounts import Mount, find_hidden_inputs
+from bundle.targets.states import Target
 
 _log = logging.getLogger(__name__)
 
@@ -52,29 +53,8 @@ NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines th
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
 
 
-class JobState(Protocol):
-    """What is said of a job: its state, why it is so, its exit code once it has ended."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def code(self) -> int | None: ...
-
-
-class JobTarget(Protocol):
-    """What has been given a job, and is asked about it by the name that it gave it."""
-
-    def query_state(self, name: str) -> JobState: ...
-    def read_log(self, name: str) -> str: ...
-    def follow(self, name: str) -> Iterator[str]: ...
-    def wait(self, name: str) -> int: ...
-    def stop(self, name: str) -> None: ...
-
-
 # By the first part of a handle, with what its second part looks like.
-_TARGETS: dict[str, tuple[JobTarget, str]] = {
+_TARGETS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
     "kubernetes": (jobs, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
@@ -180,7 +160,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
     raise typer.Exit(target.wait(name))
 
 
-def find_target(handle: str) -> tuple[JobTarget, str]:
+def find_target(handle: str) -> tuple[Target, str]:
     """Who has a job, and what it is called there. Raises UsageError for what is no handle."""
     kind, _, name = handle.partition(":")
     target, pattern = _TARGETS.get(kind, (slurm, ""))

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bundle.errors import ExitCode, LaunchUnavailable
 from bundle.launch.job import Job
@@ -16,23 +16,15 @@ from bundle.targets.kubernetes import FORMS, build_objects, client
 from bundle.targets.kubernetes.logs import PodLogs
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
+from bundle.targets.states import JobState, find_exit_code, poll_states
 
 _log = logging.getLogger(__name__)
 
-# How often a job is looked at, and for how long the API server may be away meanwhile.
-POLL_SECONDS, PATIENCE_SECONDS = 5.0, 600
+POLL_SECONDS = 5.0
 
 
 class _UnknownOutcome(LaunchUnavailable):
     """Whether the workload was made is not known: what it needs must stay."""
-
-
-class KubernetesJobState(NamedTuple):
-    """What is said of a job: its state, why it is so, its exit code once it has ended."""
-
-    name: str
-    reason: str
-    code: int | None
 
 
 def submit(job: Job, options: KubernetesOptions) -> str:
@@ -70,7 +62,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     return name
 
 
-def query_state(name: str) -> KubernetesJobState:
+def query_state(name: str) -> JobState:
     """What the cluster says of a job. Raises LaunchUnavailable where it knows of none."""
     now = _query_workload(name)
     if now is None:
@@ -80,12 +72,12 @@ def query_state(name: str) -> KubernetesJobState:
     # A pod that had to go stays listed beside the one that came for it.
     pods = [pod for pod in _list_pods(name) if pod.status.phase not in ("Succeeded", "Failed")]
     if pods and all(pod.status.phase == "Running" for pod in pods):
-        return KubernetesJobState("RUNNING", now.reason, None)
+        return JobState("RUNNING", now.reason, None)
     conditions = [
         condition for pod in pods for condition in pod.status.conditions or () if condition.status == "False"
     ]
     waits = next((condition.message for condition in conditions if condition.type == "PodScheduled"), None)
-    return KubernetesJobState("PENDING", waits or now.reason, None)
+    return JobState("PENDING", waits or now.reason, None)
 
 
 def stop(name: str) -> None:
@@ -120,55 +112,44 @@ def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
 
 def wait(name: str, seconds: float = POLL_SECONDS) -> int:
     """The exit code of a job, once it has ended: that of the pod that failed first."""
-    *_, last = _poll_states(name, seconds)
-    assert last.code is not None, "it has ended"
-    return last.code
+    return find_exit_code(_poll_states(name, seconds))
 
 
-def _poll_states(name: str, seconds: float) -> Iterator[KubernetesJobState]:
-    """How a job is, every now and then until it has ended; an API server that is away may come back."""
-    silent, is_known = 0.0, False
-    while True:
-        try:
-            now, silent = _query_workload(name), 0.0
-        except LaunchUnavailable as error:
-            if not is_known or silent >= PATIENCE_SECONDS:
-                raise
-            if not silent:
-                _log.warning("%s; asks again for %d s", error, PATIENCE_SECONDS)
-            silent += seconds
-        else:
-            if now is None and not is_known:
-                query_state(name)  # says that there is none
-            is_known = True
-            yield (
-                now := now or KubernetesJobState("STOPPED", "its objects are gone", int(ExitCode.TERMINATED))
-            )
-            if now.code is not None:
-                return
-        time.sleep(seconds)
+def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
+    """Yield the states of a job that the cluster knows. Raises LaunchUnavailable where it knows of none."""
+    is_known = False
+
+    def query() -> JobState:
+        nonlocal is_known
+        state = _query_workload(name)
+        if state is None and not is_known:
+            return query_state(name)  # raises
+        is_known = True
+        return state or JobState("STOPPED", "its objects are gone", int(ExitCode.TERMINATED))
+
+    yield from poll_states(query, seconds)
 
 
-def _query_workload(name: str) -> KubernetesJobState | None:
+def _query_workload(name: str) -> JobState | None:
     """What the workload's own status says; None where there is no such workload."""
     workload = client.find_object(_identify_workload(name))
     return None if workload is None else _read_state(name, workload)
 
 
-def _read_state(name: str, workload: dict[str, Any]) -> KubernetesJobState:
+def _read_state(name: str, workload: dict[str, Any]) -> JobState:
     """How a job is whose workload was found."""
     outcome = FORMS[name.partition("/")[0]].read_outcome(workload.get("status") or {})
     reason = outcome.reason
     if outcome.succeeded:
-        return KubernetesJobState("COMPLETED", "", int(ExitCode.OK))
+        return JobState("COMPLETED", "", int(ExitCode.OK))
     if outcome.succeeded is False:
-        return KubernetesJobState(
+        return JobState(
             "FAILED", reason, _read_exit_code(_list_pods(name)) if outcome.code is None else outcome.code
         )
     if workload["metadata"].get("deletionTimestamp"):
-        return KubernetesJobState("STOPPING", "its pods save and end", None)
+        return JobState("STOPPING", "its pods save and end", None)
     suspended = (workload.get("spec") or {}).get("suspend")
-    return KubernetesJobState("SUSPENDED" if suspended else "PENDING", reason, None)
+    return JobState("SUSPENDED" if suspended else "PENDING", reason, None)
 
 
 def _read_exit_code(pods: list[Any]) -> int:

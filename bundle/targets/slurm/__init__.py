@@ -1,12 +1,9 @@
 """Slurm: what sbatch, scontrol and scancel are asked of a job, whose batch script is `batch`'s."""
 
-import logging
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
@@ -16,12 +13,10 @@ from bundle.targets.client import ClientTimeout, run_client
 from bundle.targets.log_reader import tail_log
 from bundle.targets.slurm.batch import build_script, get_job_directory
 from bundle.targets.slurm.options import SlurmOptions, find_overrides
-
-_log = logging.getLogger(__name__)
+from bundle.targets.states import PATIENCE_SECONDS, JobState, find_exit_code, poll_states
 
 SCRIPT_NAME = "job.sh"
-# How often a job is looked at, and for how long a controller may be away meanwhile.
-POLL_SECONDS, PATIENCE_SECONDS = 2.0, 600
+POLL_SECONDS = 2.0
 # The states in which a job stays (squeue's manual page, JOB STATE CODES), by its exit code, None being its
 # script's; in any other state it lives.
 _EXIT_CODES: Mapping[str, ExitCode | None] = {
@@ -36,19 +31,6 @@ _EXIT_CODES: Mapping[str, ExitCode | None] = {
     "REVOKED": ExitCode.LAUNCH_UNAVAILABLE,  # another cluster runs it
     "TIMEOUT": ExitCode.TERMINATED,
 }
-
-
-class SlurmJobState(NamedTuple):
-    """What Slurm says of a job: its state, why it waits, where its output goes, its exit code once ended."""
-
-    name: str
-    reason: str
-    output: Path | None
-    code: int | None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.code is not None
 
 
 def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
@@ -89,7 +71,7 @@ def _find_queued_job(script: Path, error: ClientTimeout) -> str:
     return str(max(numbers))
 
 
-def query_state(number: str) -> SlurmJobState:
+def query_state(number: str) -> JobState:
     """What Slurm says of a job, or once it has forgotten it, what that left in its run directory.
 
     Raises LaunchUnavailable where neither does.
@@ -103,8 +85,8 @@ def query_state(number: str) -> SlurmJobState:
     name, output = fields.get("JobState", ""), fields.get("StdOut")
     if not name:
         raise LaunchUnavailable(f"scontrol says nothing of job {number}")
-    return SlurmJobState(
-        name, fields.get("Reason", ""), Path(output) if output else None, _read_exit_code(name, fields)
+    return JobState(
+        name, fields.get("Reason", ""), _read_exit_code(name, fields), Path(output) if output else None
     )
 
 
@@ -155,38 +137,19 @@ def follow(number: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
 
 def wait(number: str, seconds: float = POLL_SECONDS) -> int:
     """The exit code of a job, once it has ended."""
-    *_, last = _poll_states(number, seconds)
-    assert last.code is not None, "it has ended"
-    return last.code
+    return find_exit_code(_poll_states(number, seconds))
 
 
-def _poll_states(number: str, seconds: float) -> Iterator[SlurmJobState]:
-    """How a job is, every now and then until it has ended; a controller that is away may come back."""
-    silent = 0.0
-    while True:
-        try:
-            now, silent = query_state(number), 0.0
-        except LaunchUnavailable as error:
-            if silent >= PATIENCE_SECONDS:
-                raise
-            if not silent:
-                _log.warning("%s; asks again for %d s", error, PATIENCE_SECONDS)
-            silent += seconds
-        else:
-            yield now
-            if now.has_ended:
-                return
-        time.sleep(seconds)
+def _poll_states(number: str, seconds: float) -> Iterator[JobState]:
+    return poll_states(lambda: query_state(number), seconds)
 
 
-def _find_forgotten_state(number: str) -> SlurmJobState | None:
+def _find_forgotten_state(number: str) -> JobState | None:
     """How a job ended that Slurm no longer knows, by what it left in a run directory below this one."""
     for path in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
         code = (files.read_text(path) or "").strip()
         if code.isdigit():
-            return SlurmJobState(
-                "ENDED", "Slurm has forgotten it", path.parent / f"slurm-{number}.log", int(code)
-            )
+            return JobState("ENDED", "Slurm has forgotten it", int(code), path.parent / f"slurm-{number}.log")
     return None
 
 

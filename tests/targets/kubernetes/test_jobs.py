@@ -20,6 +20,7 @@ from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets.kubernetes import FORMS, client, jobs, logs
 from bundle.targets.kubernetes.options import KubernetesOptions
+from bundle.targets.states import JobState
 from tests.command import run_bundle
 from tests.targets.kubernetes.jobs import LEAST
 from tests.targets.kubernetes.recorder import Recorder, listening, pod
@@ -155,7 +156,7 @@ def test_a_status_says_how_a_job_is(recorder, small, npus, form, status, found):
             pod("demo-node-0-3", "Pending", waits="no room"),
         ]
     ]
-    assert jobs.query_state(name) == found
+    assert jobs.query_state(name) == JobState(*found)
     asked = [each.query for each in recorder.requests if each.path.endswith("/pods")]
     assert all(query["labelSelector"].endswith("/instance=demo") for query in asked)
 
@@ -169,7 +170,7 @@ def test_a_preempted_pod_that_was_replaced_says_nothing_of_the_job(recorder, sma
         {"conditions": [{"type": "Failed", "status": "True", "message": "PodFailurePolicy"}]}
     ]
     recorder.pods = [[*drained, pod("demo-0-new", "Failed", 3, "2026-01-01T01:00:00Z")]]
-    assert jobs.query_state(name) == ("FAILED", "PodFailurePolicy", 3)
+    assert jobs.query_state(name) == JobState("FAILED", "PodFailurePolicy", 3)
     recorder.pods = [drained]
     assert jobs.wait(name) == 75
 
@@ -177,10 +178,10 @@ def test_a_preempted_pod_that_was_replaced_says_nothing_of_the_job(recorder, sma
 def test_a_job_runs_when_all_of_its_pods_do(recorder, small):
     jobs.submit(small, LEAST)
     recorder.pods = [[pod("demo-node-0-0", "Running"), pod("demo-node-0-1", "Running")]]
-    assert jobs.query_state(NAME) == ("RUNNING", "", None)
+    assert jobs.query_state(NAME) == JobState("RUNNING", "", None)
     recorder.objects[f"{JOBSETS}/demo"]["spec"]["suspend"] = True
     recorder.statuses = [{"conditions": [{"type": "Suspended", "status": "True", "message": "by Kueue"}]}]
-    assert jobs.query_state(NAME) == ("SUSPENDED", "by Kueue", None)
+    assert jobs.query_state(NAME) == JobState("SUSPENDED", "by Kueue", None)
     recorder.objects[f"{JOBSETS}/demo"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert jobs.query_state(NAME)[0] == "STOPPING"
 
@@ -435,7 +436,7 @@ def test_a_job_that_is_stopped_goes_and_who_waits_for_it_is_told(recorder, small
     waiting = jobs._poll_states(NAME, seconds=0.05)
     assert next(waiting).code is None
     jobs.stop(NAME)
-    name, reason, code = next(waiting)
+    name, reason, code, _ = next(waiting)
     assert (name, code) == ("STOPPED", ExitCode.TERMINATED)
     messages(reason)
     for verb in (jobs.query_state, jobs.wait, jobs.stop):
