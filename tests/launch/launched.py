@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bundle.capabilities.cpu import CPU
-from bundle.launch import outcomes
+from bundle.launch import outcomes, verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,6 +122,12 @@ def finish(starter: subprocess.Popen, code: int, seconds: float = 60) -> tuple[s
     out, err = starter.communicate(timeout=seconds)
     assert starter.returncode == code, err
     return out, err
+
+
+def read_verdict(folder: Path) -> dict[str, Any]:
+    """The verdict that a launch in `folder` left in its log folder."""
+    values: dict[str, Any] = json.loads((folder / "logs" / verdict.FILE_NAME).read_text())
+    return values
 
 
 def wait_until_ready(folder: Path) -> list[int]:

@@ -1,9 +1,11 @@
 """A node among several without ranks: NUMBER NODES SPARES FOLDER DOES..., each of which is how a round ends.
 
 `well`, `killed`, `bad`, `lost` (another node), `disk` and `saved` are how; `hang` does not end, `held` not
-before there is a file `go`. It prints the nodes of each round that it takes part in, and where they meet.
+before there is a file `go`. It prints the nodes of each round that it takes part in, and where they meet; and
+the verdict, as JSON.
 """
 
+import json
 import os
 import sys
 import time
@@ -36,7 +38,7 @@ def everybody_has_looked() -> bool:
 
 
 def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
-    print(f"round: {where.node_rank} of {where.nodes} at {where.address}, {continues}", flush=True)
+    print(f"round {where.node_rank}/{where.nodes} {where.address} {continues}", flush=True)
     does = DOES.pop(0) if DOES else "well"
     until = time.monotonic() + (60 if does == "hang" else 1.0)
     while time.monotonic() < until or not everybody_has_looked() or (does == "held" and not GO.exists()):
@@ -63,5 +65,5 @@ if __name__ == "__main__":
     try:
         one.run(start, lambda: None, unfit)
     except LaunchFailed as ended:
-        print(ended.verdict.sentence, flush=True)
+        print(json.dumps(ended.verdict.dump()), flush=True)
         sys.exit(int(ended.code))

@@ -1,4 +1,4 @@
-"""Real faults of real processes, and the verdict on each, word by word."""
+"""Real faults of real processes, and the verdict on each."""
 
 import os
 import shutil
@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import outcomes
-from tests.launch.launched import ROOT, finish, gone, reserved, start
+from bundle.launch.causes import PORT_TAKEN
+from tests.launch.launched import ROOT, finish, gone, read_verdict, reserved, start
 
 WORKER = "tests.launch.worker"
 SECONDS = 300  # for a start on a busy machine
-AGAIN = "the same command goes on after the last checkpoint"
-NEVER = "a restart does not mend this"
 HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("unshare") is not None
 pytestmark = pytest.mark.world
 
@@ -29,6 +28,14 @@ def node(monkeypatch: pytest.MonkeyPatch, rank: int, host: str, port: int, wait:
         monkeypatch.setenv(f"PET_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", f"node{rank}")
     monkeypatch.setenv("TEST_WAIT", str(wait))
+
+
+def check_verdict(folder: Path, err: str, **expected: object) -> str:
+    """Return the cause in the verdict of a launch, which has these values and is the last line of `err`."""
+    verdict = read_verdict(folder)
+    assert err.splitlines()[-1] == verdict["sentence"]
+    assert {key: verdict[key] for key in expected} == expected
+    return str(verdict["cause"])
 
 
 @pytest.fixture
@@ -50,43 +57,29 @@ def cgroup() -> Iterator[Path]:
 def test_a_rank_that_the_kernel_kills_for_want_of_memory(tmp_path, monkeypatch, cgroup):
     monkeypatch.setenv("TEST_CGROUP", str(cgroup))
     _, err = finish(start(tmp_path, WORKER, "grow"), 1, SECONDS)
-    more = "give the container more, or lower train.micro_batch_size or the ranks of a node"
-    assert err.splitlines()[-1] in (
-        # What the kernel's log says, where it may be read and counts processes as we do; else its counters.
-        f"rank 1: killed by the kernel, which had no memory left: {more}; {AGAIN}",
-        f"rank 1: killed by SIGKILL while the kernel ended processes for want of memory: {more}; {AGAIN}",
-    )
+    check_verdict(tmp_path, err, kind="host memory", rank=1, action="restart")
     assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
 
 
 def test_a_rank_that_may_have_no_more_memory(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "grow"), 1, SECONDS)
-    assert err.splitlines()[-1] == (
-        "rank 1: its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or"
-        f" lower train.micro_batch_size or the ranks of a node; {NEVER}"
-    )
+    check_verdict(tmp_path, err, kind="host memory", rank=1, action="stop")
 
 
 def test_the_port_where_nodes_meet_is_taken(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node(monkeypatch, 0, "127.0.0.1", taken.getsockname()[1], 60)
         _, err = finish(start(tmp_path, WORKER, "well"), 5, SECONDS)
-    assert err.splitlines()[-1] == (
-        "node0: the port where the nodes meet is taken on this node: end what listens there, or name another"
-        f" with --rendezvous; {NEVER}"
-    )
+    cause = check_verdict(tmp_path, err, kind="launch", node="node0", rank=None, action="stop")
+    assert cause == PORT_TAKEN
 
 
 def test_nobody_is_where_the_nodes_meet(tmp_path, monkeypatch):
     with reserved() as port:
         node(monkeypatch, 1, "127.0.0.1", port, 3)
         _, err = finish(start(tmp_path, WORKER, "well"), 5, SECONDS)
-    said = err.splitlines()[-1]
-    assert said.startswith(f"node1: gave up: node 1 of 2 waits for the other 1 at 127.0.0.1:{port}, for ")
-    assert said.endswith(
-        " of at most 3 s: start this command on each, with --node-rank 0 to 1, and see that the port of node"
-        " 0 can be reached; the same command tries again"
-    )
+    cause = check_verdict(tmp_path, err, kind="launch", node="node1", rank=None, action="restart")
+    assert f"127.0.0.1:{port}" in cause and "3 s" in cause
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")

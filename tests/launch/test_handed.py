@@ -7,35 +7,32 @@ import pytest
 
 from bundle.environment import image
 from bundle.environment.image import BuildInfo
-from bundle.launch.job import UNDECIDED, load
+from bundle.launch.job import FILE_NAME, UNDECIDED, load
 from bundle.recipe import load as load_recipe
 from tests.launch.handed import SMALL, bundle, ranks, sets, without_torch
 
 RECIPE = ("qwen3-tp2-sp", *sets(*SMALL))
 
 
-def test_a_job_file_says_all_about_the_job(tmp_path):
+def test_a_job_file_says_all_about_the_job(tmp_path, messages):
     bundle("plan", *RECIPE, "--backend=cpu", "--job=j.json", cwd=tmp_path)
     said = bundle("train", "--job=j.json", "--fresh", "--set=seed=1", cwd=tmp_path, code=2)
-    assert "--job j.json says all about the job: leave out fresh, overrides" in said
-    assert "say what to train" in bundle("train", cwd=tmp_path, code=2)
-    assert "say what to train" in bundle("train", "demo", "--job=j.json", cwd=tmp_path, code=2)
-    assert "the job is for 1 nodes, and flags says 2" in bundle(
-        "train",
-        "--job=j.json",
-        "--nodes=2",
-        "--node-rank=0",
-        "--rendezvous=h:1",
-        "--dry-run",
-        cwd=tmp_path,
-        code=2,
-    )
+    messages(said)
+    assert "fresh" in said and "overrides" in said
+    nothing = bundle("train", cwd=tmp_path, code=2)
+    messages(nothing)
+    assert "--job" in nothing
+    assert bundle("train", "demo", "--job=j.json", cwd=tmp_path, code=2) == nothing
+    two = ("--nodes=2", "--node-rank=0", "--rendezvous=h:1", "--dry-run")
+    said = bundle("train", "--job=j.json", *two, cwd=tmp_path, code=2)
+    messages(said)
+    assert "1 nodes" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["j.json"]
 
 
 def test_a_plan_that_cannot_run_writes_no_job(tmp_path):
     said = bundle("plan", "demo", "--set", "data.path=gone", "--job=j.json", cwd=tmp_path, code=2)
-    assert "data.path gone: no such file" in said and list(tmp_path.iterdir()) == []
+    assert "data.path gone" in said and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.world
@@ -45,7 +42,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
 
     version = megatron.core.__version__
     asked = ("--hardware=cpu", f"--mcore={version}", "--run-directory=kept", "--job=j.json")
-    assert "mcore-bundle train --job=j.json" in without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
+    assert "train --job=j.json" in without_torch("plan", *RECIPE, *asked, cwd=tmp_path)
     told = replace(load(tmp_path / "j.json"), image=UNDECIDED)
     (tmp_path / "j.json").write_text(told.to_text())
     assert told.patches is None and told.recipe.train.steps == 2
@@ -54,12 +51,12 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     kept = tmp_path / "kept"
     assert json.loads((kept / "result.json").read_text())["step"] == 2
     # The launch got the file as it was; what its first rank decided is in the run directory.
-    assert (kept / "logs/node-0/1/job.json").read_text() == (tmp_path / "j.json").read_text()
-    done = load(kept / "job.json")
+    assert (kept / "logs/node-0/1" / FILE_NAME).read_text() == (tmp_path / "j.json").read_text()
+    done = load(kept / FILE_NAME)
     assert done.patches is not None and done.patches.version == version
     assert done.recipe == told.recipe and done.image == image.read_own_record()
     assert load_recipe(kept / "recipe.yaml") == told.recipe
-    assert "this run is finished" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
+    assert "--resume" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
 
 
 @pytest.mark.world
@@ -69,7 +66,7 @@ def test_ranks_that_nobody_of_ours_started_do_what_the_first_decides(tmp_path):
     other = ("train", *RECIPE, "--backend=cpu", "--set", "train.steps=9")
     said, _ = ranks([first, other], tmp_path, [0, 0])
     assert "step 1/1" in said
-    assert json.loads((tmp_path / "runs/qwen3-tp2-sp/result.json").read_text())["step"] == 1
+    assert json.loads((tmp_path / "runs" / RECIPE[0] / "result.json").read_text())["step"] == 1
 
 
 @pytest.mark.world
@@ -77,7 +74,7 @@ def test_what_the_first_rank_refuses_ends_all(tmp_path):
     pytest.importorskip("megatron.core")
     words = ("train", *RECIPE, "--backend=cpu", "--set", "train.global_batch_size=3")
     for said in ranks([words, words], tmp_path, [2, 2]):
-        assert "train.global_batch_size: 3 is not a multiple of" in said
+        assert "global_batch_size: 3" in said
 
 
 @pytest.mark.world
@@ -92,7 +89,7 @@ def test_ranks_with_different_files_name_what_differs(tmp_path):
         assert "recipe (rank 0: " in said
         assert f"job (rank 0: {digests[0]}; rank 1: {digests[1]})" in said
         assert "patch " not in said and "image" not in said
-    assert not (tmp_path / "runs/qwen3-tp2-sp/checkpoints").exists()
+    assert not (tmp_path / "runs" / RECIPE[0] / "checkpoints").exists()
 
 
 RECORD = BuildInfo(
@@ -109,5 +106,5 @@ def test_a_job_for_an_image_is_refused_outside_of_it(tmp_path):
     told = load(tmp_path / "j.json")
     assert (told.image, told.megatron, told.patches) == (RECORD, "0.16.1", None)
     said = bundle("train", "--job=j.json", cwd=tmp_path, code=3)
-    assert "image: cpu in the job, none of ours here" in said
+    assert "image: cpu" in said
     assert not (tmp_path / "runs").exists()

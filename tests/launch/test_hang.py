@@ -1,10 +1,9 @@
-"""What a hang is, of where each rank says that it stands; sentences word by word."""
+"""What a hang is, of where each rank says that it stands."""
 
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ def reduce(
     return Collective(group, ranks, number, what)
 
 
-def test_who_never_came_is_told_with_what_it_does_instead():
+def test_who_never_came_is_told_with_what_it_does_instead(messages):
     found = summarize_hang(
         [
             stands(0, reduce(7), all=7),
@@ -35,67 +34,60 @@ def test_who_never_came_is_told_with_what_it_does_instead():
             stands(3, frame="`read` (rows.py:40)", all=6),
         ]
     )
+    messages(found.text)
     assert found.rank == 3
-    assert found.text == (
-        "ranks 0-2 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4;"
-        " rank 3 on node1 never came: it is at `read` (rows.py:40), in step 4"
-    )
+    present, absent = found.text.split("; ")
+    assert "0-2" in present and "all_reduce" in present
+    assert "node1" in absent and "rows.py:40" in absent
 
 
-def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all():
+def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all(messages):
     tensor = reduce(3, "tensor", (0, 1), "broadcast of 8")
     standings = [stands(0, tensor, all=6, tensor=3), stands(1, all=6, tensor=2), stands(2, reduce(7), all=7)]
     standings += [stands(3, reduce(7), all=7)]
-    for order in (standings, standings[::-1]):
-        found = summarize_hang(order)
-        assert found.rank == 1
-        assert found.text == (
-            "rank 0 in broadcast of 8 number 3 of tensor, at `f` (a.py:1), in step 4;"
-            " rank 1 on node0 never came: it is at `f` (a.py:1), in step 4"
-        )
+    found = summarize_hang(standings)
+    messages(found.text)
+    assert found == summarize_hang(standings[::-1])
+    assert found.rank == 1 and "broadcast" in found.text and "all_reduce" not in found.text
 
 
-def test_ranks_that_wait_for_each_other_are_told_of_both():
+def test_ranks_that_wait_for_each_other_are_told_of_both(messages):
     metrics = reduce(2, "cp", TENSOR, "all_reduce of 1")
     found = summarize_hang([stands(0, metrics, all=6, cp=2), stands(1, reduce(7, ranks=TENSOR), all=7, cp=1)])
-    assert found.rank is None
-    assert found.text == (
-        "ranks wait for each other: rank 0 on node0: in all_reduce of 1 number 2 of cp, at `f` (a.py:1), in"
-        " step 4; rank 1 on node0: in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4"
-    )
+    messages(found.text)
+    first, second = found.text.split("; ")
+    assert found.rank is None and str(metrics) in first and "rank 1" in second
 
 
-def test_ranks_that_came_to_other_calls_of_one_group_are_told_of_both():
+def test_ranks_that_came_to_other_calls_of_one_group_are_told_of_both(messages):
     here, there = reduce(7, ranks=TENSOR), reduce(7, ranks=TENSOR, what="broadcast of 8")
-    assert summarize_hang([stands(0, here, all=7), stands(1, there, all=7)]).text == (
-        "rank 0 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4;"
-        " rank 1 on node0: in broadcast of 8 number 7 of all, at `f` (a.py:1), in step 4"
-    )
-    assert summarize_hang([stands(0, here, all=7), stands(1, here, all=7)]).text == (
-        "ranks 0-1 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4, to which all came"
-    )
+    apart = summarize_hang([stands(0, here, all=7), stands(1, there, all=7)]).text
+    messages(apart)
+    first, second = apart.split("; ")
+    assert str(here) in first and str(there) in second
+    together = summarize_hang([stands(0, here, all=7), stands(1, here, all=7)]).text
+    messages(together)
+    assert "0-1" in together and ";" not in together
 
 
-def test_a_rank_of_which_nothing_is_known_is_told_too_and_many_are_counted():
+def test_a_rank_of_which_nothing_is_known_is_told_too_and_many_are_counted(messages):
     at = reduce(7, ranks=tuple(range(10)))
     found = summarize_hang([stands(0, at, all=7), RankSnapshot(1, "node0", silent="its process has ended")])
-    assert found.text == "; ".join(
-        [
-            "rank 0 in all_reduce of 2x3 number 7 of all, at `f` (a.py:1), in step 4",
-            "rank 1 on node0 never came: its process has ended",
-            *(f"rank {rank} never came: it says nothing" for rank in (2, 3, 4)),
-            "and 5 more",
-        ]
-    )
+    messages(found.text)
+    present, ended, *silent, rest = found.text.split("; ")
+    assert "rank 0" in present and hang.PROCESS_ENDED in ended
+    assert [part.split()[1] for part in silent] == ["2", "3", "4"] and "5 more" in rest
 
 
-def test_without_collectives_all_say_where_they_are():
-    assert summarize_hang([stands(0)]) == ("rank 0 on node0: at `f` (a.py:1), in step 4", 0)
+def test_without_collectives_all_say_where_they_are(messages):
+    alone = summarize_hang([stands(0)])
+    messages(alone.text)
+    assert alone.rank == 0 and "a.py:1" in alone.text
     forgotten = Collective("group 9", (), 1, "send of 4")
-    assert summarize_hang([stands(0, forgotten), stands(1)]).text == (
-        "rank 0 on node0: in send of 4 number 1 of group 9, at `f` (a.py:1), in step 4;"
-        " rank 1 on node0: at `f` (a.py:1), in step 4"
-    )
+    both = summarize_hang([stands(0, forgotten), stands(1)])
+    messages(both.text)
+    first, second = both.text.split("; ")
+    assert both.rank is None and str(forgotten) in first and "a.py:1" in second
 
 
 def test_a_standing_is_read_as_it_was_written(tmp_path):
@@ -105,10 +97,8 @@ def test_a_standing_is_read_as_it_was_written(tmp_path):
     assert hang.has_snapshot(tmp_path, 12) and not hang.has_snapshot(tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    ("number", "says"), [(signal.SIGSTOP, "its process is stopped (SIGSTOP)"), (None, "")]
-)
-def test_the_state_of_a_process_is_the_kernels(number, says):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, None])
+def test_the_state_of_a_process_is_the_kernels(number, messages):
     process = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -117,11 +107,13 @@ def test_the_state_of_a_process_is_the_kernels(number, says):
         if number is not None:
             process.send_signal(number)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert hang.describe_process_state(process.pid) == says
+        state = hang.describe_process_state(process.pid)
+        messages(state)
+        assert "SIGSTOP" in state if number else state == ""
     finally:
         process.kill()
         process.communicate()
-    assert hang.describe_process_state(process.pid) == "its process has ended"
+    assert hang.describe_process_state(process.pid) == hang.PROCESS_ENDED
 
 
 @pytest.mark.parametrize(
@@ -146,17 +138,16 @@ def test_the_frame_that_faulthandler_prints_last_is_read(tmp_path):
     script = (
         "import faulthandler, os, signal, sys\n"
         "faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True, chain=False)\n"
-        "def count_without_end():\n"
+        "def count():\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "count_without_end()\n"
+        "count()\n"
     )
     (tmp_path / "counting.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "counting.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    where = Path(tmp_path, "counting.py")
     assert hang.find_innermost_frame(f"before\n{done.stderr}") in (
-        f"`count_without_end` ({where}:4)",
-        "`count_without_end` (counting.py:4)",
+        f"`count` ({tmp_path / 'counting.py'}:4)",
+        "`count` (counting.py:4)",
     )
-    assert hang.find_innermost_frame("nothing of the kind") == ""
+    assert hang.find_innermost_frame("no stacks") == ""

@@ -151,49 +151,49 @@ def test_nodes_may_differ_in_variables_that_yield_and_in_no_others(anywhere):
     assert digest(CUDA_DEVICE_MAX_CONNECTIONS="32") != anywhere.digest
 
 
-def test_another_version_is_refused_by_name(anywhere):
-    for version in (0, 2, "1", None, [1]):
-        with pytest.raises(
-            UsageError, match=r"a job file of version .*; this mcore-bundle executes version 1"
-        ):
-            parse(changed(anywhere, version=version))
+@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+def test_another_version_is_refused_by_name(anywhere, version, messages):
+    with pytest.raises(UsageError) as refused:
+        parse(changed(anywhere, version=version))
+    messages(refused.value)
+    assert f"version {version!r}" in str(refused.value)
 
 
 def test_no_byte_of_a_value_can_change_unseen(anywhere):
     document = anywhere.dump()
     document["recipe"]["train"]["steps"] += 1
-    with pytest.raises(UsageError, match="damaged or edited"):
+    with pytest.raises(UsageError, match="digest"):
         parse(json.dumps(document))
     with pytest.raises(UsageError, match="no JSON"):
         parse(anywhere.to_text()[:-100])
 
 
 HOSTILE = {
-    "another program's": (lambda job: '{"schema": 1}', "no job file of mcore-bundle"),
-    "a list": (lambda job: "[1]", "no job file of mcore-bundle"),
+    "another program's": (lambda job: '{"schema": 1}', "no job"),
+    "a list": (lambda job: "[1]", "no job"),
     "nothing": (lambda job: "", "no JSON"),
-    "not a number": (lambda job: '{"format": NaN}', "NaN is no number of JSON"),
+    "not a number": (lambda job: '{"format": NaN}', "NaN"),
     "a very long number": (lambda job: '{"format": 1' + "0" * 5000 + "}", "no JSON"),
     "nested without end": (lambda job: '{"a":' * 100_000, "no JSON"),
     "binary": (lambda job: b"\xff\xfe\x00", "no JSON"),
-    "an unknown key": (lambda job: changed(job, hook="x"), "hook: Unexpected"),
+    "an unknown key": (lambda job: changed(job, hook="x"), "hook: "),
     "a missing key": (
         lambda job: signed({k: v for k, v in job.dump().items() if k != "nodes"}),
-        "nodes: Field",
+        "nodes: ",
     ),
-    "no ranks": (lambda job: changed(job, nodes=0), "nodes: Input should be greater"),
+    "no ranks": (lambda job: changed(job, nodes=0), "nodes: "),
     "half a rank": (lambda job: changed(job, per_node=1.5), "per_node: "),
     "yes for a number": (lambda job: changed(job, nodes=True), "nodes: "),
-    "another accelerator": (lambda job: changed(job, backend="../x"), "backend: String should match"),
+    "another accelerator": (lambda job: changed(job, backend="../x"), "backend: "),
     "a variable of the loader": (
         lambda job: changed(job, environment={"LD_PRELOAD": "/tmp/x.so"}),
-        "environment: 'LD_PRELOAD': no variable of backend cpu",
+        "environment: 'LD_PRELOAD'",
     ),
     "a null in a path": (lambda job: changed(job, directory="a\0b"), "directory: "),
-    "patches that are none": (lambda job: changed(job, patches={"schema": 1}), "no plan of patches"),
+    "patches that are none": (lambda job: changed(job, patches={"schema": 1}), "schema"),
     "a step of numbers": (
         lambda job: changed(job, patches=steps(target=5)),
-        "no plan of patches: ValueError: steps: target",
+        "steps: target",
     ),
     "a recipe that is none": (lambda job: changed(job, recipe={"name": "x"}), "its recipe"),
 }
@@ -229,10 +229,12 @@ def test_what_is_no_file_is_said(tmp_path):
             load(tmp_path / name)
 
 
-def test_code_that_is_not_ours_is_never_a_patch(here):
+def test_code_that_is_not_ours_is_never_a_patch(here, messages):
     told = parse(changed(here, patches=steps()))
-    found = list(find_misfits(told, packages.detect().megatron, None))
-    assert "mtp-zero-layers: not a patch of this mcore-bundle" in "\n".join(found)
+    found = find_misfits(told, packages.detect().megatron, None)
+    (refused,) = (misfit for misfit in found if misfit.startswith("mtp-zero-layers: "))
+    messages(refused)
+    assert "os" not in refused.split()
 
 
 def copied(job: Job, directory: Path) -> MegatronCopies:
@@ -260,34 +262,35 @@ def test_each_rank_checks_the_files_that_the_plan_names(here, tmp_path):
             file.write("\n# another line\n")
     (tmp_path / absent).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / absent).write_text("")
-    assert sorted(find_misfits(here, installed, None)) == [
-        f"{name} is not the file that the patches were planned for"
-        for name in sorted((min(patched), only_read[0], absent))
-    ]
+    named = [misfit.split()[0] for misfit in find_misfits(here, installed, None)]
+    assert sorted(named) == sorted((min(patched), only_read[0], absent))
 
 
 def test_each_rank_checks_that_its_wrappers_are_those_of_the_plan(here):
     patches = here.patches.dump()
     patches["steps"][0]["wrapper_digest"] = "0" * 16
     (found,) = find_misfits(parse(changed(here, patches=patches)), packages.detect().megatron, None)
-    assert found.endswith("is another one here") and "bundle.replacements." in found
+    assert found.startswith(f"{patches['steps'][0]['patch']}: bundle.replacements.")
 
 
-def test_another_megatron_or_none_is_said(here, anywhere, tmp_path):
+def test_another_megatron_or_none_is_said(here, anywhere, messages):
     core = packages.detect().megatron.core
     assert core is not None
     other = MegatronCopies((), core._replace(version="0.17.0"), None)
-    assert list(find_misfits(here, other, None)) == [f"megatron-core: {core.version} in the job, 0.17.0 here"]
-    assert list(find_misfits(anywhere, other, None)) == ["megatron-core: 0.16.1 in the job, 0.17.0 here"]
-    assert list(find_misfits(anywhere, MegatronCopies((), None, None), None)) == [
-        "megatron-core: 0.16.1 in the job, none here"
-    ]
+    (found,) = find_misfits(anywhere, other, None)
+    messages(found)
+    assert "0.16.1" in found and "0.17.0" in found
+    assert list(find_misfits(here, other, None)) == [found.replace("0.16.1", core.version)]
+    (found,) = find_misfits(anywhere, MegatronCopies((), None, None), None)
+    messages(found)
+    assert found.startswith("megatron-core: 0.16.1")
 
 
-def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch):
+def test_a_job_for_an_image_is_not_decided_outside_of_it(anywhere, monkeypatch, messages):
     told = replace(anywhere, image=RECORD)
-    with pytest.raises(EnvironmentUnfit, match="image: cpu in the job, none of ours here"):
+    with pytest.raises(EnvironmentUnfit, match="image: cpu") as refused:
         job_file.decide_patches(told)
+    messages(refused.value)
     monkeypatch.setattr(image, "read_own_record", lambda: RECORD)
     assert job_file.decide_patches(told).patches == made(mcore="").patches
 
@@ -313,4 +316,4 @@ def test_the_image_of_a_job_that_leaves_it_open_is_that_of_the_first_rank(anywhe
         assert job_file.decide_patches(told).image == record
     # From then on it is that of every rank.
     (other,) = find_misfits(job_file.decide_patches(told), here, None)
-    assert other.startswith("image: cpu in the job, none of ours here")
+    assert other.startswith("image: cpu ")

@@ -10,7 +10,7 @@ from bundle import log
 from bundle.launch import outcomes
 from bundle.launch.process import NodeWait
 from bundle.launch.rendezvous import discover
-from tests.launch.launched import finish, gone, reserved, start
+from tests.launch.launched import finish, gone, read_verdict, reserved, start
 
 WORKER = "tests.launch.worker"
 
@@ -51,8 +51,10 @@ def test_a_node_that_waits_for_others_ends_on_the_first_signal(tmp_path, monkeyp
 @pytest.mark.world
 def test_a_node_waits_no_longer_than_it_may_and_says_for_whom(tmp_path, monkeypatch):
     _, err = finish(waiting_node(tmp_path, monkeypatch, 1, 3), 5, 60)
-    assert "gave up: node 1 of 2 waits for the other 1 at 127.0.0.1:" in err
-    assert "of at most 3 s: start this command on each, with --node-rank 0 to 1" in err
+    verdict = read_verdict(tmp_path)
+    assert err.splitlines()[-1] == verdict["sentence"]
+    assert (verdict["kind"], verdict["action"], verdict["node_rank"]) == ("launch", "restart", 1)
+    assert "127.0.0.1:" in verdict["cause"] and "3 s" in verdict["cause"]
 
 
 def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import outcomes
-from tests.launch.launched import Terminal, finish, gone, start, wait_until_ready
+from tests.launch.launched import Terminal, finish, gone, read_verdict, start, wait_until_ready
 
 WORKER = "tests.launch.worker"
 pytestmark = pytest.mark.world
@@ -24,13 +23,17 @@ def test_arguments_reach_the_ranks_as_they_are_and_only_the_first_prints(tmp_pat
 def test_a_failing_rank_ends_the_others_and_its_words_are_the_message(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "fail"), 1)
     log, said = err.splitlines()
-    assert said == "rank 1: ValueError: corrupt shard 3; a restart does not mend this"
-    assert "what the log says" in Path(log.removeprefix("rank 1's log: ")).read_text()
+    verdict = read_verdict(tmp_path)
+    assert said == verdict["sentence"] and "corrupt shard 3" in said
+    assert (verdict["rank"], verdict["kind"], verdict["action"]) == (1, "exception", "stop")
+    assert "the log" in Path(log.removeprefix("rank 1's log: ")).read_text()
 
 
 def test_the_code_of_a_rank_is_the_code_of_the_launch(tmp_path):
     _, err = finish(start(tmp_path, WORKER, "unfit"), 3)
-    assert err == "rank 1: no such device; a restart does not mend this\n"
+    verdict = read_verdict(tmp_path)
+    assert err == f"{verdict['sentence']}\n" and "such device" in err
+    assert (verdict["rank"], verdict["kind"], verdict["action"]) == (1, "refused", "stop")
 
 
 def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_want_to(tmp_path):
@@ -38,11 +41,9 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
     pids = wait_until_ready(tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     _, err = finish(starter, 1, 15)
-    assert err.splitlines()[-1] == (
-        "rank 1: killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so);"
-        " the same command goes on after the last checkpoint"
-    )
-    assert json.loads((tmp_path / "logs" / "verdict.json").read_text())["kind"] == "killed"
+    verdict = read_verdict(tmp_path)
+    assert err.splitlines()[-1] == verdict["sentence"] and "SIGKILL" in verdict["cause"]
+    assert (verdict["rank"], verdict["kind"], verdict["action"]) == (1, "killed", "restart")
     assert gone(pids)
 
 
@@ -55,12 +56,13 @@ def test_ranks_that_say_nothing_in_a_hang_are_ended_even_where_their_agent_never
         os.kill(stopped, signal.SIGSTOP)
     (tmp_path / "world" / outcomes.HANG_FILE).touch()
     _, err = finish(starter, 6, 60)
+    verdict = read_verdict(tmp_path)
+    assert err.splitlines()[-1] == verdict["sentence"]
+    assert (verdict["kind"], verdict["action"]) == ("hang", "restart")
+    stopped, silent = verdict["cause"].split("; ")
     node = outcomes.get_node_name()
-    assert err.splitlines()[-1] == (
-        f"no progress: rank 0 on {node}: its process is stopped (SIGSTOP); rank 1 on {node}: it says nothing;"
-        " the same command goes on after the last checkpoint"
-    )
-    assert json.loads((tmp_path / "logs" / "verdict.json").read_text())["kind"] == "hang"
+    assert f"rank 0 on {node}" in stopped and "SIGSTOP" in stopped
+    assert f"rank 1 on {node}" in silent and "SIGSTOP" not in silent
     assert "does not end" not in err
     assert gone([agent, *pids])
 
@@ -79,7 +81,7 @@ def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
     wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGTERM)
     _, err = finish(starter, 75, 20)
-    assert "saved step 7 on request" in err
+    assert "step 7" in err and read_verdict(tmp_path)["kind"] == "preempted"
     assert "Traceback" not in (tmp_path / "logs" / "agent.log").read_text()
 
 
@@ -101,7 +103,9 @@ def test_ctrl_c_before_ranks_can_save_is_130_and_leaves_nothing(tmp_path):
     pids = wait_until_ready(tmp_path)
     starter.send_signal(signal.SIGINT)
     _, err = finish(starter, 130, 20)
-    assert err == "ended by SIGINT before a checkpoint was complete\n"
+    verdict = read_verdict(tmp_path)
+    assert err == f"{verdict['sentence']}\n" and "SIGINT" in err
+    assert (verdict["kind"], verdict["action"]) == ("stopped", "restart")
     assert "Traceback" not in (tmp_path / "logs" / "agent.log").read_text()
     assert gone(pids)
 
@@ -115,7 +119,7 @@ def test_ctrl_c_in_a_terminal_lets_the_ranks_save(tmp_path):
     wait_until_ready(tmp_path)
     terminal.ctrl_c()
     code, said = terminal.finish(20)
-    assert (code, "saved step 7 on request" in said) == (75, True), said
+    assert (code, "step 7" in said) == (75, True), said
 
 
 def test_a_second_ctrl_c_ends_at_once_those_that_do_not_answer_the_first(tmp_path):
@@ -127,7 +131,7 @@ def test_a_second_ctrl_c_ends_at_once_those_that_do_not_answer_the_first(tmp_pat
     assert terminal.process.poll() is None
     terminal.ctrl_c()
     code, said = terminal.finish(10)
-    assert (code, said) == (130, "ended by SIGINT before a checkpoint was complete\n")
+    assert (code, said) == (130, f"{read_verdict(tmp_path)['sentence']}\n")
     assert gone(pids)
 
 
@@ -139,17 +143,20 @@ def wait_for_request(folder: Path) -> None:
 
 
 def test_a_rank_that_cannot_even_start_is_shown_with_its_log(tmp_path):
-    _, err = finish(start(tmp_path, WORKER, "no_such_function"), 1)
-    assert "ended with code 1 and no word" in err
-    assert "KeyError: 'no_such_function'" in err
+    _, err = finish(start(tmp_path, WORKER, "absent"), 1)
+    verdict = read_verdict(tmp_path)
+    assert (verdict["kind"], verdict["action"]) == ("exception", "stop") and "code 1" in verdict["cause"]
+    assert err.splitlines()[-1] == verdict["sentence"]
+    assert "KeyError: 'absent'" in err
 
 
 def test_a_python_without_torch_is_said(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('no torch here')")
     _, err = finish(start(tmp_path, WORKER, "well"), 5)
-    assert err.endswith("torchrun could not start the ranks; a restart does not mend this\n")
-    assert "no torch here" in err
+    verdict = read_verdict(tmp_path)
+    assert err.endswith(f"{verdict['sentence']}\n") and "no torch here" in err
+    assert (verdict["kind"], verdict["action"], verdict["rank"]) == ("launch", "stop", None)
 
 
 def test_a_launch_that_nohup_started_does_not_hear_the_terminal_go(tmp_path):

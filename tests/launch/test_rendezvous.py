@@ -79,46 +79,48 @@ def test_kubeflow_without_its_node_rank_takes_the_index_of_the_pod():
     assert discover(without).node_rank == 1
 
 
-def test_a_shell_inside_an_allocation_of_several_nodes_must_say_what_it_means():
+def test_a_shell_inside_an_allocation_of_several_nodes_must_say_what_it_means(messages):
     shell = {**SLURM_BATCH, "SLURM_NNODES": "2"}
-    with pytest.raises(UsageError, match="SLURM_NNODES=2, but this process is no step"):
+    with pytest.raises(UsageError, match="SLURM_NNODES=2") as refused:
         discover(shell)
+    messages(refused.value)
     assert discover(shell, nodes=1).nodes == 1
 
 
 @pytest.mark.parametrize(
     ("environment", "flags", "named"),
     [
-        ({**TORCHRUN, "RANK": "8"}, {}, ["RANK=8 is not below WORLD_SIZE=8"]),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, ["LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"]),
+        ({**TORCHRUN, "RANK": "8"}, {}, ["RANK=8", "WORLD_SIZE=8"]),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, {}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         (
             {**TORCHRUN, "WORLD_SIZE": "7"},
             {},
-            ["WORLD_SIZE=7 is not GROUP_WORLD_SIZE=2 times LOCAL_WORLD_SIZE=4"],
+            ["WORLD_SIZE=7", "GROUP_WORLD_SIZE=2", "LOCAL_WORLD_SIZE=4"],
         ),
-        ({**TORCHRUN, "RANK": "2"}, {}, ["RANK=2, but GROUP_RANK=1 and LOCAL_RANK=1 make it 5"]),
-        (TORCHRUN, {"nodes": 3}, ["--nodes=3 contradicts GROUP_WORLD_SIZE=2"]),
-        (TORCHRUN, {"node_rank": 0}, ["--node-rank=0 contradicts GROUP_RANK=1"]),
+        ({**TORCHRUN, "RANK": "2"}, {}, ["RANK=2", "GROUP_RANK=1", "LOCAL_RANK=1"]),
+        (TORCHRUN, {"nodes": 3}, ["--nodes=3", "GROUP_WORLD_SIZE=2"]),
+        (TORCHRUN, {"node_rank": 0}, ["--node-rank=0", "GROUP_RANK=1"]),
         ({**KUBEFLOW, "JOB_COMPLETION_INDEX": "0"}, {}, ["PET_NODE_RANK=1", "JOB_COMPLETION_INDEX=0"]),
-        ({**SLURM_NODE, "PET_NNODES": "5"}, {}, ["PET_NNODES=5 contradicts SLURM_STEP_NUM_NODES=2"]),
-        ({**SLURM_RANK, "SLURM_PROCID": "5"}, {}, ["SLURM_PROCID=5", "SLURM_NODEID=1", "make it 6"]),
+        ({**SLURM_NODE, "PET_NNODES": "5"}, {}, ["PET_NNODES=5", "SLURM_STEP_NUM_NODES=2"]),
+        ({**SLURM_RANK, "SLURM_PROCID": "5"}, {}, ["SLURM_PROCID=5", "SLURM_NODEID=1"]),
         ({**SLURM_NODE, "SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}, ["SLURM_STEP_TASKS_PER_NODE='2,1'"]),
-        ({**ASCEND, "LOCAL_RANK": "0,1"}, {}, ["LOCAL_RANK lists 2 devices", "LOCAL_WORLD_SIZE=8"]),
-        ({**ASCEND, "WORLD_SIZE": "15"}, {}, ["WORLD_SIZE=15 is not a multiple of LOCAL_WORLD_SIZE=8"]),
-        ({**KUBEFLOW, "PET_NNODES": "1:4"}, {}, ["PET_NNODES='1:4'", "elastic ranges"]),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, ["without LOCAL_RANK"]),
+        ({**ASCEND, "LOCAL_RANK": "0,1"}, {}, ["LOCAL_RANK", "LOCAL_WORLD_SIZE=8"]),
+        ({**ASCEND, "WORLD_SIZE": "15"}, {}, ["WORLD_SIZE=15", "LOCAL_WORLD_SIZE=8"]),
+        ({**KUBEFLOW, "PET_NNODES": "1:4"}, {}, ["PET_NNODES='1:4'"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, {}, ["LOCAL_RANK"]),
         (INDEXED_JOB, {}, ["JOB_COMPLETION_INDEX", "--nodes"]),
-        (INDEXED_JOB, {"nodes": 3}, ["JOB_COMPLETION_INDEX=3 is not below --nodes=3"]),
+        (INDEXED_JOB, {"nodes": 3}, ["JOB_COMPLETION_INDEX=3", "--nodes=3"]),
         ({}, {"nodes": 2}, ["--node-rank", "--rendezvous HOST:PORT"]),
-        ({}, {"nodes": 2, "node_rank": 2, "endpoint": "a:1"}, ["--node-rank=2 is not below --nodes=2"]),
-        ({}, {"nodes": 0}, ["--nodes 0 is not at least 1"]),
+        ({}, {"nodes": 2, "node_rank": 2, "endpoint": "a:1"}, ["--node-rank=2", "--nodes=2"]),
+        ({}, {"nodes": 0}, ["--nodes 0"]),
         ({**TORCHRUN, "MASTER_PORT": "70000", "RANK": "-1"}, {}, ["MASTER_PORT='70000'", "RANK='-1'"]),
-        ({**TORCHRUN, "MASTER_PORT": ""}, {}, ["MASTER_PORT is not set: the port on the host of rank 0"]),
+        ({**TORCHRUN, "MASTER_PORT": ""}, {}, ["MASTER_PORT"]),
     ],
 )
-def test_contradictions_name_both_sides_and_all_are_said(environment, flags, named):
+def test_contradictions_name_both_sides_and_all_are_said(environment, flags, named, messages):
     with pytest.raises(UsageError) as refused:
         discover(environment, **flags)
+    messages("\n".join(refused.value.violations))
     for words in named:
         assert words in str(refused.value)
 

@@ -58,28 +58,28 @@ def nodes(folder: Path, spares: int, *does: str) -> list[Node]:
     return started
 
 
-FIRST, SECOND = "round: 0 of 2 at 127.0.0.1", "round: 1 of 2 at 127.0.0.1"
+FIRST, SECOND = "round 0/2 127.0.0.1", "round 1/2 127.0.0.1"
 
 
 def test_a_job_that_ends_well_ends_its_spare_node_too(tmp_path):
     ends = [node.end() for node in nodes(tmp_path, 1, "well", "well", "well")]
-    assert ends == [(0, [f"{FIRST}, False"]), (0, [f"{SECOND}, False"]), (0, [])]
+    assert ends == [(0, [f"{FIRST} False"]), (0, [f"{SECOND} False"]), (0, [])]
 
 
 @pytest.mark.releases  # which waits until a node is lost
 def test_a_node_that_is_killed_is_replaced_and_the_next_round_goes_on(tmp_path):
     first, second, spare = nodes(tmp_path, 1, "hang", "lost", "well")
-    assert first.until_in_a_round() == f"{FIRST}, False"
+    assert first.until_in_a_round() == f"{FIRST} False"
     first.process.kill()
-    assert second.end() == (0, [f"{SECOND}, False", f"{FIRST}, True"])
-    assert spare.end() == (0, [f"{SECOND}, True"])
+    assert second.end() == (0, [f"{SECOND} False", f"{FIRST} True"])
+    assert spare.end() == (0, [f"{SECOND} True"])
 
 
 def test_a_node_that_is_bad_waits_for_the_others_and_ends_as_they_do(tmp_path):
     first, bad, spare = nodes(tmp_path, 1, "lost", "bad", "well")
-    assert first.end() == (0, [f"{FIRST}, False", f"{FIRST}, True"])
-    assert bad.end() == (0, [f"{SECOND}, False"])
-    assert spare.end() == (0, [f"{SECOND}, True"])
+    assert first.end() == (0, [f"{FIRST} False", f"{FIRST} True"])
+    assert bad.end() == (0, [f"{SECOND} False"])
+    assert spare.end() == (0, [f"{SECOND} True"])
 
 
 @pytest.mark.releases  # which waits until a node is lost
@@ -89,30 +89,32 @@ def test_without_a_spare_left_the_job_ends_with_what_broke(tmp_path):
     spare.process.kill()
     second.process.kill()
     code, said = first.end()
-    assert code == 1 and said[1:] == [
-        "gpu9: lost, and all that ran there: no word from it; restart without gpu9"
-    ]
+    assert code == 1 and len(said) == 2
+    verdict = json.loads(said[1])
+    assert (verdict["kind"], verdict["node"]) == ("lost node", "gpu9")
 
 
 @pytest.mark.releases  # which waits until a node is lost
 def test_a_spare_node_takes_over_a_job_of_one_node_or_says_that_all_are_lost(tmp_path):
     first, spare = nodes(tmp_path / "one", 1, "hang", "well")
-    assert first.until_in_a_round() == "round: 0 of 1 at 127.0.0.1, False"
+    assert first.until_in_a_round() == "round 0/1 127.0.0.1 False"
     first.process.kill()
-    assert spare.end() == (0, ["round: 0 of 1 at 127.0.0.1, True"])
+    assert spare.end() == (0, ["round 0/1 127.0.0.1 True"])
     first, second, spare = nodes(tmp_path / "two", 1, "hang", "hang", "well")
     for each in (first, second):
         assert each.until_in_a_round()
         each.process.kill()
     code, said = spare.end()
-    assert code == 1 and said[0].startswith("gpu0, gpu1: lost, and all that ran there: no word from them for")
+    verdict = json.loads(said[0])
+    assert (code, verdict["kind"], verdict["node"]) == (1, "lost node", "gpu0, gpu1")
 
 
 def test_the_same_nodes_start_again_as_often_as_they_may_and_the_spare_ends_as_they_do(tmp_path):
     first, second, spare = nodes(tmp_path, 1, "killed killed", "killed killed", "well")
     code, said = first.end()
-    assert (code, said[:2]) == (1, [f"{FIRST}, False", f"{FIRST}, True"])
-    assert said[2].startswith("gpu0: killed by SIGKILL; ")
+    assert (code, said[:2]) == (1, [f"{FIRST} False", f"{FIRST} True"])
+    verdict = json.loads(said[2])
+    assert (verdict["kind"], verdict["node"]) == ("killed", "gpu0")
     assert second.end()[0] == 1
     assert spare.end()[0] == 1
 
@@ -124,7 +126,7 @@ def test_what_no_restart_mends_and_a_request_to_stop_end_all_at_once(tmp_path, d
     assert ends[2][1] == [ends[0][1][1]] or ends[2][1] == [ends[1][1][1]]
 
 
-def test_a_spare_node_that_is_told_to_stop_ends_with_75_and_the_job_does_not(tmp_path):
+def test_a_spare_node_that_is_told_to_stop_ends_with_75_and_the_job_does_not(tmp_path, messages):
     every = nodes(tmp_path, 1, "held", "held", "held")
     while not (made := tmp_path / "roster/round-1.json").exists():
         time.sleep(0.02)
@@ -134,7 +136,10 @@ def test_a_spare_node_that_is_told_to_stop_ends_with_75_and_the_job_does_not(tmp
     (spare,) = {0, 1, 2} - inside
     every[min(inside)].until_in_a_round()
     every[spare].process.send_signal(signal.SIGTERM)
-    assert every[spare].end() == (75, ["this node has no part in the job at present, and ends as told"])
+    code, said = every[spare].end()
+    (verdict,) = map(json.loads, said)
+    messages(verdict["sentence"])
+    assert (code, verdict["kind"], verdict["node"]) == (75, "preempted", f"gpu{spare}")
     (tmp_path / "go").touch()
     assert [every[number].end()[0] for number in inside] == [0, 0]
 
@@ -148,21 +153,21 @@ def test_before_all_are_there_a_signal_ends_and_so_does_too_long_a_wait(tmp_path
     assert first.end()[0] == 143
     monkeypatch.setenv("TEST_WAIT", "1")
     code, said = Node(tmp_path / "b", 0, 3, 1).end()
-    assert code == 5 and said[0].startswith(
-        f"gpu0: gave up: 1 of at least 2 nodes came to {tmp_path}/b/roster"
-    )
+    verdict = json.loads(said[0])
+    assert (code, verdict["kind"], verdict["node"]) == (5, "launch", "gpu0")
+    assert f"{tmp_path}/b/roster" in verdict["cause"]
 
 
-def test_a_node_that_is_not_fit_is_spare_and_too_few_are_refused(tmp_path):
+def test_a_node_that_is_not_fit_is_spare_and_too_few_are_refused(tmp_path, messages):
     one, unfit, two = nodes(tmp_path / "a", 1, "well", "unfit", "well")
-    assert one.end() == (0, [f"{FIRST}, False"]) and two.end() == (0, [f"{SECOND}, False"])
+    assert one.end() == (0, [f"{FIRST} False"]) and two.end() == (0, [f"{SECOND} False"])
     assert unfit.end() == (0, [])
     for node in nodes(tmp_path / "b", 1, "well", "unfit", "unfit"):
         code, said = node.end()
-        assert code == 3 and said == [
-            f"{said[0].partition(':')[0]}: of 3 nodes 1 may take part, and 2 are needed: gpu1: its disk is"
-            " broken; gpu2: its disk is broken; a restart does not mend this"
-        ]
+        (verdict,) = map(json.loads, said)
+        assert (code, verdict["kind"], verdict["action"]) == (3, "refused", "stop")
+    messages(verdict["cause"])
+    assert "gpu1" in verdict["cause"] and "gpu2" in verdict["cause"]
 
 
 def test_the_next_start_of_all_nodes_begins_at_once_where_the_last_one_ended(tmp_path):
@@ -170,4 +175,4 @@ def test_the_next_start_of_all_nodes_begins_at_once_where_the_last_one_ended(tmp
     again = [Node(tmp_path, number, 3, 1, "well") for number in range(3)]
     ends = [node.end() for node in again]
     assert [code for code, _ in ends] == [0, 0, 0]
-    assert sorted(said for _, said in ends if said) == [[f"{FIRST}, False"], [f"{SECOND}, False"]]
+    assert sorted(said for _, said in ends if said) == [[f"{FIRST} False"], [f"{SECOND} False"]]
