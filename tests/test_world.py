@@ -29,7 +29,8 @@ def failure(world: World, *words: str, timeout: float = 300) -> str:
 
 def test_a_rank_that_dies_takes_the_others_along_and_is_named(world):
     said = failure(world, "ends", "dies")
-    assert said.startswith("tests.falling ends dies on 0.99.1\n")
+    heading, *_ = said.splitlines()
+    assert "dies" in heading and "0.99.1" in heading
     assert "rank 1 ended with 3" in said and "rank 0 ended with -9" in said
 
 
@@ -40,7 +41,7 @@ def test_ranks_that_never_end_are_ended(world):
 
 def test_an_error_says_in_which_case_it_was(world):
     said = failure(world, "ends", "raises")
-    assert "ArithmeticError: of a case\nin the case 'the case that raises'" in said
+    assert "ArithmeticError" in said and "case that raises" in said
 
 
 def test_a_world_goes_on_after_a_failure(world):

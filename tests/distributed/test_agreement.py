@@ -36,25 +36,29 @@ def test_equal_plans_are_agreed_on():
     assert meet([{"plan": "a", "patches": "b"}] * 3) == [None] * 3
 
 
-def test_a_difference_is_told_to_every_rank_with_the_field_and_the_ranks():
+def test_a_difference_is_told_to_every_rank_with_the_field_and_the_ranks(messages):
     told = meet([{"plan": "a", "patches": "x"}, {"plan": "a", "patches": "y"}, {"plan": "a"}])
+    messages(told[0])
     for error in told:
-        assert isinstance(error, EnvironmentUnfit)
-        assert error.violations == ("patches (rank 0: x; rank 1: y; rank 2: nothing)",)
+        assert isinstance(error, EnvironmentUnfit) and str(error) == str(told[0])
+        (violation,) = error.violations
+        assert violation.startswith("patches") and "0: x" in violation and "1: y" in violation
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_ranks_that_do_not_come_are_named(messages):
     told = meet([{"plan": "a"}, None, {"plan": "a"}, None], seconds=0.3)
     assert isinstance(told[0], LaunchUnavailable)
     assert isinstance(told[2], LaunchUnavailable)
-    assert "ranks 1, 3 did not come" in str(told[2])
+    messages(told[2])
+    assert "ranks 1, 3" in str(told[2])
 
 
-def test_a_rank_that_comes_again_has_met_an_earlier_start_and_does_not_stay():
+def test_a_rank_that_comes_again_has_met_an_earlier_start_and_does_not_stay(messages):
     store = HashStore()
     agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
-    with pytest.raises(LaunchUnavailable, match="rank 0 met the ranks of an earlier start"):
+    with pytest.raises(LaunchUnavailable, match="rank 0") as refused:
         agree_on_fields(store, 0, 1, {"plan": "a"}, timedelta(seconds=30))
+    messages(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,7 @@ def test_what_makes_a_rank_unfit_is_told_to_all():
     store, told = HashStore(), {}
 
     def come(rank: int) -> None:
-        unfit = ["x.py is another"] if rank else []
+        unfit = ["x.py differs"] if rank else []
         with pytest.raises(EnvironmentUnfit) as raised:
             agree_on_fields(store, rank, 3, {"job": "a"}, timedelta(seconds=30), unfit)
         told[rank] = raised.value.violations
@@ -87,7 +91,7 @@ def test_what_makes_a_rank_unfit_is_told_to_all():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert told == dict.fromkeys(range(3), ("ranks 1-2: x.py is another",))
+    assert told == dict.fromkeys(range(3), ("ranks 1-2: x.py differs",))
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -115,6 +119,7 @@ def test_what_rank_0_decides_or_refuses_is_everybody_s(refused):
     assert told == dict.fromkeys(range(3), "4 drifted" if refused else "a job") and len(decisions) == 1
 
 
-def test_a_first_rank_that_decides_nothing_is_said():
-    with pytest.raises(LaunchUnavailable, match="rank 0 did not decide within 0 s"):
+def test_a_first_rank_that_decides_nothing_is_said(messages):
+    with pytest.raises(LaunchUnavailable, match="rank 0") as refused:
         share_decision(HashStore(), 1, 2, lambda: "", timedelta(seconds=0.2))
+    messages(refused.value)

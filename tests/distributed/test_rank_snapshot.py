@@ -47,7 +47,9 @@ def bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_stands_in_what_is_not_over_whichever_recorder_has_it(bindings):
     for records in (rank_snapshot.read_flight_records(), rank_snapshot.read_flight_records()[::-1]):
         stands = rank_snapshot.take_snapshot(3, "step 4", 30.0, records)
-        assert stands.waits is not None and str(stands.waits) == "all_reduce of 2x3 number 5 of group 7"
+        assert stands.waits is not None
+        waits = stands.waits
+        assert (waits.description, waits.number, waits.group) == ("all_reduce of 2x3", 5, "group 7")
         assert stands.entered == {"group 1": 1, "group 7": 5}
 
 
@@ -60,8 +62,9 @@ def test_of_two_that_are_not_over_the_first_holds_up_the_other():
 
 def test_both_records_are_left_for_torchs_own_analyzer(bindings, tmp_path):
     watchdog.dump_hang(tmp_path, 3, "step 4", 30.0)
-    assert (tmp_path / "hang-rank-3.flight").read_bytes() == NCCL
-    assert (tmp_path / "hang-rank-3.gloo.flight").read_bytes() == GLOO
+    record = tmp_path / "hang-rank-3.flight"
+    assert record.read_bytes() == NCCL
+    assert record.with_suffix(".gloo.flight").read_bytes() == GLOO
     assert hang.read(tmp_path)[0].waits is not None
 
 
