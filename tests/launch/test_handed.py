@@ -56,7 +56,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
     assert done.patches is not None and done.patches.version == version
     assert done.recipe == told.recipe and done.image == image.read_own_record()
     assert load_recipe(kept / "recipe.yaml") == told.recipe
-    assert "--resume" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
+    assert "train.steps" in bundle("train", "--job=j.json", cwd=tmp_path, code=2)
 
 
 @pytest.mark.world

@@ -14,6 +14,7 @@ import pytest
 
 from tests.families import reference
 from tests.families.cases import CASES
+from tests.training.command import find_resumed_steps
 
 CASE = next(case for case in CASES if case.name == "qwen2 yarn with a factor")
 _TEXT = "a" * 50_000  # every sample is the same: what is drawn first changes no loss
@@ -98,21 +99,22 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
     assert noted(tmp_path / "again", "train/loss")[0] == pytest.approx(trained, rel=1e-5)
 
     said = train(tmp_path / "random", model, "model.weights=random")
-    assert "begins with random weights: model.weights says so" in said
+    assert "random" in said and "model.weights" in said
     assert noted(tmp_path / "random", "train/loss")[0] != pytest.approx(wanted, rel=1e-2)
     said = train(tmp_path / "random", model, "model.weights=random", export)
-    assert "goes on after step 1" in said and "exported to" in said
+    assert find_resumed_steps(said) == [1] and "exported to" in said
     again = train(tmp_path / "random", model, "model.weights=random", export, code=2)
-    assert "this run is finished" in again
+    assert "train.steps" in again
 
     for file in model.glob("*.safetensors*"):
         file.unlink()
     said = train(tmp_path / "loaded", model, "train.steps=3", evaluated, export, every, flags=["--resume"])
     assert loss(transformers, second) == pytest.approx(trained, rel=1e-6), "what was the last one's"
-    assert "goes on after step 2" in said and "begins with" not in said
+    assert find_resumed_steps(said) == [2] and "begins with" not in said
     assert loss(transformers, exported) != pytest.approx(trained, rel=1e-4)
-    assert "random weights: " + str(model) + " holds none" in train(tmp_path / "none", model)
-    assert "there are no weights" in train(tmp_path / "asked", model, "model.weights=load", code=2)
+    said = train(tmp_path / "none", model)
+    assert "random" in said and str(model) in said
+    assert "model.weights" in train(tmp_path / "asked", model, "model.weights=load", code=2)
 
 
 @pytest.mark.world
@@ -154,13 +156,13 @@ def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp
     halves = ("parallel.tp=2", "devices.per_node=2")
     begins = ["--from", str(before)]
     said = train(tmp_path / "refused", model, *task[:-2], "train.steps=3", *halves, code=2, flags=begins)
-    assert "step-00000002 was trained on other data: put that back" in said
-    assert f"(--from {before}/checkpoints/step-00000002 --weights-only)" in said
+    assert f"--from {before}/checkpoints/step-00000002 --weights-only" in said
+    assert "other data" in said
 
     after = tmp_path / "after"
     said = train(after, model, *task, *halves, flags=[*begins, "--weights-only"])
-    assert f"begins with the weights of {before}/checkpoints/step-00000002" in said
-    assert "goes on" not in said and "begins with random" not in said
+    assert f"{before}/checkpoints/step-00000002" in said
+    assert not find_resumed_steps(said) and "random" not in said
     told = json.loads((after / "job.json").read_text())["start"]
     assert (told["origin"], told["weights_only"]) == (str(before), True)
     train(tmp_path / "published", before / "hf", *task)
@@ -169,7 +171,7 @@ def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp
     assert noted(after, "train/learning_rate") == [0.5, 0.1]
     assert noted(after, "train/samples") == [2, 4]
     more = train(after, model, *task, *halves, "train.steps=3", flags=[*begins, "--weights-only", "--resume"])
-    assert "goes on after step 2" in more
+    assert find_resumed_steps(more) == [2]
 
 
 @pytest.mark.world
@@ -189,10 +191,11 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
     safetensors.save_file(values, file, {"format": "pt"})
     longer = (*lora[:1], "train.steps=3")
     said = train(run, model, *longer, *two, code=2, flags=["--resume"])
-    assert "step-00000002: its adapters were trained beside other weights than model.path has" in said
-    assert set(re.findall(r"(model-\S+) is another one", said)) == {file.name}
+    assert "step-00000002" in said and "model.path" in said
+    assert set(re.findall(r"model-\S+\.safetensors", said)) == {file.name}
     file.write_bytes(before)
-    assert "goes on after step 2" in train(run, model, *longer, *two[1:], flags=["--resume"])  # on one rank
+    said = train(run, model, *longer, *two[1:], flags=["--resume"])  # on one rank
+    assert find_resumed_steps(said) == [2]
 
 
 @pytest.mark.world
@@ -218,7 +221,7 @@ def test_gated_delta_nets_go_on_where_they_were_in_another_layout_too_and_are_ex
     train(halves, model, *data, tensors, longer, flags=["--resume"])
     assert noted(halves, "train/loss") == undisturbed
     said = train(stages, model, *data, pipeline, longer, export, flags=["--resume"])
-    assert "goes on after step 2" in said
+    assert find_resumed_steps(said) == [2]
     assert noted(stages, "train/loss") == pytest.approx(undisturbed, rel=1e-5)
     trained = loss(transformers, stages / "hf")
     assert noted(stages, "validation/held/loss")[-1] == pytest.approx(trained, rel=1e-5)

@@ -20,6 +20,7 @@ from bundle.runs.session import Session
 from bundle.training import loop
 from bundle.training.loop import EarlyStopping
 
+RATE = "train/tokens_per_second"
 STEP, ASIDE = 0.02, 0.25  # seconds that a step takes, and evaluating or saving
 
 
@@ -159,7 +160,7 @@ def test_rates_are_those_of_steps_whatever_is_evaluated_and_saved_between():
     assert [line["step"] for line in trained] == [2, 4, 6]
     for line in trained:
         assert line["train/step_seconds"] == pytest.approx(STEP)
-        assert line["train/tokens_per_second"] == pytest.approx(400 / STEP)
+        assert line[RATE] == pytest.approx(400 / STEP)
         assert line["train/seconds_left"] == pytest.approx((6 - line["step"]) * STEP)
         assert line["train/samples"] == 16 * line["step"]
         assert line["flops"] == 12e12 and line["seconds"] == pytest.approx(2 * STEP)
@@ -176,17 +177,17 @@ def test_what_was_not_reported_before_an_interruption_counts_with_its_time():
     engine = Slow(recipe("train.steps=2"), losses=[2.0])
     (line,) = (line for line in run(engine, Progress(1, 16, 0, 1, 3.0, 5e12, 60)) if "train/loss" in line)
     assert line["train/step_seconds"] == pytest.approx((3.0 + STEP) / 2)
-    assert line["train/tokens_per_second"] == pytest.approx(460 / (3.0 + STEP))
+    assert line[RATE] == pytest.approx(460 / (3.0 + STEP))
     assert line["flops"] == 11e12 and line["seconds"] == pytest.approx(3.0 + STEP)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero():
+def test_a_loss_that_is_no_number_stops_the_run_although_gradients_are_zero(messages):
     progress = Progress()
-    with pytest.raises(
-        JobFailed, match=r"loss of steps 1 to 2 is not finite, since not one of their tokens is"
-    ):
+    with pytest.raises(JobFailed, match="steps 1") as failed:
         run(Slow(recipe(), gradient=0.0, tokens=0), progress)
-    assert [line["step"] for line in run(Slow(recipe("train.on_nan=skip"), tokens=0), Progress())][-1] == 6
+    messages(failed.value)
+    lines = run(Slow(recipe("train.on_nan=skip"), tokens=0), Progress())
+    assert lines[-1]["step"] == 6
 
 
 STOPPING = ("train.steps=40", "train.early_stop={patience: 2, min_delta: 0.1}")
@@ -235,7 +236,7 @@ def test_the_step_of_an_early_stop_is_the_last_it_is_saved_and_a_request_to_stop
     engine = Slow(recipe(*STOPPING, "checkpoint.interval=0"), validated=[3.0, 3.0, 3.0])
     run(engine, progress, saved, stops_at=3)
     assert progress.step == 3 and saved == [3]
-    with pytest.raises(Preempted, match="stopped at step 2"):
+    with pytest.raises(Preempted, match="step 2"):
         run(Slow(engine.recipe, validated=[3.0, 3.0]), Progress(), stops_at=2)
 
 
@@ -247,11 +248,13 @@ def test_rank_0_decides_for_all_whether_the_loss_falls(monkeypatch):
     assert progress.step == 3 and state.lowest == 5.0
 
 
-def test_an_early_stop_without_held_out_data_is_said():
+def test_an_early_stop_without_held_out_data_is_said(messages):
     engine = Slow(recipe(*STOPPING))
     engine.build_validation_batches = dict  # type: ignore[method-assign, assignment]
-    with pytest.raises(UsageError, match="so little data is held out"):
+    with pytest.raises(UsageError) as refused:
         run(engine, Progress())
+    messages(refused.value)
+    assert "train.early_stop" in str(refused.value)
 
 
 def test_skipped_updates_are_reported():
