@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bundle.acceptance import COLLECTIVES, OPERATORS
 from bundle.cli import VERBS
 from bundle.environment import BACKENDS
 from bundle.patches.catalogue import PATCHES
-from bundle.verification.acceptance import COLLECTIVES, OPERATORS
 from bundle.verification.check import CHECKS
 
 PACKAGE = Path(importlib.util.find_spec("bundle").submodule_search_locations[0])  # type: ignore[union-attr,index]

@@ -77,7 +77,7 @@ def _run_acceptance(
     hardware: Hardware, installed_packages: InstalledPackages, findings: Sequence[Finding], as_json: bool
 ) -> None:
     """Prints what each part came to; ends with 3 where one failed, whose runs it leaves behind."""
-    from bundle.verification.acceptance import build_document, run_acceptance
+    from bundle.acceptance import build_document, run_acceptance
 
     runs_directory, parts = Path(tempfile.mkdtemp(prefix="mcore-bundle-acceptance-")), []
     for part in run_acceptance(hardware, findings, runs_directory):

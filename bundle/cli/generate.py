@@ -18,7 +18,7 @@ from bundle.recipe import Recipe
 
 if TYPE_CHECKING:
     from bundle.mcore.torch_dist import TorchDistCheckpoint
-    from bundle.models.generation import Prompt
+    from bundle.packing.prompts import Prompt
 
 DEFAULT_TOKENS = 128
 

@@ -31,8 +31,8 @@ from bundle.data.tokenization import Encoding
 from bundle.data.tokenizers import Tokenizer
 from bundle.errors import JobFailed
 from bundle.files import digest_json
-from bundle.planning.datafiles import MEGATRON, DataFile
 from bundle.recipe import Recipe
+from bundle.recipe.datafiles import MEGATRON, DataFile
 
 _log = logging.getLogger(__name__)
 

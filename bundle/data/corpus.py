@@ -34,9 +34,9 @@ from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import ByteTokenizer, LossMask, NumberTokenizer, Tokenizer, Tokens, load_tokenizer
 from bundle.errors import UsageError
 from bundle.files import digest_json
-from bundle.planning.datafiles import MEGATRON, STDLIB, describe_interpreter, expand
 from bundle.recipe import Recipe, with_steps
 from bundle.recipe.data import BYTE_VOCABULARY
+from bundle.recipe.datafiles import MEGATRON, STDLIB, describe_interpreter, expand
 
 # Running text is held out in pieces of this many sequences: small enough for an even sample.
 SEQUENCES_PER_PIECE = 16

@@ -20,7 +20,7 @@ from bundle.data.sources import Corrupt
 from bundle.data.tokenization import expand_media_tokens, read_media
 from bundle.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
-from bundle.models.generation import Prompt, VisualInputs
+from bundle.packing.prompts import Prompt, VisualInputs
 from bundle.recipe import Recipe
 
 

@@ -14,9 +14,9 @@ from bundle.data.samples import ORDER, Blend
 from bundle.data.sources import MAX_REASONS, Corrupt, DataErrors, Values, read_rows
 from bundle.data.tokenizers import Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
-from bundle.planning.datafiles import DataFile, expand
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
+from bundle.recipe.datafiles import DataFile, expand
 from bundle.recipe.rl import RL
 from bundle.recipe.rl_rules import find_room
 from bundle.recipe.rules import explain_unfit_source

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bundle.errors import EnvironmentUnfit, UsageError, format_value
-from bundle.planning.datafiles import DataFile
 from bundle.recipe.data import Data
+from bundle.recipe.datafiles import DataFile
 
 # Enough to see the pattern; data that is wrong in every row would otherwise print a line for each.
 MAX_REASONS = 20  # reasons

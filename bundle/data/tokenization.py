@@ -26,8 +26,8 @@ from bundle.data.store import Ints, RowChunk, TokenDocument
 from bundle.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from bundle.data.videos import insert_frame_times
 from bundle.errors import JobFailed
-from bundle.planning.datafiles import DataFile
 from bundle.recipe.data import Data
+from bundle.recipe.datafiles import DataFile
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
 # Journals count chunks, so both are part of the name of what is begun.

@@ -33,10 +33,8 @@ ENOUGH_SHARED_MEMORY = 2**30
 # A rank holds a socket per peer and group, and a descriptor per data shard.
 ENOUGH_FILES = 4096
 AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-SUPPORTED_MEGATRON = (
-    Version("0.12"),
-    Version("0.20"),
-)  # megatron-core, from and below; pyproject.toml, extra cpu
+# megatron-core, from and below; the extras of pyproject.toml say the same, which a test compares.
+SUPPORTED_MEGATRON = (Version("0.12"), Version("0.20"))
 # CUDA major of torch -> the oldest driver that runs it (CUDA Compatibility, minor-version table).
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 

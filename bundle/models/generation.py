@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bundle.errors import EnvironmentUnfit, UsageError
+from bundle.packing.prompts import Prompt, VisualInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +21,6 @@ class GenerationOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class VisualInputs:
-    """The images and videos of a prompt, in order: `patches` [n, values] of all of them, `grids` [images, 3].
-
-    `seconds` [images] are from one patch of a video to the next; 0 of an image.
-    """
-
-    patches: Tensor
-    grids: Tensor
-    seconds: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids, those of images and videos as many as their embeddings, and what these show."""
-
-    ids: Sequence[int]
-    visual_inputs: VisualInputs | None = None
 
 
 class TokenStream:

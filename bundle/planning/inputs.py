@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from bundle import files, hub, pretrained
 from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
-from bundle.planning.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.rewards import find_reward_problems, list_reward_files
 from bundle.pretrained.directory import explain_unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
+from bundle.recipe.datafiles import STDLIB, expand, find_index, needs_pyarrow
 from bundle.recipe.rules import explain_unfit_source
 
 _TOKENIZER_BYTES = 2**28  # published ones have some 2**25

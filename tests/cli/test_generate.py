@@ -136,7 +136,7 @@ def test_tokens_are_printed_as_they_come(monkeypatch):
 )
 def test_an_answer_ends_where_the_positions_do(wanted, length, positions, expected):
     pytest.importorskip("torch")
-    from bundle.models.generation import Prompt
+    from bundle.packing.prompts import Prompt
 
     prompts = [Prompt([1]), Prompt([1] * length)]
     assert limit_tokens(wanted, prompts, positions) == expected

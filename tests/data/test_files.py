@@ -10,9 +10,9 @@ import pytest
 from bundle.data import prepare, sources
 from bundle.data.sources import DataErrors, read_rows
 from bundle.errors import UsageError
-from bundle.planning.datafiles import expand
 from bundle.planning.inputs import find_input_problems
 from bundle.recipe import load
+from bundle.recipe.datafiles import expand
 
 ROWS: list[dict[str, Any]] = [
     {"text": 'a, ]} é \\ " \U0001f600'},

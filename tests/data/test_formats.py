@@ -12,9 +12,9 @@ from bundle.data.conversations import list_columns, read_conversation
 from bundle.data.sources import Corrupt, DataErrors
 from bundle.data.sources import read_rows as table_rows
 from bundle.errors import UsageError
-from bundle.planning.datafiles import expand
 from bundle.recipe import load
 from bundle.recipe.data import Data, Fields
+from bundle.recipe.datafiles import expand
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": None}}
 CALLED = [{"type": "function", "function": CALL}]

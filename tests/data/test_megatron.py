@@ -10,9 +10,9 @@ from bundle.checkpoints.state import list_data_changes
 from bundle.data import Loader, prepare
 from bundle.data.corpus import decode_first_samples, inspect
 from bundle.errors import UsageError
-from bundle.planning.datafiles import expand
 from bundle.planning.inputs import find_input_problems
 from bundle.recipe import load
+from bundle.recipe.datafiles import expand
 from tests.data.test_indexed import build
 
 LENGTH = 16

@@ -13,8 +13,8 @@ from bundle.data import prepare
 from bundle.data.sources import ReasonCounter
 from bundle.data.tokenizers import ByteTokenizer
 from bundle.errors import UsageError
-from bundle.planning.datafiles import expand
 from bundle.recipe import load
+from bundle.recipe.datafiles import expand
 from tests.data import chat
 
 GOOD = {"text": "def f():\n    return 1\n" * 10}

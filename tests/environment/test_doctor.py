@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import bundle
-from bundle.environment.doctor import check_interpreter, examine
+from bundle.environment.doctor import SUPPORTED_MEGATRON, check_interpreter, examine
 from bundle.environment.machine import Level
 from bundle.environment.search import build_search_path
 from tests.environment.machines import recorded
@@ -85,3 +86,10 @@ def test_two_accelerators_are_findings_not_a_crash(tmp_path):
     hardware, findings = examine(recorded("h200-x2", environ), stack_of(OWN.parent, tmp_path))
     assert hardware is None
     assert any(f.level is Level.FAIL and "CUDA_VISIBLE_DEVICES=0,0" in f.cause for f in findings)
+
+
+def test_every_extra_installs_the_supported_range_of_megatron_core():
+    project = tomllib.loads((Path(bundle.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    oldest, beyond = SUPPORTED_MEGATRON
+    for extra in ("cpu", "cuda", "ascend"):
+        assert f"megatron-core>={oldest},<{beyond}" in project["optional-dependencies"][extra]

@@ -81,7 +81,8 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from bundle.models.generation import GenerationOptions, Prompt, generate_answers
+    from bundle.models.generation import GenerationOptions, generate_answers
+    from bundle.packing.prompts import Prompt
 
     job = recipe(directory, of.targets)
     saved = checkpoint(tmp_path / "saved", matrices)

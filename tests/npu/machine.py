@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from unittest.mock import patch
 
+from bundle import acceptance
 from bundle.cli import main
 from bundle.environment import hardware, machine
 from bundle.environment.machine import DetectedValue, Machine
-from bundle.verification import acceptance
 from tests.environment.machines import recorded
 
 

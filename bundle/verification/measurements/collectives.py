@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bundle.errors import JobFailed
-from bundle.verification.acceptance import MOVED_TYPES, REDUCED_TYPES
+from bundle.verification.collective_types import MOVED_TYPES, REDUCED_TYPES
 from bundle.verification.numbers import Bench
 
 

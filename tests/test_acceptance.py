@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bundle import capabilities
+from bundle import acceptance, capabilities
+from bundle.acceptance import AcceptancePart, build_document, run_acceptance
 from bundle.environment import BACKENDS, packages
 from bundle.environment.hardware import build_preset, detect
 from bundle.environment.machine import fail, ok
 from bundle.preflight import ProbeResult
-from bundle.verification import acceptance
-from bundle.verification.acceptance import AcceptancePart, build_document, run_acceptance
 from tests.environment.machines import recorded
 
 PASSED = (

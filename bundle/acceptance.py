@@ -23,14 +23,11 @@ from bundle.environment.machine import Finding, Hardware, Level, fail, ok, to_js
 from bundle.environment.packages import InstalledPackages
 from bundle.preflight import ProbeResult
 from bundle.verification import WorkOrder, decide_patches, plan_all_patches, run_orders
+from bundle.verification.collective_types import MOVED_TYPES, REDUCED_TYPES
 
 COMMAND = "mcore-bundle doctor --acceptance"
 PROGRAM_MODULE = "bundle"  # what `python -m` runs for a verb
 VERIFIED_PATCHES: tuple[str, ...] = ()  # that are verified; without any, all that apply
-# Types that collectives add up and move. torch-npu's ProcessGroupHCCL also adds up int16, and float64 on
-# Atlas A5 alone: the engine asks for neither.
-REDUCED_TYPES = ("int8", "int32", "int64", "float16", "bfloat16", "float32")
-MOVED_TYPES = (*REDUCED_TYPES, "uint8", "bool", "float64")
 TRAIN_STEPS, CHECKPOINT_STEP = 5, 3  # of training, and until the checkpoint that is gone on from
 # The largest relative distance of a loss from the cpu's after five steps; on an H200 it was 5e-7 in fp32.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 1e-2}
