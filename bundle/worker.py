@@ -84,7 +84,7 @@ def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -
         world.initialize(rendezvous, store, runtime.collectives, timeout, device)
         with dog.extend_patience("importing megatron"):
             # Only now: it must meet the patches.
-            if job.recipe.task == "rl":
+            if job.recipe.task_traits.samples_answers:
                 from bundle.rl.trainer import run
             else:
                 from bundle.training.trainer import run

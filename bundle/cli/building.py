@@ -15,6 +15,7 @@ from bundle.planning.inputs import find_input_problems
 from bundle.planning.plan import choose_hardware, refuse
 from bundle.recipe import Recipe, flatten, from_mapping
 from bundle.recipe.completion import list_settings
+from bundle.recipe.tasks import TASKS
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     """
     spec_choices = _choose_from_spec(spec)
     draft = _compose_recipe(spec, spec_choices, _draft_choices(SHORTEST_SAMPLE))
-    if spec.task != "pretrain":
+    if not TASKS[spec.task].reads_text:
         positions = draft.architecture.max_position_embeddings
         draft = _compose_recipe(spec, spec_choices, _draft_choices(_find_sample_length(positions, draft)))
     length_choices = [*spec_choices, _choose_length(draft, _read_data(draft, spec.request))]
@@ -138,7 +139,7 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
         KeyChoice("data.path", list(spec.data), "--data"),
         KeyChoice("checkpoint.export", "hf", "a whole model, which transformers opens"),
     ]
-    if spec.task != "pretrain":
+    if not TASKS[spec.task].reads_text:
         choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
     if spec.lora:
         choices.append(KeyChoice("model.lora", {}, "--lora"))
@@ -194,7 +195,7 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     Packs are longer where the data fills enough of them: a device then has more to do at once.
     """
     key, positions = "data.sequence_length", recipe.architecture.max_position_embeddings
-    if is_text := recipe.task == "pretrain":
+    if is_text := recipe.task_traits.reads_text:
         length, max_length = SHORTEST_SAMPLE, min(PRETRAIN_LENGTH, positions)
         reason = f"of {corpus.tokens:,} tokens, for a model of {positions:,} positions"
     else:

@@ -56,7 +56,7 @@ def check(
     from bundle.data.corpus import decode_first_samples
     from bundle.data.loader import build_progress_callback
 
-    if job.task == "rl":
+    if job.task_traits.samples_answers:
         from bundle.data.questions import prepare_questions
 
         questions = prepare_questions(job)
@@ -86,7 +86,7 @@ def check(
     )
     print("\n".join(lines))
     print_left_out_rows(left_out_lines)
-    title = "question {}" if job.task == "rl" else "sample {} of step 1, ⟦learned⟧"
+    title = "question {}" if job.task_traits.samples_answers else "sample {} of step 1, ⟦learned⟧"
     for number, text in enumerate(sample_texts, start=1):
         print(f"\n{title.format(number)}:\n{text}")
     _refuse_other_data(run, identity)
@@ -126,7 +126,7 @@ _LEAST_FILLED = 0.6  # of a row: below it, packs are worth their trouble
 
 def _advise(job: Recipe, filled: float) -> Iterator[str]:
     """What would make the job faster, as far as the recipe allows it; `filled` is the share of each row."""
-    if job.task == "pretrain" or job.data.packed or filled >= _LEAST_FILLED:
+    if job.task_traits.reads_text or job.data.packed or filled >= _LEAST_FILLED:
         return
     values = job.dump()
     values["data"]["packed"], values["train"]["micro_batch_size"] = True, 1

@@ -71,7 +71,7 @@ def ensure_store(
     While another process makes it, this one waits. Raises UsageError for corrupt data, JobFailed for
     a damaged store and for one of another user.
     """
-    if recipe.task == "pretrain":
+    if recipe.task_traits.reads_text:
         return _make_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
     if recipe.data.truncation == "error" and recipe.data.on_error == "stop":
         store = _make_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
@@ -121,7 +121,7 @@ def _make_store(
                 )
             else:
                 vocabulary = recipe.architecture.vocab_size
-                encoding = Encoding(recipe.data, recipe.task, vocabulary, max_length, processor)
+                encoding = Encoding(recipe.data, recipe.task_traits, vocabulary, max_length, processor)
                 write_store(
                     path,
                     tokenizer.vocab_size,

@@ -195,7 +195,7 @@ def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens:
             [*stores, *(store for data_set in validation_sets.values() for store in data_set.stores)]
         ),
         tokenizer=text_tokenizer,
-        is_byte_text=recipe.task == "pretrain"
+        is_byte_text=recipe.task_traits.reads_text
         and text_tokenizer.identity == "bytes"
         and not any(part.is_megatron for part in parts),
     )
@@ -277,14 +277,14 @@ def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
     What one row made is on one side.
     """
     spans, rows = Spans(store.starts, store.lengths), store.row_numbers
-    if recipe.task == "pretrain":
+    if recipe.task_traits.reads_text:
         spans = spans.cut(
             _compute_max_length(recipe)
             if recipe.data.packed
             else SEQUENCES_PER_PIECE * recipe.data.sequence_length
         )
         rows = np.arange(len(spans))
-    if recipe.data.packed or recipe.task != "pretrain":
+    if recipe.data.packed or not recipe.task_traits.reads_text:
         labelled = spans.lengths > 1  # a single token has no label; no document of a pair is one
         spans, rows = spans.select(labelled), rows[labelled]
     numbers, rows = np.unique(rows, return_inverse=True)
@@ -308,7 +308,7 @@ def _build_samples(
         samples = PackSamples(
             store, spans, packs, first_document=first_document, processor=MediaProcessor.from_recipe(recipe)
         )
-    elif recipe.task != "pretrain":
+    elif not recipe.task_traits.reads_text:
         samples = RowSamples(
             store,
             spans,

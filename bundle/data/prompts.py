@@ -51,7 +51,7 @@ class Prompts:
     def from_recipe(cls, job: Recipe) -> "Prompts":
         """Those of a job's rows."""
         text_tokenizer = load_tokenizer(job.data.tokenizer, job.architecture.vocab_size)
-        writer = None if job.task == "pretrain" else chat.build_writer(job.data, text_tokenizer)
+        writer = None if job.task_traits.reads_text else chat.build_writer(job.data, text_tokenizer)
         return cls(text_tokenizer, writer, lambda: MediaProcessor.from_recipe(job))
 
     @classmethod

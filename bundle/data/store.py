@@ -292,6 +292,8 @@ class _StoreWriter:
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
         """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
+        for partial in folder.glob(".*"):  # a kill leaves the file that it interrupts
+            partial.unlink()
         self._types = {"tokens": dtype, "learned": "u1", "grids": "<i4", "pictures": "u1"}
         self._types |= {"videos": "<i8", "rows": "<i8"}
         entry = _read_journal(

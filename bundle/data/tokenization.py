@@ -28,6 +28,7 @@ from bundle.data.videos import insert_frame_times
 from bundle.errors import JobFailed
 from bundle.recipe.data import Data
 from bundle.recipe.datafiles import DataFile
+from bundle.recipe.tasks import Task
 
 # What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
 # Journals count chunks, so both are part of the name of what is begun.
@@ -49,7 +50,7 @@ class Encoding:
     """
 
     data: Data
-    task: str
+    task: Task
     vocabulary: int
     max_length: int
     processor: MediaProcessor | None = None
@@ -70,10 +71,10 @@ class Encoding:
 def _cut_chunks(encoding: Encoding, sources: list[DataFile]) -> Iterator[_PlacedRows]:
     data, errors = encoding.data, DataErrors(encoding.data.on_error)
     read: Iterator[tuple[str, Any]]
-    if encoding.task == "pretrain":
+    if encoding.task.reads_text:
         read = read_texts(data, sources, errors)
     else:
-        columns = preferences.list_columns if encoding.task == "dpo" else conversations.list_columns
+        columns = preferences.list_columns if encoding.task.has_pairs else conversations.list_columns
         read = read_rows(sources, columns(data.fields), errors)
     chunk: list[tuple[str, Any]] = []
     size = 0
@@ -92,7 +93,7 @@ class _Encoder:
 
     def __init__(self, encoding: Encoding, tokenizer: Tokenizer) -> None:
         self._encoding, self._tokenizer = encoding, tokenizer
-        self._writer: Any = None if encoding.task == "pretrain" else build_writer(encoding.data, tokenizer)
+        self._writer: Any = None if encoding.task.reads_text else build_writer(encoding.data, tokenizer)
 
     def __call__(self, placed_rows: _PlacedRows) -> RowChunk:
         """The token documents of some rows; what is corrupt in them is added to what was found before."""
@@ -104,7 +105,7 @@ class _Encoder:
         chunk, report = placed_rows
         errors.extend(report)
         placed: Iterator[tuple[str, list[TokenDocument]]]
-        if encoding.task == "pretrain":
+        if encoding.task.reads_text:
             end = np.uint32(tokenizer.end_of_text)
             encoded = tokenizer.encode([text for _, text in chunk]) if chunk else ()
             row_documents = ([TokenDocument(np.append(ids, end))] for ids in encoded)
@@ -123,7 +124,7 @@ class _Encoder:
             placed,
             lambda documents: [_check_document(document, tokenizer.vocab_size) for document in documents],
         )
-        if encoding.task != "pretrain":
+        if not encoding.task.reads_text:
             valid_rows = _limit_length(valid_rows, encoding, errors)
         return RowChunk([documents for _, documents in valid_rows], errors.dump())
 
@@ -149,7 +150,7 @@ class _Encoder:
         place, values = row
         data = self._encoding.data
         read: list[conversations.Conversation] = []
-        if self._encoding.task == "dpo":
+        if self._encoding.task.has_pairs:
             read += preferences.read_preference(values, data)
         else:
             read.append(conversations.read_conversation(values, data))
@@ -163,7 +164,7 @@ class _Encoder:
         for drafts in conversations:
             if isinstance(drafts, Corrupt):
                 raise drafts
-            if self._encoding.task == "dpo" and len(drafts) > 1:
+            if self._encoding.task.has_pairs and len(drafts) > 1:
                 raise Corrupt(
                     "the chat template rewrites earlier turns of an answer, which has one log-probability."
                     " Set data.learn: last_turn."
@@ -308,7 +309,7 @@ def _limit_length(
             errors.deleted.add(place, f"{reason}: deleted")
         elif any(document.pictures for document in documents):
             errors.deleted.add(place, f"{reason}, and images and videos are not cut: deleted")
-        elif not learning or (encoding.task == "dpo" and len(learning) < len(cut)):
+        elif not learning or (encoding.task.has_pairs and len(learning) < len(cut)):
             errors.deleted.add(place, f"{reason}, and what is left has nothing to learn: deleted")
         else:
             errors.cut.add(place, f"{reason}: cut on the {truncation}")

@@ -14,6 +14,7 @@ from bundle.errors import UsageError
 from bundle.recipe import chat_template, defaults
 from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.defaults import Default
+from bundle.recipe.tasks import TASKS, Task
 
 # The settings that `plan` and `check` print; those of adapters only where there are any.
 SHOWN_SETTINGS = (
@@ -47,10 +48,10 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if isinstance(path, str) and draft.names_tokenizer(Path(hub.find_local_path(path))):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
-    is_answering = draft.get("task") in ("sft", "dpo", "rl")
-    if kind == "hf" and is_answering and has_chat_template(Path(hub.find_local_path(tokenizer))):
+    task = TASKS.get(str(draft.get("task") or "pretrain"), Task())
+    if kind == "hf" and not task.reads_text and has_chat_template(Path(hub.find_local_path(tokenizer))):
         draft.fill("data.template", "chat", f"{tokenizer} has a chat template")
-    if draft.get("task") == "rl":
+    if task.samples_answers:
         draft.fill("data.validation", 0.0, "rl.evaluation has the questions to evaluate with")
         answers = draft.get("rl.prompts_per_step"), draft.get("rl.num_generations")
         match answers:

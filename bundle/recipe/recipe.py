@@ -41,6 +41,7 @@ from bundle.recipe.sections import (
     Profile,
     Train,
 )
+from bundle.recipe.tasks import TASKS, Task
 
 # Keys that decide where, how fast and until when a run computes, not what; of samples, steps tell.
 FREE_ON_RESUME = (
@@ -369,9 +370,14 @@ class Recipe(CompletedSection):
         return architecture
 
     @property
+    def task_traits(self) -> Task:
+        """What the task learns from."""
+        return TASKS[self.task]
+
+    @property
     def documents_per_sample(self) -> int:
         """Token documents that are never apart: the two of a pair."""
-        return 2 if self.task == "dpo" else 1
+        return self.task_traits.documents_per_sample
 
     @property
     def micro_batch_rows(self) -> int:
@@ -383,7 +389,7 @@ class Recipe(CompletedSection):
         """Of what the loss is a mean; one over pairs is one over their sequences."""
         if self.rl is not None:
             return "sequence" if self.rl.loss.mean == "sequence" else "token"
-        return "sequence" if self.task == "dpo" else self.train.loss_mean
+        return "sequence" if self.task_traits.has_pairs else self.train.loss_mean
 
     @property
     def run_directory(self) -> Path:

@@ -15,6 +15,7 @@ from bundle.recipe.data import BYTE_VOCABULARY, DataKind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
 from bundle.recipe.stages import ChunkContents, count_rounds, find_misplaced
+from bundle.recipe.tasks import TASKS
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
 MOST_EXPERTS = 2**16
@@ -401,10 +402,9 @@ def _reads_bytes(recipe: Recipe) -> bool:
 
 def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
-    if kind not in ("text", "megatron") or task == "pretrain":
+    if kind not in ("text", "megatron") or TASKS[task].reads_text:
         return None
-    fields = {"sft": "a prompt and a response", "dpo": "a chosen and a rejected response", "rl": "a prompt"}
-    return f"{task} needs rows with {fields[task]}: jsonl, parquet or arrow"
+    return f"{task} needs rows with {TASKS[task].row_fields}: jsonl, parquet or arrow"
 
 
 def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
@@ -418,10 +418,14 @@ def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
 
 def _check_training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
-    if recipe.checkpoint.keep_best is not None and recipe.task != "rl":
+    if recipe.checkpoint.keep_best is not None and not recipe.task_traits.samples_answers:
         yield "checkpoint.keep_best", f"accuracy is measured by task rl, and this is {recipe.task}"
-    if recipe.dpo is not None and recipe.task != "dpo":
-        yield "dpo", f"belongs to task dpo, and this is {recipe.task}"
+    for name, task in TASKS.items():
+        if task.section and name != recipe.task and getattr(recipe, task.section) is not None:
+            yield (
+                task.section,
+                f"belongs to task {name}, and task is {recipe.task}. Remove it, or set task: {name}.",
+            )
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
     if optimizer.warmup_ratio is not None and optimizer.warmup_steps:

@@ -402,7 +402,7 @@ def find_starting_checkpoint(path: Path) -> Path:
 
 def refuse_mid_run(checkpoint: Path, step: int, recipe: Recipe) -> None:
     """Raises UsageError where a run cannot go on behind that step of another one."""
-    if recipe.task == "dpo":
+    if recipe.task_traits.has_pairs:
         raise UsageError(
             f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
             " in the middle of another run; take its weights alone (--weights-only)"

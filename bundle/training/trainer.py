@@ -48,7 +48,7 @@ class Trainer:
         self.early_stopping = EarlyStopping(
             recipe.train.early_stop, *self.session.task_state.get("early_stopping", ())
         )
-        if recipe.task == "dpo":
+        if recipe.task_traits.has_pairs:
             with watchdog.extend_patience("computing the reference"):
                 self.batches.reference = self._compute_reference(builder)
         if not builder.is_resumed and (skipped := _count_skipped(self.corpus)):
@@ -90,7 +90,7 @@ class Trainer:
         pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
         if early:
             _log.info("ends at step %d of %d by %s", progress.step, session.recipe.train.steps, early)
-        unit = "a pair" if session.recipe.task == "dpo" else "nats per token"
+        unit = "a pair" if session.recipe.task_traits.has_pairs else "nats per token"
         _log.info("finished: loss %.4f%s %s%s%s", losses.main, depths, unit, left_out, pairs)
         return {
             "ended": early or "the last step",
@@ -119,7 +119,7 @@ def _with_steps(recipe: Recipe, samples: int) -> Recipe:
 
 def _has_answer_tokens(recipe: Recipe) -> bool:
     """Return whether answers are learned in the model's own tokens."""
-    return recipe.task != "pretrain" and recipe.data.tokenizer.startswith("hf:")
+    return not recipe.task_traits.reads_text and recipe.data.tokenizer.startswith("hf:")
 
 
 def _count_skipped(corpus: data.Corpus) -> dict[str, float]:

@@ -129,6 +129,7 @@ def test_what_a_kill_has_left_is_gone_on_with(tmp_path, encoded, task):
     (begun,) = (tmp_path / "killed").glob(".tokens-*.building")
     for path in begun.glob("*.bin"):  # what was written after the journal's last entry
         path.write_bytes(path.read_bytes() + b"more")
+    (begun / ".journal.json.0123456789abcdef").write_text("{")
     encoded.clear()
     after = prepare(made, tmp_path / "killed")
     assert 0 < len(encoded) < whole
