@@ -76,9 +76,9 @@ lint: $(DEVELOP)  ## formatting, lint, types, names, and who may import whom
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python -m tools.names
 
-test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts
-	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
-	$(VENV)/bin/python -m pytest -m '$(HERE)' -n $(JOBS) --dist loadfile
+test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts; ROOM=recipe: one room in a minute
+	$(if $(ROOM),,$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest)
+	$(VENV)/bin/python -m pytest -m '$(HERE)$(if $(ROOM), and not world and not processes)' -n $(JOBS) --dist loadfile $(if $(ROOM),tests/$(ROOM))
 
 golden: $(DEVELOP)  ## rewrites tests/*/messages.golden, the messages of each room: read the diff
 	$(VENV)/bin/python -m pytest -q -m '$(HERE)' -n $(JOBS) --dist loadfile --golden $(if $(ROOM),tests/$(ROOM))
