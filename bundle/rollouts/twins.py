@@ -5,7 +5,7 @@ layer) is joined by transformers itself, as it does with files.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,9 @@ class TwinBuilder:
         self._transformers = _import_transformers()
         self._config, self._class = _find_class(self._transformers, config, architecture.model_type)
         self._dtype, self._device = dtype, device
+        self._template: Any = (
+            None  # a model without values, of whose copies each takes tensors by their names
+        )
         trunk, full = Tensors(replace(architecture, mtp_layers=0)), Tensors(architecture)
         self.expected = {name: shape for tensor in trunk for name, shape in tensor.list_published_shapes()}
         self.copy_names = frozenset(trunk.map_copies())
@@ -55,6 +58,15 @@ class TwinBuilder:
             name: tensor for name, tensor in tensors.items() if name not in self.mtp_names | self.copy_names
         }
         self._check(weights)
+        if self._template is None:
+            model = self._load(weights)
+            self._template = _build_template(model, weights.keys())
+        else:
+            model = _fill_template(self._template, weights)
+        return model.eval().requires_grad_(False).to(self._device)
+
+    def _load(self, weights: Mapping[str, Tensor]) -> Any:
+        """Return a new model that transformers has loaded. Raise JobFailed with what it does not take."""
         with self._quiet(), torch.random.fork_rng(devices=[]):
             model, report = self._class.from_pretrained(
                 None,
@@ -76,7 +88,7 @@ class TwinBuilder:
                 " Report it with the config of the model.",
                 problems,
             )
-        return model.eval().requires_grad_(False).to(self._device)
+        return model
 
     def _check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise JobFailed where names or shapes are not those of the table of tensors."""
@@ -108,6 +120,29 @@ class TwinBuilder:
             logging.set_verbosity(level)
             if has_bar:
                 logging.enable_progress_bar()
+
+
+def _build_template(model: Any, names: Collection[str]) -> Any:
+    """Return a copy of a model without values; None where transformers renames or joins the tensors."""
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != set(names):
+        return None
+    empty = {
+        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in parameters.values()
+    }
+    return copy.deepcopy(model, empty)
+
+
+def _fill_template(template: Any, weights: Mapping[str, Tensor]) -> Any:
+    """Return a copy of a template that holds these tensors, each in the type that transformers chose."""
+    model = copy.deepcopy(template)
+    types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    values = {name: tensor.to(types[name]) for name, tensor in weights.items()}
+    # Not strict: a tied head is named by its embedding alone.
+    model.load_state_dict(values, strict=False, assign=True)
+    model.tie_weights()
+    return model
 
 
 def _import_transformers() -> Any:

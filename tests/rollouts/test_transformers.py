@@ -49,23 +49,25 @@ def is_same(first, second) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "window"])  # which we do not train
 def test_a_sync_gives_every_weight_bit_for_bit_and_copies_them(name, published):
-    model, tensors = published(name)
     engine = rollout(name)
     promised: Rollout = engine
     assert promised.version is None
-    sent = {key: value.clone() for key, value in tensors.items()}
-    generator = torch.get_rng_state()
-    engine.sync(3, iter(sent.items()))
-    assert torch.equal(generator, torch.get_rng_state()), "the trainer's random state is not touched"
-    assert engine.version == 3
-    assert is_same(state(engine.model), state(model))
-    assert not engine.model.training
-    for value in sent.values():
-        value.fill_(torch.nan)  # the trainer goes on
-    assert is_same(state(engine.model), state(model))
-    row = torch.tensor([[1, 2, 3, 4, 5, 6]])
-    assert torch.equal(engine.model(row).logits, model(row).logits)
-    assert {*engine.generate(REQUESTS, SAMPLING)[0].versions.tolist()} == {3}
+    for version in (3, 5):
+        model, tensors = published(name, version)
+        sent = {key: value.clone() for key, value in tensors.items()}
+        generator = torch.get_rng_state()
+        engine.sync(version, iter(sent.items()))
+        assert torch.equal(generator, torch.get_rng_state()), "the trainer's random state is not touched"
+        assert engine.version == version
+        assert is_same(state(engine.model), state(model))
+        assert not engine.model.training
+        assert not any(parameter.requires_grad for parameter in engine.model.parameters())
+        for value in sent.values():
+            value.fill_(torch.nan)  # the trainer goes on
+        assert is_same(state(engine.model), state(model))
+        row = torch.tensor([[1, 2, 3, 4, 5, 6]])
+        assert torch.equal(engine.model(row).logits, model(row).logits)
+        assert {*engine.generate(REQUESTS, SAMPLING)[0].versions.tolist()} == {version}
 
 
 @pytest.mark.parametrize("name", ["tied", "latent"])
@@ -95,14 +97,16 @@ def test_an_error_after_any_tensor_leaves_the_old_version_and_the_next_sync_heal
     assert engine.generate(REQUESTS, SAMPLING)[0].versions.tolist() == [2] * 5
 
 
-@pytest.mark.parametrize("where", ["sampling of random values", "moving to the device"])
-def test_an_error_inside_transformers_leaves_the_old_version(where, published, monkeypatch):
-    (_, old), (model, new) = published("mimo"), published("mimo", 1)
-    engine = rollout("mimo")
+@pytest.mark.parametrize(
+    ("name", "method"), [("latent", "from_pretrained"), ("mimo", "load_state_dict"), ("mimo", "to")]
+)
+def test_an_error_inside_transformers_leaves_the_old_version(name, method, published, monkeypatch):
+    (_, old), (model, new) = published(name), published(name, 1)
+    engine = rollout(name)
+    engine.sync(0, new.items())
     engine.sync(1, old.items())
     weights = state(engine.model)
     with monkeypatch.context() as patch:
-        method = "to" if where == "moving to the device" else "from_pretrained"
 
         def fail(*_, **__):
             raise MemoryError("no room")
@@ -193,6 +197,17 @@ def test_bfloat16_keeps_what_transformers_keeps_in_fp32(published):
     assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"].bfloat16())
     answers = engine.generate(REQUESTS, SAMPLING)
     assert all(np.isfinite(answer.log_probs).all() for answer in answers)
+
+
+@pytest.mark.parametrize("name", ["mimo", "tied"])
+def test_every_sync_casts_to_the_type_of_the_engine(name, published):
+    engine = rollout(name, dtype=torch.bfloat16)
+    for seed in (0, 1):
+        _, tensors = published(name, seed)
+        engine.sync(seed, tensors.items())
+        weights = state(engine.model)
+        assert all(torch.equal(weights[key], tensors[key].bfloat16()) for key in tensors)
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_a_closed_engine_answers_again_after_a_sync(published):
