@@ -13,8 +13,11 @@ from bundle.recipe import Parallel
 
 # Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
 _STAGE_SEED_STRIDE = 100
-# A random state beside megatron's: alike on the ranks that cut the same experts, which see the same tokens.
+# Random states beside megatron's, and how far their seeds are from its own. The first is alike on the ranks
+# that cut the same experts, which see the same tokens; the others differ between the ranks that cut a layer.
 _SAME_EXPERTS, _SAME_EXPERTS_SEED = "same-experts-rng", 2**20
+_CUT_LAYERS, _CUT_LAYERS_SEED = "cut-layers-rng", 2**21
+_CUT_EXPERTS, _CUT_EXPERTS_SEED = "cut-experts-rng", 2**22
 
 
 @dataclass(frozen=True)
@@ -117,28 +120,29 @@ def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
         digest = hashlib.sha256(f"{seed} after {completed_steps}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + _STAGE_SEED_STRIDE * stage)
+    stage_seed = seed + _STAGE_SEED_STRIDE * stage
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     expert_rank = parallel_state.get_expert_model_parallel_rank()
-    tensor_parallel.get_cuda_rng_tracker().add(
-        _SAME_EXPERTS, seed + _STAGE_SEED_STRIDE * stage + _SAME_EXPERTS_SEED + expert_rank
-    )
+    expert_tensor_ranks = parallel_state.get_expert_tensor_parallel_world_size()
+    cut_expert_rank = expert_rank * expert_tensor_ranks + parallel_state.get_expert_tensor_parallel_rank()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.add(_SAME_EXPERTS, stage_seed + _SAME_EXPERTS_SEED + expert_rank)
+    tracker.add(_CUT_LAYERS, stage_seed + _CUT_LAYERS_SEED + tensor_rank)
+    tracker.add(_CUT_EXPERTS, stage_seed + _CUT_EXPERTS_SEED + cut_expert_rank)
 
 
 def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[None]:
     """Return a random state for dropout in a layer that ranks of tp, or of etp for an expert, have cut.
 
     `is_same`: whether these ranks see the same input, so that they must draw the same values. Recomputation
-    and checkpoints restore the states.
+    and checkpoints restore the states. Under sequence parallelism layers run in a fork of megatron's own
+    state, and up to 0.15 a fork of that state inside it does not advance it: every step would draw alike.
     """
-    states = tensor_parallel.random
     if is_expert:
-        name = _SAME_EXPERTS if is_same else states.get_expert_parallel_rng_tracker_name()
+        name = _SAME_EXPERTS if is_same else _CUT_EXPERTS
     else:
-        name = (
-            states.get_data_parallel_rng_tracker_name()
-            if is_same
-            else states._MODEL_PARALLEL_RNG_TRACKER_NAME
-        )
+        name = tensor_parallel.random.get_data_parallel_rng_tracker_name() if is_same else _CUT_LAYERS
     forked: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork(name)
     return forked
 
