@@ -140,9 +140,10 @@ def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
     if "node_rank" not in settings:
         gaps.append(f"{settings['nodes']}, but which of them this is is not said: say --node-rank")
     if "address" not in settings or "port" not in settings:
-        named = f"MASTER_ADDR={environment['MASTER_ADDR']!r} " if environment.get("MASTER_ADDR") else ""
+        address = environment.get("MASTER_ADDR")
+        named = f" (MASTER_ADDR={address!r} has no port)" if address else ""
         gaps.append(
-            f"{settings['nodes']}, but where they meet is not said {named}: say --rendezvous HOST:PORT"
+            f"{settings['nodes']}, but where they meet is not said{named}: say --rendezvous HOST:PORT"
         )
     return gaps
 
