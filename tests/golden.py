@@ -81,7 +81,7 @@ def messages(request: pytest.FixtureRequest) -> Iterator[Callable[[object], None
     folders = ({"TMP": tmp} if tmp else {}) | {"REPOSITORY": TESTS.parent}
     recorded: list[str] = []
     yield lambda message: recorded.append(normalise(str(message), folders))
-    if not request.node.stash[HAS_PASSED]:
+    if not request.node.stash.get(HAS_PASSED, False):
         return
     room = find_room(request.path)
     head = f"{request.path.relative_to(room)}::{request.node.name}".encode("unicode_escape").decode()
