@@ -35,6 +35,7 @@ _PACKS = ("data.packed=true", "train.micro_batch_size=1", "data.sequence_length=
 _CHATS = ("task=sft", "data.source=jsonl", "data.path=[{rows}/chats.jsonl]", "data.separator=null")
 _PAIRS = ("task=dpo", "data.source=jsonl", "data.path=[{rows}/pairs.jsonl]", "data.separator=null")
 _IMAGES = (
+    "data.sequence_length=3072",  # what a device of 80 GiB holds
     "data.path=[{rows}/images.jsonl]",
     "data.tokenizer=hf:{rows}/tokenizer",
     "model.config.image_token_id=259",
@@ -75,6 +76,7 @@ EXPECTED: Mapping[str, str] = {
 EXPECTED_IN: Mapping[str, str] = {
     "lora": r"aten::add: .*CUDAFunctor_add<c10::BFloat16>",  # an adapter's output to the frozen one
     "dpo": r"aten::(sub|copy_|mul_|exp): ",  # log-probabilities, in fp32
+    "vision": r"aten::mul: ",  # rotary embedding of the tower, which is transformers' own
 }
 
 
