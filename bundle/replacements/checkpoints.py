@@ -4,12 +4,16 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bundle.mcore import unpickling
 from bundle.replacements import Function, make_wrapper
+
+GATHERED_ELEMENTS = 2**26  # of all ranks together, on the device at one time: 256 MiB
 
 
 @make_wrapper
@@ -77,3 +81,40 @@ def keep_loaded_steps(original: Function, self: Any, state_dict: Any) -> Any:
     for parameter, step in steps.items():
         states[parameter]["step"] = step
     return loaded
+
+
+@make_wrapper
+def gather_state_in_pieces(
+    original: Function,
+    self: Any,
+    use_gloo_comm: bool = True,
+    empty_data: bool = False,
+    return_on_all_ranks: bool = False,
+) -> Any:
+    """Returns `DistributedOptimizer.get_parameter_state_dp_zero` that needs little of the device (from 0.15).
+
+    Its buffers stay on the host, as they do for gloo. The device's group gathers them piece by piece.
+    """
+    if use_gloo_comm or empty_data or not return_on_all_ranks:
+        return original(self, use_gloo_comm, empty_data, return_on_all_ranks)
+    module: Any = dist
+    all_gather, gloo_group = module.all_gather, self.data_parallel_group_gloo
+    module.all_gather, self.data_parallel_group_gloo = _gather_in_pieces, self.data_parallel_group
+    try:
+        return original(self, use_gloo_comm=True, return_on_all_ranks=True)
+    finally:
+        module.all_gather, self.data_parallel_group_gloo = all_gather, gloo_group
+
+
+def _gather_in_pieces(gathered: Sequence[torch.Tensor], share: torch.Tensor, group: Any) -> None:
+    """Fills `gathered`, host tensors like `share`, with the shares of all ranks of a group of the device."""
+    if len(gathered) == 1:
+        gathered[0].copy_(share)
+        return
+    size = max(1, GATHERED_ELEMENTS // len(gathered))
+    for start in range(0, len(share), size):
+        piece = share[start : start + size].cuda()
+        pieces = piece.new_empty(len(gathered) * len(piece))
+        dist.all_gather_into_tensor(pieces, piece, group=group)
+        for tensor, part in zip(gathered, pieces.chunk(len(gathered)), strict=True):
+            tensor[start : start + size].copy_(part)

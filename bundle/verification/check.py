@@ -277,6 +277,9 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     "dp-reshardable-steps": build_check(
         "checkpoints:measure_steps", Gap(0.5), agreement=0.0
     ),  # one step of three
+    "optimizer-gather-memory": build_check(
+        "checkpoints:measure_gathered_state", Gap(1.0), agreement=0.0, world=2
+    ),
     "padding-mask-expert-bias": build_check(
         "experts:measure_expert_bias", Raises("RuntimeError", "must match the size of tensor"), agreement=0.0
     ),

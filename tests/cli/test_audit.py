@@ -89,14 +89,16 @@ def test_what_avoids_a_trap_is_said(messages):
 
 def test_nothing_silent_that_reaches_ends_well():
     found = document("--mcore", "0.19.2", "--features", "pp,packed", code=0)
-    assert [row["kind"] for row in found["defects"]] == ["slow"] and found["upgrades"] == []
+    assert {row["kind"] for row in found["defects"]} == {"slow"} and found["upgrades"] == []
     assert "0 there" in run("--mcore", "0.19.2", "--features", "pp,packed", code=0).stdout
 
 
 def test_a_slow_defect_is_named_with_its_patch_and_is_no_reason_to_fail(messages):
     options = ("--mcore", "0.16.1", "--features", "lora")
-    (row,) = [row for row in document(*options, code=0)["defects"] if row["kind"] == "slow"]
-    assert (row["id"], row["standing"], row["patch"]) == ("frozen-weight-product", "present", True)
+    slow = {row["id"]: row for row in document(*options, code=0)["defects"] if row["kind"] == "slow"}
+    assert slow.keys() == {"frozen-weight-product", "optimizer-gather-memory"}
+    row = slow["frozen-weight-product"]
+    assert (row["standing"], row["patch"]) == ("present", True)
     assert row["mended_in"] == "0.19"
     block = blocks(*options, code=0)[row["id"]]
     assert block.startswith("PRESENT ") and block.partition("\n")[0].endswith(" lora")

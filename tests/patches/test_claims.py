@@ -203,6 +203,7 @@ CASES: list[tuple[str, str, str, Sequence[Edit], Presence]] = [
     ("optimizer-checkpoint-default", "0.16.1", OPTIMIZER, [("'fully_sharded_model_space'", "DEFAULT")], U),
     ("dp-reshardable-steps", "0.16.1", OPTIMIZER, [(STEP, "continue")], A),
     ("dp-reshardable-steps", "0.16.1", OPTIMIZER, [(STEP, STEP.replace("tensors[key] =", "own ="))], U),
+    ("optimizer-gather-memory", "0.16.1", OPTIMIZER, [("send_tensor = send_tensor.cuda()", "pass")], U),
     # the optimizer on the host
     (
         "offload-resume-fp32",

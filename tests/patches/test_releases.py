@@ -76,6 +76,7 @@ PRESENT = {
     "mtp-whole-embeddings": [("0.12.0", "0.19.2")],
     "optimizer-checkpoint-default": [("0.16.0", "0.19.2")],
     "dp-reshardable-steps": [("0.16.0", "0.19.2")],
+    "optimizer-gather-memory": [("0.15.0", "0.19.2")],
     "padding-mask-expert-bias": [("0.16.0", "0.19.2")],
     "padding-mask-own-count": [("0.16.0", "0.19.2")],
     "global-aux-loss-tokens": [("0.15.0", "0.19.2")],

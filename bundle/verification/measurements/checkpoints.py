@@ -3,12 +3,17 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from bundle.mcore import checkpoints, optimization
+from bundle.replacements import checkpoints as replacements
 from bundle.verification.numbers import DENSE, Bench, BenchLayout, Numbers, measure_gap
 
 
@@ -33,7 +38,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
     """Weights and a flat range that two ranks hold, of which each writes a part, after loading them."""
     directory = bench.directory / "checkpoint"
     directory.mkdir(exist_ok=True)
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     numbers = torch.arange(12.0).reshape(3, 4)
     with bench.open_layout() as layout:
         model = layout.build_chunk(DENSE)
@@ -131,6 +136,40 @@ def measure_steps(bench: Bench) -> float:
         empty = checkpoints.build_optimizer_state(other_model, resumed, _BUCKETS, is_loading=True)
         resumed.load_state_dict(checkpoints.read({"optimizer": empty}, directory)["optimizer"])
         return measure_gap(_collect_states(resumed), _collect_states(optimizer))
+
+
+def measure_gathered_state(bench: Bench) -> float:
+    """An optimizer's state gathered by the device's group, and by gloo's on the host; how much at a time."""
+    limit = 1000  # elements; a bucket of the tiny model has more
+    with bench.open_layout() as layout:
+        _, optimizer = _train_tiny_model(layout, _STEPS)
+        (part,) = optimizer.chained_optimizers
+        expected = part.get_parameter_state_dp_zero(use_gloo_comm=True, return_on_all_ranks=True)
+        with mock.patch.object(replacements, "GATHERED_ELEMENTS", limit), _record_gathers() as sizes:
+            gathered = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        gap = measure_gap(_collect_tensors(gathered), _collect_tensors(expected))
+        return max(gap, max(sizes) / limit if max(sizes) > limit else 0.0)
+
+
+@contextmanager
+def _record_gathers() -> Iterator[list[int]]:
+    """Yields a list that gets the elements that each gather of tensors brings to a rank."""
+    sizes: list[int] = []
+    all_gather, all_gather_into_tensor = dist.all_gather, dist.all_gather_into_tensor
+
+    def record_list(gathered: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        sizes.append(sum(tensor.numel() for tensor in gathered))
+        return all_gather(gathered, *args, **kwargs)
+
+    def record_tensor(gathered: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(gathered.numel())
+        return all_gather_into_tensor(gathered, *args, **kwargs)
+
+    with (
+        mock.patch.object(dist, "all_gather", record_list),
+        mock.patch.object(dist, "all_gather_into_tensor", record_tensor),
+    ):
+        yield sizes
 
 
 def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
