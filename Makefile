@@ -24,11 +24,11 @@ DEVELOP := $(VENV)/.develop
 FOREIGN := $(FOREIGN_VENV)/.run
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-# The tests that need neither other releases, nor every family, nor containers, nor torch-npu, nor a scheduler.
-HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz
+# The tests that need neither other releases, nor every family, nor containers, nor torch-npu, nor a scheduler, nor minutes.
+HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz and not slow
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo grpo lint test golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
+.PHONY: demo grpo lint test slow golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -80,6 +80,9 @@ test: $(DEVELOP)  ## the default release in full, the oldest and the newest mino
 	$(if $(ROOM),,$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest)
 	$(VENV)/bin/python -m pytest -m '$(HERE)$(if $(ROOM), and not world and not processes)' -n $(JOBS) --dist loadfile $(if $(ROOM),tests/$(ROOM))
 
+slow: $(DEVELOP)  ## what `make test` leaves out for its time: runs that are killed or filled up, more layouts, flops of all families
+	$(VENV)/bin/python -m pytest -m 'slow and not matrix and not releases and not journeys and not images' -n $(JOBS) --dist loadfile
+
 golden: $(DEVELOP)  ## rewrites tests/*/messages.golden, the messages of each room: read the diff
 	$(VENV)/bin/python -m pytest -q -m '$(HERE)' -n $(JOBS) --dist loadfile --golden $(if $(ROOM),tests/$(ROOM))
 
@@ -112,6 +115,7 @@ clusters: $(DEVELOP)  ## a real Slurm of three nodes, a real Ray of two, an API 
 	$(VENV)/bin/python -m pytest -m clusters -rs
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN; MINDSPEED=CLONE, MEGATRON_HISTORY=CLONE: through MindSpeed
+	$(NPU_VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest
 	$(NPU_VENV)/bin/python -m tests.npu --record $(RECORDS)/npu.json --record-command 'make $@'
 
 bench: $(DEVELOP)  ## the verbs' start, patching, packing, weights against a copy, training against a bare megatron-core loop

@@ -179,6 +179,7 @@ def test_a_checkpoint_written_in_the_background_is_the_state_of_its_step(tmp_pat
     assert found["resumed"]["losses"] == found["whole"]["losses"][2:]
 
 
+@pytest.mark.slow
 def test_every_release(request: pytest.FixtureRequest, core: Core, tmp_path: Path):
     early = packages.is_within(core.version, "<0.14")  # no MTP layers are laid out
     left_out = ("cp2", "laid out") if early else ("cp2",)

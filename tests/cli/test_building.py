@@ -143,6 +143,7 @@ def test_init_writes_adapters_of_a_rank_that_a_user_sets(model, chats, tmp_path)
     assert lora is not None and (lora.rank, lora.alpha) == (8, 32)
 
 
+@pytest.mark.slow
 def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
     words = ("init", f"--model={model}", f"--data={chats}", *sets("optimizer.lr=2e-4"))
     bundle(*words, cwd=tmp_path)

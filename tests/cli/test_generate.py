@@ -162,6 +162,7 @@ def test_more_tokens_than_positions_are_refused(run, words, option, capfd):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_lora_run_answers_without_an_export(chatting, tmp_path, capfd):
     """The greedy tokens are those of transformers with the adapter that PEFT loads."""
     peft = pytest.importorskip("peft")

@@ -17,6 +17,8 @@ from bundle.recipe import load
 from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(bundle.__file__).parents[1]
 VERBS = [("plan",), ("train", "--dry-run"), ("train",)]
 
@@ -60,6 +62,7 @@ def test_a_checkpoint_that_is_not_there(flags, tmp_path, messages):
 
 
 @pytest.mark.parametrize("verb", ["plan", "check"])
+@pytest.mark.slow
 def test_what_a_run_would_take_of_a_checkpoint_is_said(tmp_path, verb, messages):
     kept_by(tmp_path / "before", load("demo"), 7)
     few = sets(

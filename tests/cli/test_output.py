@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 BUNDLE = [sys.executable, "-m", "bundle"]
 VERBS = ["--help", "plan demo --mcore 0.16.1 --json", "patches list", "plan demo --nonsense", "nonsense"]
 

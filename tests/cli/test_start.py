@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.cli import LIMIT, MEASURE, too_slow
 
+pytestmark = pytest.mark.processes
+
 WORKERS = {"torch", "megatron", "numpy", "transformers", "transformer_engine", "torch_npu"}
 
 

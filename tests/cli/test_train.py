@@ -106,6 +106,7 @@ def test_a_tree_is_planned_for_and_one_that_ranks_would_not_import_is_refused(tm
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_ranks_import_the_tree_that_was_named(tmp_path):
     here = installed()
     package = shutil.copytree(here.package, tmp_path / "elsewhere/megatron")

@@ -68,6 +68,7 @@ def encoded(monkeypatch):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
+@pytest.mark.slow
 def test_many_processes_make_what_one_makes(tmp_path, monkeypatch, encoded, task):
     made = recipe(write_rows(tmp_path / "rows.jsonl"), f"task={task}")
     before = prepare(made, tmp_path / "one")
@@ -152,6 +153,7 @@ def test_what_was_begun_and_is_cut_is_made_anew(tmp_path, encoded):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("size", "smaller"), [("CHUNK_ROWS", 8), ("CHUNK_CHARACTERS", 400)])
+@pytest.mark.slow
 def test_what_was_begun_in_chunks_of_another_size_is_not_gone_on_with(
     tmp_path, monkeypatch, encoded, size, smaller
 ):
@@ -166,6 +168,7 @@ def test_what_was_begun_in_chunks_of_another_size_is_not_gone_on_with(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.slow
 def test_workers_end_with_who_started_them(tmp_path):
     write_rows(tmp_path / "rows.jsonl")
     children = killed(tmp_path, "task=pretrain", "workers")
@@ -188,6 +191,7 @@ print(corpus.identity["tokens"], len(counted))
 """
 
 
+@pytest.mark.slow
 def test_many_at_once_make_it_once(tmp_path, encoded):
     made = recipe(write_rows(tmp_path / "rows.jsonl"))
     alone = prepare(made, tmp_path / "alone")

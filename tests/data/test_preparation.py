@@ -77,6 +77,7 @@ def test_ranks_that_find_different_data_are_told_so_before_they_train(rows):
     assert "; rank 1: " in told and "files" not in told
 
 
+@pytest.mark.slow
 def test_reading_may_take_longer_than_any_patience_while_it_goes_on(rows):
     out, _ = finish(start(rows, WORKER, "slow"), 0, 120)
     assert "reading the data: " in out and out.splitlines()[0].endswith(" tokens")
@@ -95,6 +96,7 @@ def test_corrupt_rows_end_the_job_on_all_ranks(rows):
     assert f"{FILE}:81: " in err and not list(rows.glob("said-*"))
 
 
+@pytest.mark.slow
 def test_a_run_says_how_many_rows_it_skipped(rows):
     pytest.importorskip("megatron.core")
     with (rows / "rows.jsonl").open("a") as file:

@@ -131,6 +131,7 @@ def test_mtp_losses_that_one_context_parallel_rank_reduces_alone_are_a_hang_that
 @pytest.mark.parametrize(
     ("where", "limit", "doing"), [("after", 2, "step 4"), ("inside", 4, "saving step 3")]
 )
+@pytest.mark.slow
 def test_a_hang_is_noticed_by_the_limit_of_where_it_began(tmp_path, where, limit, doing):
     finish(start(tmp_path, WORKER, "impatient", where), 6)
     first, *_ = hang.read(tmp_path / "logs")

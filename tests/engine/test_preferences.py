@@ -11,6 +11,7 @@ ALONE = ("rows", "packed")
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_every_layout_has_the_loss_and_gradients_of_the_formula(core):
     pytest.importorskip("transformers", minversion="5.0")
     sizes = {f"tests.engine.preferring:{name}": 1 if name in ALONE else 2 for name in LAYOUTS}

@@ -11,6 +11,7 @@ from tests.families.cases import CASES, of_release
 from tests.families.loaded import ALONE, EXPORTED, IN_BLOCKS, LAYOUTS, cases_of
 from tests.families.record import note
 
+QUICK = (ALONE, "packed cp2")  # what `make test` runs
 AGREES = 1e-5  # nats
 # A block of FP8 weights is 128 x 128; its numbers, up to 448 times its scale, have 32 between them at most.
 BLOCK, HALF_A_STEP = 128, 16.5 / 448
@@ -35,7 +36,9 @@ def test_every_family_computes_what_transformers_does(references, core):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_loaded_weights_give_what_transformers_computes(references, core, layout):
     ranks = 1 if layout == ALONE else 2
     said = core.world.run("tests.families.loaded", ranks, str(references), layout, timeout=500)

@@ -83,6 +83,7 @@ def test_nobody_is_where_the_nodes_meet(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+@pytest.mark.slow
 def test_nodes_meet_at_a_name_that_is_known_20_seconds_late(tmp_path, monkeypatch):
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")

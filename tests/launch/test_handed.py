@@ -60,6 +60,7 @@ def test_planned_where_there_is_no_torch_and_executed_here(tmp_path):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_ranks_that_nobody_of_ours_started_do_what_the_first_decides(tmp_path):
     pytest.importorskip("megatron.core")
     first = ("train", *RECIPE, "--backend=cpu", "--set", "train.steps=1")

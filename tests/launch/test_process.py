@@ -48,6 +48,7 @@ def test_a_killed_rank_is_named_and_ends_all_in_seconds_even_those_that_do_not_w
 
 
 @pytest.mark.parametrize("agent_too", [False, True])
+@pytest.mark.slow
 def test_ranks_that_say_nothing_in_a_hang_are_ended_even_where_their_agent_never_sees_it(tmp_path, agent_too):
     starter = start(tmp_path, WORKER, "meet")
     pids = wait_until_ready(tmp_path)

@@ -68,6 +68,7 @@ def test_oldest_and_newest_minor(release_trees, which):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_layouts_of_four_ranks():
     """MTP in a stage before the head; experts that are cut and spread."""
     compare(larger_layouts(metadata.version("megatron-core")), 4, None)

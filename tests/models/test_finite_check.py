@@ -180,6 +180,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_nothing_keeps_an_import_that_has_printed_its_result(tmp_path):
     """Python waits for its threads and pools when it ends: there are none."""
     model, out = tmp_path / "model", tmp_path / "out"

@@ -50,7 +50,14 @@ def write(directory, weights):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", [*LAYOUTS, "laid out"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp ep",
+        "laid out",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "tp ep"),
+    ],
+)
 def test_every_rank_has_its_part_of_every_published_tensor(directories, core, layout, tmp_path):
     if layout not in LAYOUTS and packages.is_within(core.version, "<0.14"):
         pytest.skip("before 0.14 no MTP layers are laid out")

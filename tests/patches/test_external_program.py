@@ -10,6 +10,8 @@ import pytest
 from bundle.patches import external_program
 from tests.patches.trees import Release, copied
 
+pytestmark = pytest.mark.processes
+
 COUNT = "mtp-loss-context-parallel-count"
 NO_LAYERS, PER_TOKEN = "mtp-zero-layers", "mtp-per-token-weight"
 ROLL = "megatron.core.transformer.multi_token_prediction:roll_tensor"
@@ -62,6 +64,7 @@ def norms(directory: Path, size: int, *before: str) -> tuple[list[float], list[s
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_gradients_of_somebody_elses_program_are_those_of_one_rank(tmp_path: Path, release: Release):
     release("0.16.1")
     (alone,), _ = norms(tmp_path, 1)
@@ -210,6 +213,7 @@ except Exception as error: print(type(error).__name__, error)
     assert ran.stdout.startswith("PatchError ")
 
 
+@pytest.mark.slow
 def test_what_is_imported_already_is_patched_at_once_or_refused(release: Release, messages):
     program = f"""
 import megatron.core.transformer.multi_token_prediction as at

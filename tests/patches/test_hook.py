@@ -15,6 +15,8 @@ from tests.command import run_bundle
 from tests.patches.test_external_program import COUNT, PREDICTING, norms
 from tests.patches.trees import Release, copied
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 NAME = "mcore-bundle-patches.pth"
 SITE = Path("lib", f"python{sysconfig.get_python_version()}", "site-packages")
@@ -94,6 +96,7 @@ def light(tmp_path: Path, release: Release) -> Environment:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_program_that_knows_nothing_of_it_trains_as_patched_and_nothing_is_left(
     environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -111,6 +114,7 @@ def test_a_program_that_knows_nothing_of_it_trains_as_patched_and_nothing_is_lef
     assert not re.search(r"^\s*(import|from) bundle", PREDICTING.read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_what_is_applied_is_what_enable_applies(environment: Environment):
     by_hand = f"from bundle import patches; patches.enable(('mtp', 'cp'), vouched=({COUNT!r},))\n"
     wanted = environment.ran("-c", by_hand + MEGATRON + APPLIED).stdout.splitlines()[-1]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.patches.trees import Release
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import importlib, inspect, sys
 from dataclasses import replace

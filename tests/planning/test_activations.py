@@ -54,6 +54,7 @@ CASES = [
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_what_ranks_keep_and_how_many_wait(installed):
     release = MegatronCode(Version(Version(importlib.metadata.version("megatron-core")).base_version))
     ranks = installed.world.run("tests.planning.rank", 2, *map(json.dumps, CASES), timeout=300)

@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_what_is_predicted_is_there(core):
     (said,) = core.world.run("tests.planning.builder", 1, timeout=500)
     seen = json.loads(said.splitlines()[-1])

@@ -34,6 +34,7 @@ def counted(config, weights, tokens):
     return forward.get_total_flops(), backward.get_total_flops()
 
 
+@pytest.mark.slow
 def test_flops_are_those_that_torch_counts(config):
     """The reference computes all n² pairs of positions, of which causality shows a token n (n + 1) / 2."""
     size, weights = compute_model_size(from_config(config)), drawn(config, seed=5)
@@ -53,6 +54,7 @@ def test_flops_are_those_that_torch_counts(config):
 
 
 @pytest.mark.parametrize("kind", [kind for kind, of in CONFIGS.items() if not of.get("tie_word_embeddings")])
+@pytest.mark.slow
 def test_frozen_weights_beside_adapters_have_no_flops_of_their_own_gradients(kind):
     """What adapters add is not counted: the embedding stands for them, from where gradients come back."""
     config = CONFIGS[kind]

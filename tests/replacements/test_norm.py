@@ -36,6 +36,7 @@ def right(found: dict[str, object]) -> list[str]:
     return [name for name, value in wanted.items() if found[name] == value]
 
 
+@pytest.mark.slow
 def test_the_default_release_marks_both_wrongly_and_the_patches_mend_it(release):
     tree = release("0.16.1")
     assert not right(marks(tree))

@@ -71,6 +71,7 @@ def check_kills(directory: Path, steps: int, kills: int) -> None:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_killed_run_reports_and_asks_what_an_undisturbed_one_does(tmp_path):
     check_kills(tmp_path, 14, 2)
 

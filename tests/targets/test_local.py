@@ -177,6 +177,7 @@ def test_where_nothing_was_launched_it_is_said(tmp_path, messages):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_launch_shows_what_its_job_writes_and_ends_as_it_does(tmp_path):
     pytest.importorskip("megatron.core")
 

@@ -13,6 +13,8 @@ from bundle.targets.mounts import Mount, find_hidden_inputs
 from tests.command import run_bundle
 from tests.runs.test_origin import kept_by
 
+pytestmark = pytest.mark.processes
+
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512, "rms_norm_eps": 1e-5}
 MODEL |= {"max_position_embeddings": 512, "tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"]}

@@ -118,6 +118,7 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_step(tmp_path):
     """Each of two ranks has updated half of them; there is no evaluation that would gather the rest."""
     pytest.importorskip("megatron.core")
@@ -142,6 +143,7 @@ def test_weights_that_are_gathered_by_the_next_pass_are_exported_after_the_last_
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp_path):
     pytest.importorskip("megatron.core")
     model, before = tmp_path / "model", tmp_path / "before"
@@ -175,6 +177,7 @@ def test_weights_of_a_run_begin_another_task_on_other_data_in_another_layout(tmp
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
     """These are the same to the last byte, or the file is named."""
     pytest.importorskip("megatron.core")
@@ -200,6 +203,7 @@ def test_adapters_do_not_go_on_beside_other_weights(tmp_path):
 
 @pytest.mark.world
 @pytest.mark.parametrize("name", ["qwen3_next as published", "qwen3_5_moe_text as published"])
+@pytest.mark.slow
 def test_gated_delta_nets_go_on_where_they_were_in_another_layout_too_and_are_exported(tmp_path, name):
     pytest.importorskip("megatron.core.ssm.gated_delta_net")
     transformers = pytest.importorskip("transformers")

@@ -22,6 +22,7 @@ def flags(folder: Path, epochs: float) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
 
+@pytest.mark.slow
 def test_epochs_of_a_blend_go_on_as_if_they_had_not_ended(tmp_path):
     pytest.importorskip("megatron.core")
     from tests.data.test_indexed import build

@@ -43,6 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when_it_has_room(whole, tmp_path):
     size = sum(path.stat().st_size for path in (whole / "checkpoints" / "step-00000012").rglob("*"))
     place = tmp_path / "run" / "checkpoints"
@@ -75,6 +76,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when
     assert numbers(tmp_path / "run") == numbers(whole)
 
 
+@pytest.mark.slow
 def test_sigterm_inside_a_checkpoint_completes_it_and_ends_with_75(whole, tmp_path):
     directory = tmp_path / "run"
     each = ("--set", "checkpoint.interval=1")
@@ -127,6 +129,7 @@ def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_di
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
 @pytest.mark.parametrize("decided", [True, False], ids=["each has its own", "nobody said which"])
+@pytest.mark.slow
 def test_nodes_of_different_images_both_end_and_say_so(tmp_path, decided):
     pytest.importorskip("megatron.core")
     recipe = "demo"

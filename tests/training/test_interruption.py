@@ -82,7 +82,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BACKGROUND = ("--set", "checkpoint.async=true")
 
 
-@pytest.mark.parametrize(("rank", "flags"), [(0, ()), (1, BACKGROUND)])
+@pytest.mark.parametrize(("rank", "flags"), [(0, ()), pytest.param(1, BACKGROUND, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, rank, flags):
     directory = tmp_path / "run"
     process = train(directory, *flags)
@@ -98,6 +98,7 @@ def test_a_run_killed_at_any_rank_goes_on_to_the_same_numbers(whole, tmp_path, r
     assert numbers(directory) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_a_launch_starts_its_ranks_again_where_that_may_mend_it_and_goes_on(whole, tmp_path):
     directory = tmp_path / "run"
     process = train(directory, "--restarts=1", "--fresh")
@@ -129,6 +130,7 @@ def holds_the_lock(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
+@pytest.mark.slow
 def test_a_rank_that_is_killed_with_a_writer_of_its_own_leaves_the_run_to_the_next(whole, tmp_path, flags):
     directory = tmp_path / "run"
     process = train(directory, "--restarts=1", "--set", "checkpoint.interval=1", *flags)
@@ -150,7 +152,10 @@ def test_a_rank_that_is_killed_with_a_writer_of_its_own_leaves_the_run_to_the_ne
     assert numbers(directory) == numbers(whole)
 
 
-@pytest.mark.parametrize("flags", [(), BACKGROUND], ids=["", "written in the background"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), id=""), pytest.param(BACKGROUND, id="background", marks=pytest.mark.slow)],
+)
 def test_sigterm_saves_ends_with_75_and_the_same_command_goes_on(whole, tmp_path, flags):
     directory = tmp_path / "run"
     process = train(directory, *flags)
@@ -167,6 +172,7 @@ def test_a_finished_run_is_not_overwritten(whole):
     assert numbers(whole) == before
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_keeps_its_result_and_more_steps_make_it_longer(whole, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(whole, directory)
@@ -185,6 +191,7 @@ def test_resuming_a_finished_run_keeps_its_result_and_more_steps_make_it_longer(
     assert "another recipe" in finish(train(directory, "--resume", *longer), 2)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_another_runs_newest_checkpoint_once(whole, tmp_path):
     directory = tmp_path / "run"
     begins = ("--from", str(whole), "--set")
@@ -203,6 +210,7 @@ def test_a_missing_checkpoint_is_told_before_any_rank_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     directory = tmp_path / "run"
     broken = ("--set", "model.mtp.loss_scale=1e300", "--set", "train.on_nan=skip")
@@ -222,6 +230,7 @@ def test_a_run_whose_updates_were_all_skipped_has_failed(tmp_path):
     assert flops == pytest.approx(a_rank)
 
 
+@pytest.mark.slow
 def test_a_run_that_an_early_stop_has_ended_is_finished_until_that_is_changed(tmp_path):
     directory = tmp_path / "run"
     rule = ("--set", "train.early_stop={patience: 2, min_delta: 100}", "--set", "train.eval_interval=2")
@@ -234,6 +243,7 @@ def test_a_run_that_an_early_stop_has_ended_is_finished_until_that_is_changed(tm
     assert json.loads((directory / "result.json").read_text())["step"] == 8
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path):
     """Real ranks, whose loading and saving had a patience of an hour before."""
     directory = tmp_path / "run"

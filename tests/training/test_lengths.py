@@ -34,6 +34,7 @@ def test_a_length_is_taken_exactly_where_every_rank_gets_whole_and_as_many_rows(
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_length_that_only_just_fits_trains_as_on_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     alone = losses(tmp_path / "alone", "parallel.tp=1", "parallel.sequence_parallel=null")

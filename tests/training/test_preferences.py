@@ -33,6 +33,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     rows = tmp_path / "rows.jsonl"

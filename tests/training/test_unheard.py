@@ -46,6 +46,7 @@ def hung_up() -> int:
 
 
 @pytest.mark.parametrize("stream", [nobody, full, hung_up])
+@pytest.mark.slow
 def test_a_run_goes_on_to_its_end(stream, tmp_path):
     pytest.importorskip("megatron.core")
     directory = tmp_path / "run"

@@ -12,6 +12,7 @@ from tests.world import World
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_patch_is_put_on_once_however_many_engines_are_made(core):
     """Put on while megatron is imported, as in a job: in a world of its own."""
     with World(core.tree) as world:

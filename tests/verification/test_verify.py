@@ -36,6 +36,7 @@ def test_an_unknown_patch_is_a_usage_error(messages):
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_default_release():
     pytest.importorskip("megatron.core")
     results = list(verify("cpu"))

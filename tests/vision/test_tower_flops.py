@@ -67,6 +67,7 @@ def counted(case, grids, model):
 
 
 @pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.slow
 def test_flops_are_those_that_torch_counts(case, grids, trained):
     model = Model.model_validate({"config": case.config, **TRAINED[trained]})
     ours = compute_tower_size(from_config(case.config), model)

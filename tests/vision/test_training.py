@@ -57,6 +57,7 @@ def alone(trained):
     return {"rows": trained("rows", *ROWS), "packs": trained("packs", *packs(288), "checkpoint.export=null")}
 
 
+@pytest.mark.slow
 def test_an_export_has_what_belongs_to_it(alone):
     found, run = alone["rows"]
     assert len(found) == 2 and found[0] != found[1]

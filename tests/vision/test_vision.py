@@ -16,6 +16,7 @@ from tests.vision import reference, stepping
 from tests.vision.cases import CASES
 from tests.vision.rank import ALONE, EXPORTED, LAYOUTS, NAMES, cases_of, recipe
 
+QUICK = (ALONE, "recomputed pp2 laid out", "ep2", "packed cp2", "packed tp2")  # what `make test` runs
 AGREES = 1e-5  # of the largest log-probability
 OF_GRADIENTS = 2e-5  # of the largest in a tensor; both sides are float32
 OF_A_STEP = 1e-4  # of the largest change in a tensor: the difference of two float32 numbers
@@ -23,7 +24,9 @@ OF_NATS = 2e-5  # log-probabilities, entropies and the loss, of which the larges
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_images_are_seen_as_transformers_sees_them(seen, core, layout):
     if layout.endswith("laid out") and core.version.startswith("0.12."):
         pytest.skip("0.12 has no layout string")

@@ -464,6 +464,7 @@ def test_a_job_that_cannot_be_written_is_refused_before_anybody_is_asked(recorde
     assert recorder.requests == []
 
 
+@pytest.mark.slow
 def test_the_verb_prints_the_handle_alone_by_which_the_job_is_asked_about(recorder):
     def launch(*words: str) -> str:
         return run_bundle("launch", *words, code=0).stdout

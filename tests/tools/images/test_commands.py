@@ -57,6 +57,7 @@ def test_what_is_no_text_is_a_usage_error():
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_stamping_something_else_fails_and_writes_nothing(tmp_path):
     done = images("stamp", "--stack=ascend", f"--output={tmp_path / 'build-info.json'}")
     assert done.returncode == 3
@@ -64,6 +65,7 @@ def test_stamping_something_else_fails_and_writes_nothing(tmp_path):
     assert not (tmp_path / "build-info.json").exists()
 
 
+@pytest.mark.slow
 def test_a_build_can_stamp_with_what_its_context_lets_in(tmp_path):
     context, output = tmp_path / "context", tmp_path / "build-info.json"
     for line in (ROOT / ".dockerignore").read_text().splitlines():
