@@ -77,8 +77,10 @@ class TransformersRollout:
             weights[name] = tensor.detach().to(self._device, copy=True).contiguous()
         if repeated:
             raise JobFailed("rollout: tensors came more than once. Send each of them once.", repeated)
-        model = self._builder.build(weights)
-        self._model, self.version, self.ignored_names = model, version, tuple(ignored)
+        old_model, self._model = self._model, self._builder.build(weights)
+        self.version, self.ignored_names = version, tuple(ignored)
+        if old_model is not None:
+            self._builder.reuse(old_model)
 
     def close(self) -> None:
         """Release the weights; `generate` raises until the next sync."""

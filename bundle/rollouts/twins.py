@@ -1,11 +1,11 @@
 """Builds transformers' own model of an architecture from published tensors that are in memory.
 
-The model is a new one at every call: nobody can see it half filled. What transformers joins (the experts of a
+A model that answers is never filled: nobody can see it half filled. What transformers joins (the experts of a
 layer) is joined by transformers itself, as it does with files.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,9 +40,8 @@ class TwinBuilder:
         self._transformers = _import_transformers()
         self._config, self._class = _find_class(self._transformers, config, architecture.model_type)
         self._dtype, self._device = dtype, device
-        self._template: Any = (
-            None  # a model without values, of whose copies each takes tensors by their names
-        )
+        self._template: Any = None  # a model without values, which takes tensors by their names
+        self._can_reuse = False
         trunk, full = Tensors(replace(architecture, mtp_layers=0)), Tensors(architecture)
         self.expected = {name: shape for tensor in trunk for name, shape in tensor.list_published_shapes()}
         self.copy_names = frozenset(trunk.map_copies())
@@ -60,10 +59,19 @@ class TwinBuilder:
         self._check(weights)
         if self._template is None:
             model = self._load(weights)
-            self._template = _build_template(model, weights.keys())
+            self._can_reuse = dict(model.named_parameters()).keys() == weights.keys()
+            if self._can_reuse:
+                self._template = _build_template(model)
         else:
             model = _fill_template(self._template, weights)
+            self._template = None
         return model.eval().requires_grad_(False).to(self._device)
+
+    def reuse(self, model: Any) -> None:
+        """Take back a model that answers no more: the next one is it with other values."""
+        if self._can_reuse:
+            _drop_values(model)
+            self._template = model
 
     def _load(self, weights: Mapping[str, Tensor]) -> Any:
         """Return a new model that transformers has loaded. Raise JobFailed with what it does not take."""
@@ -122,27 +130,32 @@ class TwinBuilder:
                 logging.enable_progress_bar()
 
 
-def _build_template(model: Any, names: Collection[str]) -> Any:
-    """Return a copy of a model without values; None where transformers renames or joins the tensors."""
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != set(names):
-        return None
-    empty = {
-        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        for parameter in parameters.values()
-    }
+def _build_template(model: Any) -> Any:
+    """Return a copy of a model without values."""
+    empty = {id(parameter): _build_empty(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, empty)
 
 
+def _drop_values(model: Any) -> None:
+    """Free the values of all parameters of a model; its buffers stay."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _build_empty(parameter))
+
+
+def _build_empty(parameter: Tensor) -> torch.nn.Parameter:
+    """Return a parameter of this shape and type without values."""
+    return torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
 def _fill_template(template: Any, weights: Mapping[str, Tensor]) -> Any:
-    """Return a copy of a template that holds these tensors, each in the type that transformers chose."""
-    model = copy.deepcopy(template)
-    types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    """Return the template itself, holding these tensors, each in the type that transformers chose."""
+    types = {name: parameter.dtype for name, parameter in template.named_parameters()}
     values = {name: tensor.to(types[name]) for name, tensor in weights.items()}
     # Not strict: a tied head is named by its embedding alone.
-    model.load_state_dict(values, strict=False, assign=True)
-    model.tie_weights()
-    return model
+    template.load_state_dict(values, strict=False, assign=True)
+    template.tie_weights()
+    return template
 
 
 def _import_transformers() -> Any:

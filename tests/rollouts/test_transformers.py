@@ -52,7 +52,7 @@ def test_a_sync_gives_every_weight_bit_for_bit_and_copies_them(name, published):
     engine = rollout(name)
     promised: Rollout = engine
     assert promised.version is None
-    for version in (3, 5):
+    for version in (3, 5, 6, 8):
         model, tensors = published(name, version)
         sent = {key: value.clone() for key, value in tensors.items()}
         generator = torch.get_rng_state()
@@ -115,6 +115,19 @@ def test_an_error_inside_transformers_leaves_the_old_version(name, method, publi
         with pytest.raises(MemoryError):
             engine.sync(2, new.items())
     assert engine.version == 1 and is_same(state(engine.model), weights)
+    engine.sync(3, new.items())
+    assert engine.version == 3 and is_same(state(engine.model), state(model))
+
+
+@pytest.mark.parametrize("name", ["mimo", "tied"])
+def test_two_models_take_turns_and_the_one_that_waits_holds_no_values(name, published):
+    engine, models = rollout(name), []
+    for version in range(4):
+        engine.sync(version, published(name, version % 2)[1].items())
+        models.append(engine.model)
+    assert models[0] is models[2] and models[1] is models[3] and models[0] is not models[1]
+    assert {parameter.device.type for parameter in models[0].parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in models[1].parameters()} == {"cpu"}
 
 
 def test_what_does_not_fit_is_named_all_at_once(published, messages):
