@@ -13,6 +13,7 @@ from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
 from bundle.distributed.world import agree_on_fields, share_decision
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
+from bundle.imports import pause_collection
 from bundle.launch import job as job_file
 from bundle.launch import orphans, outcomes
 from bundle.launch.job import Job
@@ -77,12 +78,13 @@ def _run_rank(rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: J
 def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -> None:
     assert rendezvous.rank is not None and rendezvous.local_rank is not None and job.patches is not None
     seconds = job.recipe.distributed.timeout_seconds
-    runtime = prepare_runtime(job.patches, job.backend, job.recipe)
+    with pause_collection():
+        runtime = prepare_runtime(job.patches, job.backend, job.recipe)
     device = runtime.select_device(rendezvous.local_rank)
     with Watchdog(seconds, world_folder, rendezvous.rank, rendezvous.local_rank) as dog:
         timeout = timedelta(seconds=compute_collective_seconds(seconds))
         world.initialize(rendezvous, store, runtime.collectives, timeout, device)
-        with dog.extend_patience("importing megatron"):
+        with dog.extend_patience("importing megatron"), pause_collection():
             # Only now: it must meet the patches.
             if job.recipe.task_traits.samples_answers:
                 from bundle.rl.trainer import run

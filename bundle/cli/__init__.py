@@ -5,7 +5,6 @@ Whoever reads its standard output and error may go away: no reason to end, least
 
 import errno
 import functools
-import gc
 import importlib
 import io
 import os
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 
 from bundle import __version__, log
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, UsageError
+from bundle.imports import pause_collection
 
 # verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
 VERBS: dict[str, str] = {
@@ -42,15 +42,9 @@ VERBS: dict[str, str] = {
 
 @functools.cache
 def _import_verb(verb: str) -> Any:
-    """The module of a verb. What its import makes stays as long as the process and is no garbage: it is not
-    looked through while it is made, nor by any collection later, which is a fifteenth of a plan's time.
-    """
-    gc.disable()
-    try:
+    """Return the module of a verb."""
+    with pause_collection():
         return importlib.import_module(f"bundle.cli.{verb}")
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class VerbGroup(TyperGroup):

@@ -19,6 +19,7 @@ from bundle.environment.doctor import check_packages
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
+from bundle.imports import pause_collection
 from bundle.launch import Start, command, events, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
@@ -307,7 +308,8 @@ def import_megatron_from(mcore: str) -> None:
 
 def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
     """Ends this process as a rank, which alone imports torch."""
-    from bundle.worker import run_rank
+    with pause_collection():
+        from bundle.worker import run_rank
 
     raise typer.Exit(int(run_rank(rendezvous, decide, job, wait)))
 
