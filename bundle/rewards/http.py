@@ -1,0 +1,92 @@
+"""The reward http: a server judges answers. The child of a reward loads this file by its path.
+
+It imports nothing of this package. No message names the URL, which may hold credentials. There is no time-out
+per request: the process is ended when the time of all attempts is over (`process.RewardProcess`).
+"""
+
+import base64
+import ipaddress
+import json
+import time
+from http.client import HTTPException, IncompleteRead
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import BaseHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+REPLY_BYTES = 2**23
+# Seconds before the second attempt; each further delay is twice as long.
+FIRST_DELAY = 0.25
+
+
+class BadReply(Exception):
+    """Why a reply of the server is not used."""
+
+
+class RefusedRedirect(HTTPRedirectHandler):
+    """Follows no redirect: a server must not send the rows of a user to another one."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        """Return None: the redirect becomes an HTTPError."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, which no proxy reaches."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HttpReward:
+    """Posts answers with their rows; connection errors and statuses from 500 on are tried again."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        """`url` may have `user:password@`; `timeout` [s] is of all attempts together."""
+        parts = urlsplit(url)
+        login, _, address = parts.netloc.rpartition("@")
+        self._url = parts._replace(netloc=address).geturl()
+        self._headers = {"Content-Type": "application/json"}
+        if login:
+            encoded = base64.b64encode(unquote_to_bytes(login)).decode()
+            self._headers["Authorization"] = f"Basic {encoded}"
+        handlers: list[BaseHandler] = [RefusedRedirect()]
+        if is_loopback(parts.hostname or ""):
+            handlers.append(ProxyHandler({}))
+        self._opener = build_opener(*handlers)
+        self._timeout = timeout
+
+    def judge(self, answers: list[str], rows: list[Any]) -> Any:
+        """Return what the server says under "rewards".
+
+        Raise BadReply, OSError or HTTPException where there is no such reply.
+        """
+        body = json.dumps({"answers": answers, "rows": rows}, allow_nan=False).encode()
+        deadline, delay = time.monotonic() + self._timeout, FIRST_DELAY
+        while True:
+            try:
+                return self._ask(body)
+            except (OSError, HTTPException) as error:
+                is_final = isinstance(error, HTTPError) and error.code < 500
+                if is_final or time.monotonic() + delay >= deadline:
+                    raise
+            time.sleep(delay)
+            delay *= 2
+
+    def _ask(self, body: bytes) -> Any:
+        request = Request(self._url, data=body, headers=self._headers, method="POST")
+        with self._opener.open(request) as response:
+            content = response.read(REPLY_BYTES + 1)
+        if len(content) > REPLY_BYTES:
+            raise BadReply(f"the reply has more than {REPLY_BYTES} bytes")
+        if response.length:  # of what the headers promise; `read` does not compare
+            raise IncompleteRead(content, response.length)
+        try:
+            reply = json.loads(content)
+        except ValueError as error:
+            raise BadReply(f"the reply is not JSON ({error})") from None
+        if not isinstance(reply, dict) or "rewards" not in reply:
+            raise BadReply('the reply is not an object with "rewards"')
+        return reply["rewards"]
