@@ -1,0 +1,204 @@
+"""Starts a program that nobody trusts, within limits; runs as a script: sandbox.py SETTING CHANNEL STATUS.
+
+It imports nothing of this package. SETTING is JSON (`code.CodeJudge`). The program inherits the file
+descriptor CHANNEL. Why a program cannot start goes to STATUS, which closes when the program has ended.
+
+Three processes belong to a program: this one; the first process of new namespaces, with which the kernel
+ends all others; and the program, whose user has no rights. Sources: the manual pages namespaces(7), mount(2),
+pivot_root(2) and prctl(2).
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+# Of each program: processes and threads; bytes of a file, and of all files where there is a root of its own.
+PROCESSES, FILE_BYTES, ROOT_BYTES, OPEN_FILES = 64, 2**24, 2**26, 256
+
+_NEW_MOUNTS, _NEW_USERS = 0x20000, 0x10000000
+_NAMESPACES = _NEW_MOUNTS | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # pid, net, ipc, uts
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXECUTION = 1, 2, 4, 8
+_REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
+_DETACH = 2
+_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECURE_BITS, _SET_NO_NEW_PRIVILEGES = 1, 4, 28, 38
+_NO_ROOT = 3  # user 0 gains no capabilities by exec, and this is locked
+_C_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+def call(name: str, *arguments: str | int | None) -> None:
+    """Call a function of the C library. Raise OSError with its name where it fails."""
+    words = [os.fsencode(word) if isinstance(word, str) else word for word in arguments]
+    longs = [ctypes.c_ulong(word) if isinstance(word, int) else word for word in words]
+    if getattr(_C_LIBRARY, name)(*longs) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+
+
+def bind(source: str, target: str) -> None:
+    """Show a file or folder at another path, for reading alone."""
+    if os.path.isdir(source):  # noqa: PTH112  # pathlib takes long to import
+        os.makedirs(target, exist_ok=True)  # noqa: PTH103
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
+        os.close(os.open(target, os.O_CREAT, 0o644))
+    call("mount", source, target, None, _BIND | _RECURSIVE, None)
+    if not source.startswith("/dev/"):
+        inherited = os.statvfs(target).f_flag & _NO_EXECUTION
+        flags = _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES | inherited
+        call("mount", None, target, None, flags, None)
+
+
+def change_root(root: str, readable: list[str]) -> None:
+    """Leave nothing of the file system but `readable`, a bounded /tmp, and `root`, an empty folder."""
+    call("mount", None, "/", None, _RECURSIVE | _PRIVATE, None)
+    options = f"size={ROOT_BYTES},nr_inodes=20000,mode=755"
+    call("mount", "tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, options)
+    bound: list[str] = []
+    for path in [*readable, *(f"/dev/{name}" for name in _DEVICES)]:
+        if os.path.exists(path) and not any(f"{path}/".startswith(f"{other}/") for other in bound):  # noqa: PTH110
+            bind(path, root + path)
+            bound.append(path)
+    for path in ("/tmp", "/dev/shm", "/proc", "/old", root):
+        os.makedirs(root + path, exist_ok=True)  # noqa: PTH103
+        os.chmod(root + path, 0o1777)  # noqa: PTH101
+    call("pivot_root", root, f"{root}/old")
+    os.chdir("/")
+    call("umount2", "/old", _DETACH)
+    os.rmdir("/old")  # noqa: PTH106
+
+
+def take_user(user: int | None) -> None:
+    """Become another user, where this one is root and another one exists."""
+    if user is not None and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def enter_namespaces(user: int | None) -> None:
+    """Enter new namespaces, in a namespace of users where root's rights are missing."""
+    try:
+        call("unshare", _NAMESPACES)
+    except PermissionError:
+        take_user(user)
+        call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
+        identity = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
+        call("unshare", _NAMESPACES | _NEW_USERS)
+        for name, text in ({"setgroups": "deny"} | identity).items():
+            write_text(f"/proc/self/{name}", text)
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file of the kernel, in one call."""
+    with open(path, "w") as file:  # noqa: PTH123
+        file.write(text)
+
+
+def count_threads() -> int:
+    """Return the threads of this user: the kernel counts them all against the limit of processes."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():  # noqa: PTH116
+                count += len(os.listdir(f"/proc/{name}/task"))  # noqa: PTH208
+    return count
+
+
+def limit(kind: int, most: int) -> None:
+    """Lower a limit of this process."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
+def limit_processes(most: int) -> None:
+    """Limit the processes of this user. Raise PermissionError where the kernel does not hold it to that."""
+    limit(resource.RLIMIT_NPROC, most)
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
+    try:
+        child = os.fork()
+    except BlockingIOError:
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+        return
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    raise PermissionError("the number of processes cannot be limited for this user")
+
+
+def become_program(setting: dict[str, Any]) -> None:
+    """Give up every right, set the limits and execute the program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    os.setsid()
+    os.chdir(setting["folder"])
+    with suppress(OSError):  # a user without capabilities has none to lose
+        call("prctl", _SET_SECURE_BITS, _NO_ROOT, 0, 0, 0)
+    take_user(setting["user"])
+    call("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    limit_processes(setting["processes"])
+    limit(resource.RLIMIT_AS, setting["memory_bytes"])
+    limit(resource.RLIMIT_CPU, int(setting["seconds"]) + 1)
+    limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    limit(resource.RLIMIT_CORE, 0)
+    os.execve(setting["program"], setting["command"], setting["variables"])
+
+
+def lead(setting: dict[str, Any], descriptors: list[int]) -> None:
+    """Start the program as the first process of the namespaces; return when it or its time has ended."""
+    call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if setting["is_isolated"]:
+        with suppress(OSError):  # containers that hide parts of /proc refuse it
+            call("mount", "proc", "/proc", "proc", _NO_SETUID | _NO_DEVICES | _NO_EXECUTION, None)
+    end = time.monotonic() + setting["seconds"] + 1
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    program = os.fork()
+    if program == 0:
+        become_program(setting)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while (rest := end - time.monotonic()) > 0:
+        signal.sigtimedwait({signal.SIGCHLD}, rest)
+        while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            if ended == program:
+                return
+
+
+def main() -> None:
+    """Start a program, wait for its end, and report what hinders it from starting."""
+    setting, channel, status = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    os.set_inheritable(status, False)
+    try:
+        call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != setting["parent"]:
+            os._exit(1)
+        with suppress(OSError):  # where memory runs out, the trainer shall live
+            write_text("/proc/self/oom_score_adj", "1000")
+        setting["processes"] = PROCESSES + (count_threads() if setting["is_user_shared"] else 0)
+        if setting["is_isolated"]:
+            enter_namespaces(setting["user"])
+            call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # another user: it is forgotten
+            change_root(setting["folder"], setting["readable"])
+        first = os.fork()
+        if first == 0:
+            lead(setting, [channel, status])
+        else:
+            os.close(channel)
+            os.waitpid(first, 0)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the judge reports it
+        os.write(status, f"{type(error).__name__}: {error}".encode()[:300])
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
