@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
         if reward.kind == "math" and importlib.util.find_spec("math_verify") is None:
             yield to_hardware_problem(
                 f"{key}.kind: math needs math-verify. Install it: pip install 'mcore-bundle[rl]'."
+            )
+        if reward.kind == "code" and sys.platform != "linux":
+            yield to_hardware_problem(
+                f"{key}.kind: code needs the limits of Linux, and this is {sys.platform}. Run it on Linux."
             )
 
 

@@ -25,8 +25,8 @@ from bundle.recipe.section import (
 # The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
 # low of 1 is no lower bound.
 CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
-# Seconds: of one answer (math), and of all answers in a call (python).
-TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0}
+# Seconds: of one answer (math, code), and of all answers in a call (python, http).
+TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0, "http": 10.0, "code": 10.0}
 
 
 class RLRollout(Section):
@@ -73,9 +73,10 @@ class RLEvaluation(Section):
 class RLReward(CompletedSection):
     """What judges an answer; the reward is the weighted sum over all of them."""
 
-    kind: Literal["exact", "math", "python"] = Field(
+    kind: Literal["exact", "math", "python", "http", "code"] = Field(
         description="exact: 1 for the text of the field, else 0; math: 1 for the same mathematical value, by"
-        " math-verify (extra `rl`), else 0; python: a function of yours."
+        " math-verify (extra `rl`), else 0; python: a function of yours; http: a server of yours; code: the"
+        " share of the row's tests that the answer's program passes."
     )
     weight: float = Field(default=1.0, description="What the reward is multiplied by in the sum.")
     field: str | None = Field(
@@ -96,15 +97,34 @@ class RLReward(CompletedSection):
         description="python: `FILE.py:NAME`, a function of (answers: list[str], rows: list[dict]) that"
         " returns a list of numbers; None in it: it cannot judge, and that answer is left out.",
     )
+    url: str | None = Field(
+        default=None,
+        min_length=1,
+        description='http: address to POST {"answers": [...], "rows": [...]} to, as JSON. It answers'
+        ' {"rewards": [...]}; null in the list: it cannot judge, and that answer is left out.',
+    )
+    tests: str | None = Field(
+        default=None,
+        min_length=1,
+        description="code: the field of a row that has the tests, dots lead into objects: Python text, or a"
+        " list of texts.",
+    )
+    memory_gib: Positive = Field(default=1.0, description="code: memory of each process of a program [GiB].")
     timeout_seconds: Positive = Field(
         default=5.0,
         json_schema_extra=add_null,
         description="Seconds until a reward is ended, and what it has not judged is left out. math: of one"
-        " answer; python: of a call. null or left out: 5, python 60.",
+        " answer; python, http: of a call. code: seconds of an answer's program; the tests that are left do"
+        " not pass. null or left out: 5, python 60, http and code 10.",
     )
     processes: Count = Field(
         default=1, description="Processes that judge on each rank; they share out the rank's answers."
     )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a row must have what answers are judged by; then 1 means a right answer."""
+        return self.kind in ("exact", "math", "code")
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from bundle.errors import format_value
 from bundle.recipe.recipe import Recipe
@@ -12,6 +13,19 @@ Violation = tuple[str, str]
 
 # `FILE.py:NAME`; a path may hold colons.
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+# Keys of a reward that only some kinds read, and what a message asks for where one of them must be present.
+_KINDS_OF_KEYS = {
+    "field": ("exact", "math"),
+    "pattern": ("exact", "math"),
+    "function": ("python",),
+    "url": ("http",),
+    "tests": ("code",),
+}
+_NEEDED_KEYS = {
+    "function": "FILE.py:NAME",
+    "url": "the address of a server",
+    "tests": "the field with the tests",
+}
 
 
 def split_function(function: str) -> tuple[str, str]:
@@ -159,37 +173,54 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
     """Yield what is wrong with a reward, by its own keys."""
     if reward.weight == 0:
         yield "weight", "0 takes the reward out of the sum. Remove the reward, or give it another weight."
-    if reward.kind == "python":
-        for key in ("field", "pattern"):
-            if (value := getattr(reward, key)) is not None:
-                yield key, f"{format_value(value)} belongs to exact and math, and kind is python. Remove it."
-        if reward.function is None:
-            yield "function", "missing. Kind python needs FILE.py:NAME."
-            return
+    for key, kinds in _KINDS_OF_KEYS.items():
+        value = getattr(reward, key)
+        if value is not None and reward.kind not in kinds:
+            shown = redact_url(value) if key == "url" else value
+            owner = " and ".join(kinds)
+            yield key, f"{format_value(shown)} belongs to {owner}, and kind is {reward.kind}. Remove it."
+        elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
+            yield key, f"missing. Kind {reward.kind} needs {_NEEDED_KEYS[key]}."
+    if reward.kind == "python" and reward.function is not None:
         try:
             split_function(reward.function)
         except ValueError as error:
             yield "function", f"{error}. Name a file and a function in it, such as mine.py:polite."
-        return
-    if reward.function is not None:
+    if reward.kind == "http" and reward.url is not None and not _is_address(reward.url):
         yield (
-            "function",
-            f"{format_value(reward.function)} belongs to python, and kind is {reward.kind}. Remove it.",
+            "url",
+            f"{format_value(redact_url(reward.url))} is not an address. Write it as http://HOST:PORT/PATH, or"
+            " with https, without spaces and #.",
         )
-    if reward.pattern is not None:
-        try:
-            groups = re.compile(reward.pattern).groups
-        except (re.error, RecursionError, OverflowError) as error:
-            yield (
-                "pattern",
-                f"{format_value(reward.pattern)} is not a regular expression ({error}). Correct it.",
-            )
-        else:
-            if groups > 1:
-                yield (
-                    "pattern",
-                    f"{format_value(reward.pattern)} has {groups} groups. Keep one; others are (?:...).",
-                )
+    if reward.pattern is not None and reward.kind in _KINDS_OF_KEYS["pattern"]:
+        yield from _check_pattern(reward.pattern)
+
+
+def _check_pattern(pattern: str) -> Iterator[Violation]:
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError) as error:
+        yield "pattern", f"{format_value(pattern)} is not a regular expression ({error}). Correct it."
+    else:
+        if groups > 1:
+            yield "pattern", f"{format_value(pattern)} has {groups} groups. Keep one; others are (?:...)."
+
+
+def redact_url(url: str) -> str:
+    """Return what a message may show of an address: no user, password, query or fragment."""
+    text = re.split(r"[?#]", url, maxsplit=1)[0]
+    _, sign, rest = text.rpartition("@")
+    return f"...@{rest}" if sign else text
+
+
+def _is_address(url: str) -> bool:
+    if not re.fullmatch(r"https?://[!-~]+", url) or "#" in url:
+        return False
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _check_loss(rl: RL) -> Iterator[Violation]:

@@ -2,8 +2,9 @@
 
 It imports nothing of this package, so that it starts at once, and it ends with the process that started it.
 Messages to it are pickled, by that process alone; what it answers is JSON, since a reward may be anybody's.
-The first message says what it judges with; it answers {} or {"error", "reason"}. Then come answers with their
-rows; for each run of answers it sends {"verdicts": [value]}: a number, null, or [kind of failure, reason].
+The first message says what it judges with; it answers {"notice": text for the log} or {"error", "reason"}.
+Then come answers with their rows; for each run of answers it sends {"verdicts": [value]}: a number, null, or
+[kind of failure, reason].
 """
 
 import ctypes
@@ -19,12 +20,15 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # Of the process that compares mathematics: `9^9^9^9` would take all that there is.
 MEMORY_BYTES = 2**31
 REASON_LENGTH = 300
 _PR_SET_PDEATHSIG = 1
+
+Judge = Callable[[list[str], list[Any]], Iterator[list[Any]]]
 
 
 def end_with_parent(parent: int) -> None:
@@ -44,16 +48,21 @@ def describe_error(error: BaseException) -> str:
     return text[:REASON_LENGTH]
 
 
-def load_function(file: str, name: str) -> Callable[[list[str], list[Any]], Any]:
-    """Return the function of a file, whose neighbours it may import."""
-    path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))
+def load_module(path: Path) -> ModuleType:
+    """Return the module of a file, whatever imports would find by its name."""
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)
-    function: Callable[[list[str], list[Any]], Any] = getattr(module, name)
+    return module
+
+
+def load_function(file: str, name: str) -> Callable[[list[str], list[Any]], Any]:
+    """Return the function of a file, whose neighbours it may import."""
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
+    function: Callable[[list[str], list[Any]], Any] = getattr(load_module(path), name)
     if not callable(function):
         raise TypeError(f"{name} is not a function")
     return function
@@ -104,15 +113,32 @@ def judge_math(answer: str, reference: str) -> Any:
         return ["raised", describe_error(error)]
 
 
-def build_judge(setting: dict[str, str]) -> Callable[[list[str], list[Any]], Iterator[list[Any]]]:
-    """Return what judges answers, run by run: one answer at a time, or all in one call."""
+def judge_code(judge: Callable[[str, list[str]], float], answer: str, tests: list[str]) -> Any:
+    """Return the verdict on an answer by its tests; without a sandbox it is a failure."""
+    try:
+        return judge(answer, tests)
+    except BaseException as error:  # noqa: BLE001  # a machine without memory, processes or files
+        return ["raised", describe_error(error)]
+
+
+def build_judge(setting: dict[str, Any]) -> tuple[Judge, str]:
+    """Return what judges answers, run by run (one answer at a time, or all in one call), and a notice."""
     if setting["kind"] == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing time-outs
         judge_math("1", "1")  # the imports, and a first parse
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        return lambda answers, rows: ([judge_math(*pair)] for pair in zip(answers, rows, strict=True))
-    function = load_function(setting["file"], setting["name"])
-    return lambda answers, rows: iter([call_function(function, answers, rows)])
+        return lambda answers, rows: ([judge_math(*pair)] for pair in zip(answers, rows, strict=True)), ""
+    folder = Path(__file__).parent
+    if setting["kind"] == "code":
+        judge = load_module(folder / "code.py").CodeJudge(setting["seconds"], setting["memory_gib"])
+        return lambda answers, rows: (
+            [judge_code(judge.judge, *pair)] for pair in zip(answers, rows, strict=True)
+        ), judge.notice
+    if setting["kind"] == "http":
+        function = load_module(folder / "http.py").HttpReward(setting["url"], setting["seconds"]).judge
+    else:
+        function = load_function(setting["file"], setting["name"])
+    return lambda answers, rows: iter([call_function(function, answers, rows)]), ""
 
 
 def main() -> None:
@@ -122,13 +148,13 @@ def main() -> None:
     os.dup2(2, 1)  # what a reward prints goes to the log
     connection = Connection(int(sys.argv[1]))
     try:
-        judge = build_judge(connection.recv())
+        judge, notice = build_judge(connection.recv())
     except BaseException as error:  # noqa: BLE001  # the file is somebody else's
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "math_verify"
         kind = "not_installed" if is_missing else "raised"
         connection.send_bytes(json.dumps({"error": kind, "reason": describe_error(error)}).encode())
         return
-    connection.send_bytes(b"{}")
+    connection.send_bytes(json.dumps({"notice": notice}).encode())
     while True:
         try:
             answers, rows = connection.recv()

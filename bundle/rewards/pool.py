@@ -1,5 +1,6 @@
 """All rewards of a recipe: their processes, and what they make of the answers of a step."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -11,8 +12,10 @@ from bundle.recipe.rl_rules import split_function
 from bundle.rewards.exact import ExactJudge
 from bundle.rewards.judging import Judgement, Verdict, judge_all
 from bundle.rewards.process import run_until
-from bundle.rewards.references import GROUND_TRUTH, MissingReference, find_reference
+from bundle.rewards.references import GROUND_TRUTH, MissingReference, find_reference, find_tests
 from bundle.rewards.workers import WorkerJudge
+
+_log = logging.getLogger(__name__)
 
 
 def list_fields(reward: RLReward, response: str) -> tuple[str, ...]:
@@ -23,12 +26,15 @@ def list_fields(reward: RLReward, response: str) -> tuple[str, ...]:
 def find_missing_reference(rewards: Sequence[RLReward], row: Mapping[str, Any], response: str) -> str | None:
     """Return why a reward cannot judge answers to a row, behind its key; None where all can."""
     for number, reward in enumerate(rewards):
-        if reward.kind != "python":
-            try:
+        key = "tests" if reward.tests is not None else "field"
+        try:
+            if reward.tests is not None:
+                find_tests(row, reward.tests)
+            elif reward.needs_reference:
                 find_reference(row, list_fields(reward, response), reward.pattern)
-            except MissingReference as error:
-                key = "pattern" if "does not match" in str(error) else "field"
-                return f"rl.rewards.{number}.{key}: {error}"
+        except MissingReference as error:
+            key = "pattern" if "does not match" in str(error) else key
+            return f"rl.rewards.{number}.{key}: {error}"
     return None
 
 
@@ -81,6 +87,8 @@ class RewardPool:
         violations = []
         for number, (reward, judge) in enumerate(zip(self._rewards, self._judges, strict=True)):
             processes = [*judge.processes] if isinstance(judge, WorkerJudge) else []
+            for notice in sorted({process.notice for process in processes} - {""}):
+                _log.warning("rl.rewards.%d.kind: %s: %s", number, reward.kind, notice)
             errors = [process.load_error for process in processes if process.load_error is not None]
             if not errors:
                 continue

@@ -33,10 +33,11 @@ class LoadError(Exception):
 class RewardProcess:
     """Judges answers in a child process; after a time-out or a death another child takes its place."""
 
-    def __init__(self, setting: dict[str, str], timeout: float, *, one_by_one: bool) -> None:
+    def __init__(self, setting: dict[str, Any], timeout: float, *, one_by_one: bool) -> None:
         """`setting` says what judges (`child.build_judge`); `timeout` [s] is of a call, or of an answer."""
         self._setting, self._timeout, self._one_by_one = setting, timeout, one_by_one
         self.load_error: LoadError | None = None
+        self.notice = ""  # of the child, for the log
         self.verdicts: list[Verdict] = []
         self._answers: Sequence[str] = ()
         self._rows: Sequence[Any] = ()
@@ -92,7 +93,7 @@ class RewardProcess:
             ]
             self.deadline = time.monotonic() + self._timeout
             return
-        self.is_loading = False
+        self.is_loading, self.notice = False, message.get("notice", "")
         if "error" in message:
             self._fail_load(message["reason"], message["error"] != "not_installed")
         elif self.has_open_answers:

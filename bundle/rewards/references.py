@@ -1,4 +1,4 @@
-"""The right answer of a row, which exact and math compare with."""
+"""What a row says of right answers: the one that exact and math compare with, and the tests of code."""
 
 import json
 import re
@@ -40,6 +40,17 @@ def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str |
     if not reference:
         raise MissingReference(f"field {name}: the right answer is blank")
     return reference
+
+
+def find_tests(row: Mapping[str, Any], field: str) -> list[str]:
+    """Return the tests of a row: a text is one test. Raise MissingReference for a row without tests."""
+    value = _find_field(row, (field,))[1]
+    tests = [value] if isinstance(value, str) else value
+    if not isinstance(tests, list) or not all(isinstance(test, str) and test.strip() for test in tests):
+        raise MissingReference(f"field {field}: must be text or a list of texts, is {format_value(value)}")
+    if not tests:
+        raise MissingReference(f"field {field}: has no tests")
+    return tests
 
 
 def _find_field(row: Mapping[str, Any], fields: Sequence[str]) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""The rewards that processes judge: math, an answer at a time, and functions of a file, all in one call."""
+"""The rewards that processes judge: math and code an answer at a time, python and http all in one call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,20 +7,27 @@ from bundle.recipe.rl import RLReward
 from bundle.recipe.rl_rules import split_function
 from bundle.rewards.judging import Failure, Verdict
 from bundle.rewards.process import RewardProcess
-from bundle.rewards.references import MissingReference, find_reference
+from bundle.rewards.references import MissingReference, find_reference, find_tests
+
+# Seconds in which a sandbox has ended a program whose time is over; then its process is ended.
+SANDBOX_SECONDS = 20.0
 
 
 class WorkerJudge:
     """A reward whose processes share out the answers: each has a stretch of them, of equal length."""
 
     def __init__(self, reward: RLReward, fields: Sequence[str]) -> None:
-        """Start the processes of a reward of kind math or python; `fields` may have the right answer."""
+        """Start the processes of a reward of any kind but exact; `fields` may have the right answer."""
         self._reward, self._fields = reward, fields
-        setting: dict[str, str] = {"kind": reward.kind}
+        timeout = reward.timeout_seconds
+        setting: dict[str, Any] = {"kind": reward.kind, "seconds": timeout}
         if reward.function is not None:
             setting["file"], setting["name"] = split_function(reward.function)
+        setting |= {"url": reward.url, "memory_gib": reward.memory_gib}
+        if reward.kind == "code":
+            timeout += SANDBOX_SECONDS
         self.processes = tuple(
-            RewardProcess(setting, reward.timeout_seconds, one_by_one=reward.kind == "math")
+            RewardProcess(setting, timeout, one_by_one=reward.kind in ("math", "code"))
             for _ in range(reward.processes)
         )
         self._verdicts: list[Verdict] = []
@@ -29,10 +36,10 @@ class WorkerJudge:
     def begin(self, answers: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         """Hand the answers to the processes; `collect` has the verdicts when none is asked any more."""
         self._verdicts, self._places = [None] * len(answers), []
-        materials: list[Any] = []  # what each answer is judged by: its row, or the right answer
+        materials: list[Any] = []  # what each answer is judged by: its row, tests, or the right answer
         for place, row in enumerate(rows):
             try:
-                materials.append(row if self._reward.kind == "python" else self._find_reference(row))
+                materials.append(self._find_material(row))
                 self._places.append(place)
             except MissingReference as error:
                 self._verdicts[place] = Failure("raised", str(error))
@@ -48,5 +55,9 @@ class WorkerJudge:
             self._verdicts[place] = verdict
         return self._verdicts
 
-    def _find_reference(self, row: Mapping[str, Any]) -> str:
-        return find_reference(row, self._fields, self._reward.pattern)
+    def _find_material(self, row: Mapping[str, Any]) -> Any:
+        if self._reward.tests is not None:
+            return find_tests(row, self._reward.tests)
+        if self._reward.kind == "math":
+            return find_reference(row, self._fields, self._reward.pattern)
+        return row

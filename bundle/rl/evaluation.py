@@ -21,8 +21,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the metrics of `samples` answers to each question; all ranks call it.
 
-    An answer is right where the first reward of kind exact or math is 1; without such a reward, where the
-    weighted sum of all rewards is above 0. An answer without a verdict is not right.
+    An answer is right where the first reward of kind exact, math or code is 1; without such a reward, where
+    the weighted sum of all rewards is above 0. An answer without a verdict is not right.
     """
     # Numbers below 0: the random numbers of training questions are others.
     batch = sampler.sample(questions, -len(questions), samples, sampling)
@@ -42,6 +42,6 @@ def evaluate(
 def find_right_answers(batch: AnswerBatch, rewards: Sequence[RLReward]) -> NDArray[np.bool_]:
     """Return whether each answer is right (`evaluate`), [answers]."""
     for name, reward in zip(name_rewards(rewards), rewards, strict=True):
-        if reward.kind != "python":
+        if reward.needs_reference:
             return np.equal(batch.judgement.values[name], 1)
     return np.greater(batch.judgement.rewards, 0)

@@ -50,6 +50,15 @@ def test_math_needs_its_package(monkeypatch):
     assert problem.code is ExitCode.ENVIRONMENT_UNFIT and problem.text.startswith("rl.rewards.0.kind: ")
 
 
+def test_code_needs_linux(monkeypatch):
+    recipe = build("data.path=x.jsonl", reward="{kind: code, tests: tests}, {kind: http, url: 'http://host'}")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert [*find_reward_problems(recipe)] == []
+    monkeypatch.setattr("sys.platform", "darwin")
+    (problem,) = find_reward_problems(recipe)
+    assert problem.code is ExitCode.ENVIRONMENT_UNFIT and problem.text.startswith("rl.rewards.0.kind: ")
+
+
 def test_rows_to_evaluate_with_must_be_here(tmp_path):
     data = write(tmp_path / "rows.jsonl", ROWS)
     gone = tmp_path / "gone.jsonl"

@@ -15,6 +15,8 @@ from bundle.recipe.rl_rules import find_room, split_function
 
 MATH = {"kind": "math", "field": "answer", "pattern": "#### (.+)"}
 PYTHON = {"kind": "python", "function": "mine.py:polite", "weight": 0.1}
+HTTP = {"kind": "http", "url": "http://127.0.0.1:8000/judge"}
+CODE = {"kind": "code", "tests": "tests"}
 RL = {
     "prompts_per_step": 8,
     "num_generations": 4,
@@ -116,6 +118,22 @@ BROKEN = [
     ("rl.warm_start_steps", {"warm_start_steps": 1000000}, "1000000"),
     ("rl.dynamic_sampling", {"dynamic_sampling": 3, "advantage": "reinforce_plus_plus"}, "3"),
     ("rl.loss.kl", {"warm_start_steps": 1, "loss": {"kl": 0.25}}, "0.25"),
+    ("rl.rewards.0.url", {"rewards": [{"kind": "http"}]}, "http"),
+    ("rl.rewards.0.url", {"rewards": [CODE | {"url": "https://u:hidden@host/x?key=hidden"}]}, "...@host/x"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "ftp://host/x"}]}, "ftp://host/x"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "file:///etc/passwd"}]}, "file:///etc/passwd"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "u:hidden@host/x?hidden"}]}, "...@host/x"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "http://host:port/x?hidden"}]}, "http://host:port/x"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "http://host/a b"}]}, "http://host/a b"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "http://host/#hidden"}]}, "http://host/"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "http://:80/"}]}, "http://:80/"),
+    ("rl.rewards.0.url", {"rewards": [HTTP | {"url": "http://[::1/"}]}, "http://[::1/"),
+    ("rl.rewards.0.tests", {"rewards": [{"kind": "code"}]}, "code"),
+    ("rl.rewards.0.tests", {"rewards": [MATH | {"tests": "checks"}]}, "checks"),
+    ("rl.rewards.0.field", {"rewards": [CODE | {"field": "answer"}]}, "answer"),
+    ("rl.rewards.0.pattern", {"rewards": [HTTP | {"pattern": "("}]}, "("),
+    ("rl.rewards.0.function", {"rewards": [HTTP | {"function": "mine.polite"}]}, "mine.polite"),
+    ("rl.rewards.0.memory_gib", {"rewards": [CODE | {"memory_gib": 0.0}]}, "0"),
 ]
 BATCH, LONGEST = "train.global_batch_size=32", "rl.rollout.max_completion_length=128"
 BROKEN_ELSEWHERE = [
@@ -152,6 +170,7 @@ BROKEN_ELSEWHERE = [
 def test_a_violation_names_key_and_value(key, rl, value, messages):
     violations = collect_violations(**rl)
     assert violations.keys() == {key} and value in violations[key].removeprefix(key)
+    assert "hidden" not in violations[key]
     messages(violations[key])
 
 
@@ -174,6 +193,15 @@ def test_all_violations_come_at_once():
         *("rl.num_generations", "rl.rollout.top_p", "data.sequence_length", "data.truncation"),
         *("rl.rewards.0.pattern", "rl.rewards.1.function", "rl.loss.clip"),
     }
+
+
+def test_a_server_and_programs_have_ten_seconds():
+    rewards = build(rewards=[HTTP, CODE, CODE | {"timeout_seconds": 2.5, "memory_gib": 4.0}]).rl.rewards
+    assert [reward.timeout_seconds for reward in rewards] == [10, 10, 2.5]
+    assert [reward.memory_gib for reward in rewards] == [1, 1, 4]
+    assert [reward.needs_reference for reward in rewards] == [False, True, True]
+    for url in ("https://judge.example/a?b=c&d", "http://us:pass@[::1]:80", "http://host"):
+        assert build(rewards=[HTTP | {"url": url}]).rl.rewards[0].url == url
 
 
 def test_an_unknown_key_of_a_reward_hides_no_other_violation():
