@@ -171,6 +171,13 @@ def test_processes_of_a_program_are_counted(judge, is_isolated):
     assert judge(code, tests) == 1
 
 
+@pytest.mark.parametrize(("gib", "can_have"), [(10, False), (2, False), (0.5, True)])
+def test_memory_of_a_program_is_bounded(judge, gib, can_have):
+    code = f"try:\n  pages = bytearray({int(gib * 2**30)})\nexcept MemoryError: pages = b''"
+    tests = [f"assert bool(pages) is {can_have}"]
+    assert judge(code, tests) == 1
+
+
 def test_files_of_a_program_are_bounded(judge, is_isolated):
     code = "import errno\nnumbers = []\nfor n in range(9):\n  try:\n    with open(f'{n}', 'wb') as file:\n"
     code += "      for _ in range(15): file.write(bytes(2**20))\n"
@@ -214,6 +221,9 @@ def test_nothing_outside_can_be_written(judge, is_isolated):
     code += "  except OSError: return False\n  return True"
     tests = ["assert write('.') and write('/tmp') and write('/dev/shm')"]
     tests += [f"assert not write({path!r})" for path in ("/usr", "/usr/lib", sys.prefix, sys.base_prefix)]
+    tests += [
+        f"import os\nassert os.statvfs({path!r}).f_flag & os.ST_RDONLY" for path in ("/usr", sys.base_prefix)
+    ]
     assert judge(code, tests) == 1
 
 
