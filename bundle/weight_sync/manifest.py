@@ -1,0 +1,130 @@
+"""The manifest of one version of the weights: the tensors that are sent, and those that are left out."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from bundle.architectures import Architecture
+from bundle.architectures.tensors import Tensors
+from bundle.errors import EnvironmentUnfit, JobFailed
+from bundle.pretrained.directory import find_weights, limit_violations
+from bundle.pretrained.writing import OutputTensor
+
+Role = Literal["target", "draft"]
+# A server converts these into each other. A value of another kind loses its scale in silence.
+_PLAIN_DTYPES = frozenset({"F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True, slots=True)
+class SentTensor:
+    """A tensor as it is sent; `digest` is the xxh3_128 of its bytes, `role` the model that loads it."""
+
+    stored: OutputTensor
+    role: Role
+    digest: str
+
+
+class NameTable(NamedTuple):
+    """What the names of an architecture mean: `expected` shapes, the names of drafts, copies of others.
+
+    `copies` are by name the tensors that they repeat: a tied head, the embedding of a draft.
+    """
+
+    expected: Mapping[str, tuple[int, ...]]
+    draft: frozenset[str]
+    copies: Mapping[str, str]
+
+    @classmethod
+    def from_architecture(cls, architecture: Architecture) -> "NameTable":
+        """Return the table of an architecture; the tensors of MTP layers are those of a draft."""
+        trunk, full = Tensors(replace(architecture, mtp_layers=0)), Tensors(architecture)
+        expected = {name: shape for tensor in full for name, shape in tensor.list_published_shapes()}
+        in_trunk = {name for tensor in trunk for name in tensor.published_names} | trunk.map_copies().keys()
+        return cls(expected, frozenset({*expected, *full.map_copies()} - in_trunk), full.map_copies())
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of the weights. `left_out` are the names in the stream that the server has no use for."""
+
+    version: int
+    tensors: Mapping[str, SentTensor]
+    left_out: tuple[str, ...]
+    copies: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all values."""
+        return sum(tensor.stored.bytes for tensor in self.tensors.values())
+
+    def check_names(self, declared: Mapping[str, OutputTensor]) -> None:
+        """Raise JobFailed where the tensors are not those that the server's checkpoint declares."""
+        violations = list(self._find_differences(declared))
+        if violations:
+            raise JobFailed(
+                f"rl.rollout.engine: version {self.version} has {len(self.tensors)} tensors, and the"
+                f" checkpoint of the server declares others ({len(violations)} differ). Serve the model that"
+                " is trained.",
+                limit_violations(violations),
+            )
+
+    def _find_differences(self, declared: Mapping[str, OutputTensor]) -> Iterator[str]:
+        accounted = {*self.tensors, *self.left_out}
+        for name in declared:
+            if name not in accounted and self.copies.get(name) not in accounted:
+                yield f"missing: {name}"
+        for name, tensor in self.tensors.items():
+            server = declared.get(name)
+            if server is None:
+                if name not in self.copies:
+                    yield f"unknown: {name}"
+                continue
+            if server.shape != tensor.stored.shape:
+                yield f"shape: {name} is {list(tensor.stored.shape)}, not {list(server.shape)}"
+            if (
+                server.dtype != tensor.stored.dtype
+                and not {server.dtype, tensor.stored.dtype} <= _PLAIN_DTYPES
+            ):
+                yield f"dtype: {name} is {tensor.stored.dtype}, not {server.dtype}"
+
+
+def read_declared_tensors(directory: Path) -> dict[str, OutputTensor]:
+    """Return the tensors that the files of a checkpoint declare, from their headers; {} without weights.
+
+    Raise UsageError for files that cannot be read.
+    """
+    weights = find_weights(directory)
+    return {
+        name: OutputTensor(name, entry.dtype, entry.as_stored.shape)
+        for name, entry in (weights.entries if weights else {}).items()
+    }
+
+
+def declare_tensors(table: NameTable, dtype: str) -> dict[str, OutputTensor]:
+    """Return the tensors of an architecture, for a checkpoint of which there is the config alone."""
+    return {name: OutputTensor(name, dtype, tuple(shape)) for name, shape in table.expected.items()}
+
+
+def compute_digest(values: bytes | memoryview) -> str:
+    """Return the xxh3_128 of these bytes, 32 hexadecimal digits. Raise EnvironmentUnfit without xxhash."""
+    try:
+        from xxhash import xxh3_128_hexdigest
+    except ImportError as error:
+        raise EnvironmentUnfit(
+            "rl.rollout.engine: sglang needs xxhash. Install it: pip install 'mcore-bundle[rl]'."
+        ) from error
+    return xxh3_128_hexdigest(values)
+
+
+def find_changed_digests(manifest: Manifest, digests: Iterable[tuple[str, str]]) -> list[str]:
+    """Return what differs between the manifest and the digests of what lies somewhere, by name."""
+    received = dict(digests)
+    missing = [f"missing: {name}" for name in manifest.tensors if name not in received]
+    unknown = [f"unknown: {name}" for name in received if name not in manifest.tensors]
+    changed = [
+        f"digest: {name}"
+        for name, tensor in manifest.tensors.items()
+        if received.get(name, tensor.digest) != tensor.digest
+    ]
+    return missing + unknown + changed

@@ -1,0 +1,203 @@
+"""The order in which a replica takes a new version, and what becomes of it where a step fails.
+
+serving -> paused -> flushed -> released -> sent -> verified -> versioned -> resumed -> serving. A replica
+that failed in any step answers nothing until a sync has gone through from its beginning.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from bundle.errors import JobFailed, format_bytes
+from bundle.pretrained.directory import limit_violations
+
+# Where a draft model is served, "weights" may not be released: nothing brings the draft back (sglang#31674).
+KV_CACHE = "kv_cache"
+# Computes from the files of a version what a server must report for the tensors of these names.
+Expect = Callable[[Path, Collection[str]], Mapping[str, str]]
+
+
+class Replica(Protocol):
+    """A server as the steps see it. Every method raises BundleError where the server does not do it."""
+
+    name: str
+    can_restart: bool
+
+    def is_alive(self) -> bool: ...
+    def restart(self) -> None: ...
+    def pause(self) -> None: ...
+    def flush(self) -> None: ...
+    def release(self, tag: str) -> None: ...
+    def load(self, directory: Path) -> None: ...
+    def read_checksums(self) -> Mapping[str, str]: ...
+    def reset_tensors(self) -> None: ...
+    def set_version(self, version: str) -> None: ...
+    def read_version(self) -> str: ...
+    def resume(self, tag: str) -> None: ...
+    def unpause(self) -> None: ...
+
+
+class Step(StrEnum):
+    """The steps of a sync; the value says what has been done when it has gone through."""
+
+    START = "started"
+    PAUSE = "paused"
+    FLUSH = "flushed"
+    RELEASE = "released"
+    COVER = "covered"
+    SEND = "sent"
+    VERIFY = "verified"
+    VERSION = "versioned"
+    RESUME = "resumed"
+    SERVE = "serving"
+
+
+class SyncFailed(JobFailed):
+    """A replica failed in a step of a sync, or while it answered."""
+
+    def __init__(self, replica: str, step: str, cause: str) -> None:
+        self.replica, self.step, self.cause = replica, step, cause
+        super().__init__(
+            f"rollout: {replica} is not {step}: {cause} It answers nothing until the next whole sync."
+        )
+
+
+class FreeMemory(NamedTuple):
+    """How the free memory of a device is read [bytes], how much the trainer needs, and how long it waits [s].
+
+    A server may answer before the memory is free (slime#579), so that its reply counts for nothing.
+    """
+
+    read: Callable[[], int]
+    needed: int
+    seconds: float = 10.0
+
+    def wait(self) -> None:
+        """Return when enough is free. Raise JobFailed after `seconds`."""
+        deadline = time.monotonic() + self.seconds
+        while (free := self.read()) < self.needed:
+            if time.monotonic() > deadline:
+                raise JobFailed(
+                    f"{format_bytes(free)} of the device are free after the release of the KV cache, and the"
+                    f" trainer needs {format_bytes(self.needed)}. Lower the memory of the server."
+                )
+            time.sleep(0.01)
+
+
+class ReplicaSync:
+    """One replica and how far it is. `version` is what it answers with, None where it answers nothing.
+
+    `failure` is why it answers nothing; it is None before the first sync, too.
+    """
+
+    def __init__(
+        self, replica: Replica, *, memory: FreeMemory | None = None, tags: tuple[str, ...] = ()
+    ) -> None:
+        """`tags` are released while the trainer learns on the same device, `memory` is read after that."""
+        self.replica = replica
+        self.version: int | None = None
+        self.failure: SyncFailed | None = None
+        # Those that the server has released: to resume another one ends SGLang 0.5.16.
+        self.released: set[str] = set()
+        self._tags, self._memory = tags, memory
+        self._reached: Step | None = None
+        self._is_covered = False
+
+    def fail(self, step: str, cause: str) -> SyncFailed:
+        """Take the replica out of use; return the error that names it."""
+        self.version, self._reached = None, None
+        self.failure = SyncFailed(self.replica.name, step, cause)
+        return self.failure
+
+    def rest(self) -> None:
+        """Pause, flush and release, so that the device is the trainer's until the next sync."""
+        if self._reached is Step.RELEASE:
+            return
+        self.version = None
+        with self._step(Step.PAUSE):
+            self.replica.pause()
+        # Updates say flush_cache: false. Old keys and values would answer for prompts that begin alike.
+        with self._step(Step.FLUSH):
+            self.replica.flush()
+        with self._step(Step.RELEASE):
+            for tag in sorted({*self._tags} - self.released):
+                self.replica.release(tag)
+                self.released.add(tag)
+            if self._memory is not None:
+                self._memory.wait()
+
+    def sync(self, version: int, directory: Path, expect: Expect | None) -> None:
+        """Take a whole version from its first step to its last. Raise SyncFailed where one fails.
+
+        `expect` computes what the server's checksums must be; None: they are not asked for. A replica that
+        failed before is started anew, where that is in our hands.
+        """
+        if (self.failure is not None and self.replica.can_restart) or not self.replica.is_alive():
+            self._reached = None
+            with self._step(Step.START):
+                self.replica.restart()
+                self.released.clear()
+        self.rest()
+        before = None
+        if not self._is_covered:
+            with self._step(Step.COVER):
+                self.replica.load(directory)
+                before = self.replica.read_checksums()
+                self.replica.reset_tensors()
+        with self._step(Step.SEND):
+            self.replica.load(directory)
+        if before is not None:
+            with self._step(Step.COVER):
+                self._check_coverage(before)
+        if expect is not None:
+            with self._step(Step.VERIFY):
+                self._verify(directory, expect)
+        with self._step(Step.VERSION):
+            self.replica.set_version(str(version))
+            if (reported := self.replica.read_version()) != str(version):
+                raise JobFailed(f"it reports version {reported}, not {version}.")
+        with self._step(Step.RESUME):
+            for tag in sorted(self.released):
+                self.replica.resume(tag)
+            self.released.clear()
+        with self._step(Step.SERVE):
+            self.replica.unpause()
+        self.version, self.failure = version, None
+
+    def _check_coverage(self, before: Mapping[str, str]) -> None:
+        """Raise JobFailed with the tensors that stayed noise; `before` are the checksums before it."""
+        after = self.replica.read_checksums()
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if changed:
+            raise JobFailed(
+                f"a sync does not replace {len(changed)} of its {len(after)} tensors. Serve the model that is"
+                " trained, with its draft.",
+                limit_violations(changed),
+            )
+        self._is_covered = True
+
+    def _verify(self, directory: Path, expect: Expect) -> None:
+        """Raise JobFailed where checksums are not those of the files."""
+        checksums = self.replica.read_checksums()
+        expected = expect(directory, checksums)
+        wrong = sorted(name for name, value in expected.items() if checksums.get(name) != value)
+        if wrong:
+            raise JobFailed(
+                f"its weights are not those that were sent ({len(wrong)} of {len(expected)} tensors differ).",
+                limit_violations(wrong),
+            )
+
+    @contextmanager
+    def _step(self, step: Step) -> Iterator[None]:
+        """Note that a step has gone through; take the replica out of use where it has not."""
+        try:
+            yield
+        except JobFailed as error:
+            raise self.fail(step, str(error)) from error
+        except BaseException as error:
+            self.fail(step, type(error).__name__)
+            raise
+        self._reached = step

@@ -1,0 +1,1 @@
+"""How the tensors of a version reach a server."""
