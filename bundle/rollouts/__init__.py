@@ -85,7 +85,13 @@ class Rollout(Protocol):
         """Return an answer to each request, in their order. Raise JobFailed before the first sync."""
 
     def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        """Replace all weights by these published tensors. After an error the old version answers."""
+        """Replace all weights by these published tensors.
+
+        After an error it answers with the old version, or raises until a sync has succeeded.
+        """
+
+    def rest(self) -> None:
+        """Leave the device to the trainer, as far as that is possible, until the next sync."""
 
     def close(self) -> None:
         """Release the weights."""

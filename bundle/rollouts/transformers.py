@@ -82,6 +82,9 @@ class TransformersRollout:
         if old_model is not None:
             self._builder.reuse(old_model)
 
+    def rest(self) -> None:
+        """Do nothing: the weights stay."""
+
     def close(self) -> None:
         """Release the weights; `generate` raises until the next sync."""
         self._model, self.version = None, None

@@ -5,19 +5,19 @@ that failed in any step answers nothing until a sync has gone through from its b
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from bundle.errors import JobFailed, format_bytes
+from bundle.errors import BundleError, JobFailed, format_bytes
 from bundle.pretrained.directory import limit_violations
 
 # Where a draft model is served, "weights" may not be released: nothing brings the draft back (sglang#31674).
 KV_CACHE = "kv_cache"
-# Computes from the files of a version what a server must report for the tensors of these names.
-Expect = Callable[[Path, Collection[str]], Mapping[str, str]]
+# Computes from the files of a version what the checksums of a server must be, from those that it reports.
+Expect = Callable[[Path, Mapping[str, str]], Mapping[str, str]]
 
 
 class Replica(Protocol):
@@ -40,6 +40,9 @@ class Replica(Protocol):
     def unpause(self) -> None: ...
 
 
+R = TypeVar("R", bound=Replica)
+
+
 class Step(StrEnum):
     """The steps of a sync; the value says what has been done when it has gone through."""
 
@@ -58,10 +61,13 @@ class Step(StrEnum):
 class SyncFailed(JobFailed):
     """A replica failed in a step of a sync, or while it answered."""
 
-    def __init__(self, replica: str, step: str, cause: str) -> None:
-        self.replica, self.step, self.cause = replica, step, cause
+    def __init__(self, replica: str, step: str, cause: BaseException) -> None:
+        self.replica, self.step = replica, step
+        reason, _, _ = str(cause).partition("\n")
         super().__init__(
-            f"rollout: {replica} is not {step}: {cause} It answers nothing until the next whole sync."
+            f"rollout: {replica} is not {step}, and answers nothing until the next whole sync:"
+            f" {reason or type(cause).__name__}",
+            cause.violations if isinstance(cause, BundleError) else (),
         )
 
 
@@ -87,26 +93,25 @@ class FreeMemory(NamedTuple):
             time.sleep(0.01)
 
 
-class ReplicaSync:
+class ReplicaSync(Generic[R]):
     """One replica and how far it is. `version` is what it answers with, None where it answers nothing.
 
     `failure` is why it answers nothing; it is None before the first sync, too.
     """
 
-    def __init__(
-        self, replica: Replica, *, memory: FreeMemory | None = None, tags: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, replica: R, *, memory: FreeMemory | None = None, tags: tuple[str, ...] = ()) -> None:
         """`tags` are released while the trainer learns on the same device, `memory` is read after that."""
         self.replica = replica
         self.version: int | None = None
         self.failure: SyncFailed | None = None
+        self.verify_seconds = 0.0
         # Those that the server has released: to resume another one ends SGLang 0.5.16.
         self.released: set[str] = set()
         self._tags, self._memory = tags, memory
         self._reached: Step | None = None
         self._is_covered = False
 
-    def fail(self, step: str, cause: str) -> SyncFailed:
+    def fail(self, step: str, cause: BaseException) -> SyncFailed:
         """Take the replica out of use; return the error that names it."""
         self.version, self._reached = None, None
         self.failure = SyncFailed(self.replica.name, step, cause)
@@ -153,8 +158,10 @@ class ReplicaSync:
             with self._step(Step.COVER):
                 self._check_coverage(before)
         if expect is not None:
+            started = time.monotonic()
             with self._step(Step.VERIFY):
                 self._verify(directory, expect)
+            self.verify_seconds = time.monotonic() - started
         with self._step(Step.VERSION):
             self.replica.set_version(str(version))
             if (reported := self.replica.read_version()) != str(version):
@@ -196,8 +203,8 @@ class ReplicaSync:
         try:
             yield
         except JobFailed as error:
-            raise self.fail(step, str(error)) from error
+            raise self.fail(step, error) from error
         except BaseException as error:
-            self.fail(step, type(error).__name__)
+            self.fail(step, error)
             raise
         self._reached = step

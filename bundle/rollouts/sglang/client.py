@@ -1,0 +1,220 @@
+"""Speaks HTTP with one server. Every call ends within its time limit, whatever the server sends."""
+
+import asyncio
+import http.client
+import io
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bundle import files
+from bundle.errors import JobFailed, UsageError
+from bundle.rollouts.sglang.protocol import (
+    CheckWeights,
+    ContinueGeneration,
+    FlushCache,
+    Health,
+    ModelInfo,
+    PauseGeneration,
+    ProbeSessions,
+    ReleaseMemory,
+    ResumeMemory,
+    Route,
+    ServerInfo,
+    UpdateFromDisk,
+    UpdateVersion,
+    read_checksums,
+)
+
+_MOST_BYTES = 2**28
+
+
+class ServerFault(JobFailed):
+    """A server that cannot be reached in time, or answers another status than expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What opens a server: `api` to generate, `admin` for weights and memory. Never shown."""
+
+    api: str = field(default="", repr=False)
+    admin: str = field(default="", repr=False)
+
+    def hide(self, text: str) -> str:
+        """Return the text without the keys."""
+        for key in filter(None, (self.api, self.admin)):
+            text = text.replace(key, "***")
+        return text
+
+
+class Client:
+    """One server. All calls raise ServerFault where the server does not do what it is asked.
+
+    It is a replica that somebody else has started (`weight_sync.states.Replica`).
+    """
+
+    can_restart = False
+
+    def __init__(self, url: str, keys: Keys, seconds: float) -> None:
+        """`seconds` limit a call, from the connection to the last byte."""
+        self._keys, self._seconds = keys, seconds
+        self.connect(url)
+
+    def connect(self, url: str) -> None:
+        """Speak with the server at this address from now on. Raise UsageError for what is no address."""
+        host = port = None
+        with suppress(ValueError):
+            parts = urlsplit(url)
+            if parts.scheme == "http" and not parts.path.strip("/"):
+                host, port = parts.hostname, parts.port
+        if not host or not port:
+            raise UsageError(f"rl.rollout.urls: {url} is no http://HOST:PORT. Name the server so.")
+        self.name = f"{host}:{port}"
+        self._host, self._port = host, port
+        self._has_sessions: bool | None = None
+
+    async def exchange(self, route: Route, seconds: float | None = None) -> tuple[int, bytes]:
+        """Return status and body of the reply to a request."""
+        try:
+            async with asyncio.timeout(seconds or self._seconds):
+                return await self._exchange(route)
+        except TimeoutError as error:
+            raise ServerFault(f"{route.path} takes more than {seconds or self._seconds:g} s.") from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = self._keys.hide(str(error)) or type(error).__name__
+            raise ServerFault(f"{route.path} has no reply ({reason}).") from error
+
+    async def _exchange(self, route: Route) -> tuple[int, bytes]:
+        body = json.dumps(route.to_body()).encode() if route.method == "POST" else b""
+        head = [f"{route.method} {route.path} HTTP/1.1", f"Host: {self.name}", "Connection: close"]
+        head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        key = {"api": self._keys.api, "admin": self._keys.admin, None: ""}[route.key]
+        if key:
+            head.append(f"Authorization: Bearer {key}")
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            writer.write("\r\n".join([*head, "", ""]).encode() + body)
+            await writer.drain()
+            data = bytearray()
+            while chunk := await reader.read(2**16):
+                data += chunk
+                if len(data) > _MOST_BYTES:
+                    raise ValueError(f"more than {_MOST_BYTES} bytes")
+        finally:
+            writer.close()
+        reply = http.client.HTTPResponse(_Source(bytes(data)))  # type: ignore[arg-type]
+        reply.begin()
+        return reply.status, reply.read()
+
+    async def request(self, route: Route, seconds: float | None = None) -> Any:
+        """Return the JSON of a reply, or its text. Raise ServerFault for any status but 200."""
+        status, body = await self.exchange(route, seconds)
+        text = body.decode(errors="replace")
+        if status != 200:
+            reason = files.to_printable(self._keys.hide(text)[:300])
+            raise ServerFault(f"{route.path} is answered by {status} ({reason}).")
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def call(self, route: Route, seconds: float | None = None) -> Any:
+        """Return what `request` returns."""
+        return asyncio.run(self.request(route, seconds))
+
+    def is_healthy(self, seconds: float) -> bool:
+        """Return whether the server generates. Not to be asked while it is paused: it would wait."""
+        try:
+            self.call(Health(), seconds)
+        except ServerFault:
+            return False
+        return True
+
+    def read_info(self) -> dict[str, Any]:
+        """Return what the server says of itself and its model."""
+        info: dict[str, Any] = {}
+        for route in (ServerInfo(), ModelInfo()):
+            document = self.call(route)
+            if not isinstance(document, dict):
+                raise ServerFault(f"{route.path} is answered by no object. Is it SGLang?")
+            info |= document
+        return info
+
+    def has_sessions(self) -> bool:
+        """Return whether updates of weights run in sessions: the protocol since 0.5.21."""
+        if self._has_sessions is None:
+            status, _ = asyncio.run(self.exchange(ProbeSessions()))
+            if status not in (404, 405):
+                raise ServerFault(f"{ProbeSessions.path} is answered by {status}. Is it SGLang?")
+            self._has_sessions = status == 405
+        return self._has_sessions
+
+    def is_alive(self) -> bool:
+        """Return whether it answers at all; a server that is paused does."""
+        try:
+            self.read_version()
+        except ServerFault:
+            return False
+        return True
+
+    def restart(self) -> None:
+        raise ServerFault("it does not answer, and somebody else has started it. Start it again.")
+
+    def close(self) -> None:
+        """Do nothing: the server is somebody else's."""
+
+    # The steps of a sync.
+
+    def pause(self) -> None:
+        self._call_checked(PauseGeneration(), "status", "ok")
+
+    def flush(self) -> None:
+        self.call(FlushCache())
+
+    def release(self, tag: str) -> None:
+        self.call(ReleaseMemory([tag]))
+
+    def resume(self, tag: str) -> None:
+        self.call(ResumeMemory([tag]))
+
+    def load(self, directory: Path) -> None:
+        self._call_checked(UpdateFromDisk(str(directory)))
+
+    def read_checksums(self) -> Any:
+        return read_checksums(self._check("checksum"))
+
+    def reset_tensors(self) -> None:
+        self._check("reset_tensors")
+
+    def set_version(self, version: str) -> None:
+        self._call_checked(UpdateVersion(version))
+
+    def read_version(self) -> str:
+        reply = self.call(ModelInfo())
+        return str(reply.get("weight_version") if isinstance(reply, dict) else reply)
+
+    def unpause(self) -> None:
+        self._call_checked(ContinueGeneration(), "status", "ok")
+
+    def _check(self, action: Any) -> Any:
+        return self._call_checked(CheckWeights(action, "all" if self.has_sessions() else None))
+
+    def _call_checked(self, route: Route, key: str = "success", value: object = True) -> Any:
+        """Return the reply. Raise ServerFault where it does not say that it has succeeded."""
+        reply = self.call(route)
+        if not isinstance(reply, dict) or reply.get(key) != value:
+            raise ServerFault(f"{route.path} has not succeeded ({self._keys.hide(str(reply))[:300]}).")
+        return reply
+
+
+class _Source:
+    """Bytes that `http.client` reads a reply from."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
