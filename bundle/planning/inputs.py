@@ -13,6 +13,7 @@ from bundle.architectures.contents import has_tokenizer
 from bundle.errors import ExitCode, UsageError
 from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.rewards import find_reward_problems, list_reward_files
+from bundle.planning.servers import find_rollout_problems
 from bundle.pretrained.directory import explain_unread_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
@@ -74,6 +75,7 @@ def find_missing_files(recipe: Recipe) -> Iterator[Problem]:
     yield from _find_data_problems(recipe)
     yield from _find_tokenizer_problems(recipe)
     yield from find_reward_problems(recipe)
+    yield from find_rollout_problems(recipe)
 
 
 def find_absent_inputs(recipe: Recipe) -> Iterator[Problem]:

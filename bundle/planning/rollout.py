@@ -1,7 +1,8 @@
-"""Device memory of a rollout engine in the process of a rank: weights, cache of keys and values, logits."""
+"""Memory of a rollout engine: weights, cache of keys and values, logits on a device; versions in files."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from bundle.architectures import Architecture
@@ -11,6 +12,10 @@ from bundle.recipe import Recipe
 
 # The most rows that `rollouts.transformers` samples at once, and logits that it converts to float64 at once.
 MOST_ROWS, FLOAT64_LOGITS = 256, 2**24
+OLDEST_SGLANG = "0.5.16"
+SHARED_MEMORY = Path("/dev/shm")
+# How many versions of the weights lie in the folder of a sync at once.
+_VERSIONS = 2
 
 
 class RolloutBytes(NamedTuple):
@@ -26,8 +31,9 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     if rl is None or rl.rollout.path is not None:
         return RolloutBytes()
     size = DTYPE_BYTES[recipe.model.dtype]
-    trunk = Tensors(replace(architecture, mtp_layers=0))
-    weights = sum(math.prod(shape) for tensor in trunk for _, shape in tensor.list_published_shapes()) * size
+    weights = _count_weights(replace(architecture, mtp_layers=0)) * size
+    if rl.rollout.engine == "sglang":  # servers of the run stand on the trainer's devices; their cache goes
+        return RolloutBytes() if rl.rollout.urls else RolloutBytes(-(-weights // rl.rollout.tp))
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
     if rl.evaluation is not None:  # the number of its questions is not known yet
         rows = MOST_ROWS
@@ -35,6 +41,17 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     logits = rows * architecture.vocab_size * size + min(rows * architecture.vocab_size, FLOAT64_LOGITS) * 16
     # A sync builds the next weights while the old ones still exist.
     return RolloutBytes(weights, max(weights, cache + logits))
+
+
+def count_folder_bytes(recipe: Recipe) -> int:
+    """Return the bytes of the versions that lie in the folder of a sync at once."""
+    return _VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
+
+
+def _count_weights(architecture: Architecture) -> int:
+    """Return how many values all published tensors have."""
+    tensors = Tensors(architecture)
+    return sum(math.prod(shape) for tensor in tensors for _, shape in tensor.list_published_shapes())
 
 
 def _count_cache_values(architecture: Architecture) -> int:

@@ -32,8 +32,9 @@ TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0, "http": 10.0, "code": 10.
 class RLRollout(Section):
     """How answers are sampled."""
 
-    engine: Literal["transformers"] = Field(
-        default="transformers", description="Who answers: transformers' own class, in the process of a rank."
+    engine: Literal["transformers", "sglang"] = Field(
+        default="transformers",
+        description="Who answers. transformers: its own class, in the process of a rank; sglang: servers.",
     )
     temperature: Positive = Field(default=1.0, description="Divides the logits before an answer is sampled.")
     top_p: float = Field(
@@ -49,6 +50,38 @@ class RLRollout(Section):
         min_length=1,
         description="Folder `rollouts` of a run: learn from the answers that it wrote, and ask nothing."
         " null: ask.",
+    )
+    urls: Names = Field(
+        default=(),
+        description="sglang: servers that run already, `http://HOST:PORT`; BUNDLE_ROLLOUT_API_KEY and"
+        " BUNDLE_ROLLOUT_ADMIN_KEY in the environment open them. []: the run starts servers.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="sglang: the Python of the environment where SGLang is installed; null: that of the run.",
+    )
+    replicas: Count = Field(default=1, description="sglang: servers that the run starts.")
+    tp: Count = Field(default=1, description="sglang: devices of a server, which divide its tensors.")
+    arguments: Names = Field(
+        default=(), description="sglang: further arguments of each server, such as --mem-fraction-static 0.4."
+    )
+    weights_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="sglang: where weights lie for the servers, two versions of them; null: /dev/shm where it"
+        " has room, else the run directory.",
+    )
+    verify: Literal["always", "first"] = Field(
+        default="always",
+        description="sglang: when checksums of the server's weights are compared with what was sent. always"
+        " becomes first where it takes more than 2 % of a step.",
+    )
+    timeout_seconds: float = Field(
+        default=900.0,
+        gt=0,
+        le=86_400,
+        description="sglang: seconds until a call to a server is given up.",
     )
     stop: Names = Field(
         default=(),

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from bundle.errors import format_value
 from bundle.recipe.recipe import Recipe
-from bundle.recipe.rl import RL, RLCorrection, RLReward
+from bundle.recipe.rl import RL, RLCorrection, RLReward, RLRollout
 
 # (the key to change, what is wrong with it)
 Violation = tuple[str, str]
@@ -26,6 +26,15 @@ _NEEDED_KEYS = {
     "url": "the address of a server",
     "tests": "the field with the tests",
 }
+_URL = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
+# Keys of rl.rollout that an engine with servers reads, and those that servers of somebody else do not.
+_START_KEYS = ("python", "replicas", "tp", "arguments")
+_SERVER_KEYS = ("urls", *_START_KEYS, "weights_folder", "verify", "timeout_seconds")
+# What the run says itself when it starts a server.
+_FIXED_ARGUMENTS = (
+    "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--load-format", "--tp",
+    "--tp-size", "--tensor-parallel-size", "--base-gpu-id", "--skip-tokenizer-init", "--dtype",
+)  # fmt: skip
 
 
 def split_function(function: str) -> tuple[str, str]:
@@ -34,6 +43,14 @@ def split_function(function: str) -> tuple[str, str]:
     if match is None:
         raise ValueError(f"{format_value(function)} is not FILE.py:NAME")
     return match["file"], match["name"]
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Return host and port of `http://HOST:PORT`. Raise ValueError for any other text."""
+    match = _URL.fullmatch(url)
+    if match is None or not 0 < int(match["port"]) < 2**16:
+        raise ValueError(f"{format_value(url)} is not http://HOST:PORT")
+    return match["host"], int(match["port"])
 
 
 def find_violations(recipe: Recipe) -> Iterator[Violation]:
@@ -46,6 +63,7 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
     if not recipe.task_traits.samples_answers:
         return  # a section of another task is a violation itself
     yield from _check_sampling(rl)
+    yield from ((f"rl.rollout.{key}", reason) for key, reason in _check_servers(rl.rollout))
     yield from _check_lengths(recipe, rl)
     yield from _check_updates(recipe, rl)
     yield from _check_data(recipe)
@@ -85,6 +103,28 @@ def _check_sampling(rl: RL) -> Iterator[Violation]:
         )
     if rl.loss.mean != "constant" and rl.loss.divisor is not None:
         yield "rl.loss.divisor", f"{rl.loss.divisor:g} is not read with rl.loss.mean {rl.loss.mean}."
+
+
+def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
+    """Yield what is wrong with the keys of servers, by the keys of rl.rollout."""
+    changed = {key for key in _SERVER_KEYS if getattr(rollout, key) != RLRollout.model_fields[key].default}
+    if rollout.engine != "sglang":
+        for key in sorted(changed):
+            yield key, f"is not read with rl.rollout.engine {rollout.engine}. Set sglang, or remove it."
+        return
+    if rollout.urls:
+        for key in sorted(changed.intersection(_START_KEYS)):
+            yield key, "is not read with rl.rollout.urls, whose servers run already. Remove one of them."
+    for url in rollout.urls:
+        try:
+            split_url(url)
+        except ValueError as error:
+            yield "urls", f"{error}. Name each server so."
+    if len({*rollout.urls}) < len(rollout.urls):
+        yield "urls", "names a server more than once. Name each of them once."
+    for argument in rollout.arguments:
+        if argument.partition("=")[0] in _FIXED_ARGUMENTS:
+            yield "arguments", f"{argument} is what the run itself gives a server. Remove it."
 
 
 def find_room(recipe: Recipe) -> int:

@@ -113,10 +113,16 @@ class AnswerSampler:
     """Samples and judges answers: each rank its share of the questions; all ranks get all answers."""
 
     def __init__(
-        self, rollout: Rollout, rewards: RewardPool, tokenizer: Tokenizer, stop: Sequence[int]
+        self,
+        rollout: Rollout,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        stop: Sequence[int],
+        *,
+        asking_ranks: int,
     ) -> None:
-        """`stop` are the ids that end an answer."""
-        self._rollout, self._rewards = rollout, rewards
+        """`stop` are the ids that end an answer. Ranks below `asking_ranks` share out the questions."""
+        self._rollout, self._rewards, self._asking_ranks = rollout, rewards, asking_ranks
         self._tokenizer, self._stop = tokenizer, frozenset(stop)
 
     def sample(
@@ -127,14 +133,12 @@ class AnswerSampler:
         Question i has the number `first` + i, a key of its random numbers. All ranks call it with the same
         arguments. Raises an error on all ranks where one rank fails.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if size == 1:
+        rank, size = dist.get_rank(), self._asking_ranks
+        if dist.get_world_size() == 1:
             return self._sample_share(questions, range(first, first + len(questions)), group_size, sampling)
-        parts = run_on_all_ranks(
-            lambda: self._sample_share(
-                questions[rank::size], range(first + rank, first + len(questions), size), group_size, sampling
-            )
-        )
+        places = range(rank, len(questions), size) if rank < size else range(0)
+        share, numbers = [questions[place] for place in places], [first + place for place in places]
+        parts = run_on_all_ranks(lambda: self._sample_share(share, numbers, group_size, sampling))
         parts = [part for part in parts if part.questions]
         joined = join_batches(parts)
         # Rank r answered the questions r, r + size, ...: this restores the order of the questions.

@@ -22,7 +22,7 @@ from bundle.distributed.world import find_disagreements, run_on_all_ranks, run_o
 from bundle.engine import MicroBatch, Scores, StepResult
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.launch.job import Job
-from bundle.models.streaming import TensorStream
+from bundle.models.streaming import Receiver, TensorStream
 from bundle.rewards import RewardPool, check_failed_share
 from bundle.rl import loop, rollout_files
 from bundle.rl.advantages import (
@@ -36,7 +36,8 @@ from bundle.rl.corrections import Correction
 from bundle.rl.evaluation import evaluate
 from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
 from bundle.rl.objectives import PolicyLoss, PolicyObjective
-from bundle.rollouts import Sampling
+from bundle.rollouts import AbsentRollout, Rollout, Sampling
+from bundle.rollouts.sglang.building import build_rollout
 from bundle.rollouts.transformers import TransformersRollout
 from bundle.runs.session_builder import SessionBuilder, run_job
 
@@ -95,19 +96,35 @@ class PolicyTrainer:
         rewards = _start_on_ranks(
             lambda: exit_stack.enter_context(RewardPool(self.settings.rewards, recipe.data.fields.response))
         )
-        self._rollout = _start_on_ranks(
-            lambda: TransformersRollout(
-                recipe.model.config,
-                recipe.architecture,
-                dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.model.dtype],
-                device=builder.device,
-            )
-        )
+        self._rollout: Rollout = _start_on_ranks(lambda: self._build_rollout(builder))
         exit_stack.callback(self._rollout.close)
         self._stream = TensorStream.from_chunks(
             models, builder.groups, Tensors(recipe.architecture, builder.groups.tp.size)
         )
-        return AnswerSampler(self._rollout, rewards, self.questions.tokenizer, self.questions.stop)
+        # Servers are asked by one rank, and get the weights from it.
+        asking_ranks = 1 if self.settings.rollout.engine == "sglang" else dist.get_world_size()
+        self._receiver: Receiver = 0 if asking_ranks == 1 else "all"
+        return AnswerSampler(
+            self._rollout,
+            rewards,
+            self.questions.tokenizer,
+            self.questions.stop,
+            asking_ranks=asking_ranks,
+        )
+
+    def _build_rollout(self, builder: SessionBuilder) -> Rollout:
+        """Return the rollout engine of this rank."""
+        recipe, directory = builder.recipe, builder.directory
+        if self.settings.rollout.engine == "sglang":
+            if dist.get_rank() > 0:
+                return AbsentRollout()
+            return build_rollout(recipe, directory.logs / "rollout", directory.root)
+        return TransformersRollout(
+            recipe.model.config,
+            recipe.architecture,
+            dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.model.dtype],
+            device=builder.device,
+        )
 
     def train(self) -> None:
         """Train to the last step and write the result; raise what `loop.train` raises."""
@@ -155,6 +172,8 @@ class PolicyTrainer:
             batches.append(batch)
             if attempt == rl.dynamic_sampling or not missing:
                 break
+        if self._sampler is not None:
+            self._rollout.rest()
         return join_batches(batches)
 
     def build_experience(self, batch: AnswerBatch) -> tuple[Experience, Advantages]:
@@ -294,7 +313,8 @@ class PolicyTrainer:
             return
         engine.gather_weights()
         with engine.runtime.megatron_calls():
-            self._rollout.sync(step, self._stream.publish(self.session.recipe.model.dtype, "all"))
+            tensors = self._stream.publish(self.session.recipe.model.dtype, self._receiver)
+            run_on_all_ranks(lambda: self._rollout.sync(step, tensors))
 
     def _build_sampling(self, step: int, *, is_greedy: bool = False) -> Sampling:
         rollout = self.settings.rollout

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from bundle.errors import UsageError
+from bundle.errors import JobFailed, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +74,29 @@ class Answer:
     log_probs: "NDArray[np.float32]"
     versions: "NDArray[np.int32]"
     finish_reason: FinishReason
+
+
+class AbsentRollout:
+    """What a rank has whose questions another rank asks: it takes part in syncs (`Rollout`)."""
+
+    version: int | None = None
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """Raise JobFailed: another rank asks."""
+        raise JobFailed("rollout: this rank asks no question. Report it with the recipe.")
+
+    def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
+        """Send what this rank holds of the tensors."""
+        for _ in tensors:
+            pass
+        self.version = version
+
+    def rest(self) -> None:
+        """Forget the version, as the rank does that asks."""
+        self.version = None
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Rollout(Protocol):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from bundle.errors import JobFailed, UsageError
 from bundle.pretrained.writing import OutputTensor
 from bundle.rollouts import Answer, Request, Sampling
+from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.client import Client
 from bundle.rollouts.sglang.protocol import build_generate, read_answer
 from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemory, ReplicaSync
@@ -121,6 +122,8 @@ class SGLangRollout:
         self.version = None
         for sync in self._syncs:
             sync.replica.close()
+        if isinstance(self._expect, HashHelper):
+            self._expect.close()
         self._transport.close()
 
     @property

@@ -4,14 +4,13 @@ import asyncio
 import http.client
 import io
 import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bundle import files
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed
+from bundle.recipe.rl_rules import split_url
 from bundle.rollouts.sglang.protocol import (
     CheckWeights,
     ContinueGeneration,
@@ -64,16 +63,9 @@ class Client:
         self.connect(url)
 
     def connect(self, url: str) -> None:
-        """Speak with the server at this address from now on. Raise UsageError for what is no address."""
-        host = port = None
-        with suppress(ValueError):
-            parts = urlsplit(url)
-            if parts.scheme == "http" and not parts.path.strip("/"):
-                host, port = parts.hostname, parts.port
-        if not host or not port:
-            raise UsageError(f"rl.rollout.urls: {url} is no http://HOST:PORT. Name the server so.")
-        self.name = f"{host}:{port}"
-        self._host, self._port = host, port
+        """Speak with the server at this address from now on. Raise ValueError for what is no address."""
+        self._host, self._port = split_url(url)
+        self.name = f"{self._host}:{self._port}"
         self._has_sessions: bool | None = None
 
     async def exchange(self, route: Route, seconds: float | None = None) -> tuple[int, bytes]:

@@ -19,10 +19,10 @@ from packaging.version import InvalidVersion, Version
 
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.launch.rendezvous import LOOPBACK
+from bundle.planning.rollout import OLDEST_SGLANG
 from bundle.rollouts.sglang import guard
 from bundle.rollouts.sglang.client import Client, Keys
 
-OLDEST_SGLANG = "0.5.16"
 _LAST_LINES = 12
 _RESTARTS, _BACKOFF_SECONDS = 5, 1.0
 _PROBE_SECONDS, _PAUSE_SECONDS = 30.0, 0.2
@@ -39,7 +39,7 @@ def check_installation(python: str) -> str:
             capture_output=True,
             text=True,
             timeout=60,
-            env=_build_environment(python),
+            env=build_environment(python),
             cwd="/",
         )
         version = result.stdout.strip() if result.returncode == 0 else ""
@@ -100,7 +100,7 @@ class ServerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_build_environment(self._python),
+            env=build_environment(self._python),
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -205,7 +205,7 @@ class ServerReplica(Client):
         self._launcher.stop()
 
 
-def _build_environment(python: str) -> dict[str, str]:
+def build_environment(python: str) -> dict[str, str]:
     """Return the environment of a server: ours, without what belongs to a rank or to another Python."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     for name in _RANK_VARIABLES if python == sys.executable else (*_RANK_VARIABLES, "PYTHONPATH"):

@@ -4,10 +4,13 @@ The folder is in memory (/dev/shm) or on a disk. It needs room for two versions:
 all servers have taken the new one, so that a server that dies in between can be given the old one again.
 """
 
+import fcntl
 import mmap
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from bundle.pretrained.writing import OutputTensor, SafetensorsWriter
 from bundle.weight_sync.manifest import Manifest, NameTable, SentTensor, compute_digest, find_changed_digests
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
+_PREFIX = "mcore-bundle-weights-"
 _FILE_BYTES = 2**30  # tensors that are in this process's memory before they are written
 
 
@@ -41,7 +45,9 @@ class FilesTransport:
         """`has_draft`: the servers load the draft too. Raise JobFailed where `parent` cannot be written."""
         with files.convert_write_errors(parent):
             parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="mcore-bundle-weights-", dir=parent))
+            _remove_abandoned(parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = _lock_folder(self._folder)
         self._table, self._has_draft, self._file_bytes = table, has_draft, file_bytes
 
     def write(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> WrittenWeights:
@@ -76,6 +82,9 @@ class FilesTransport:
     def close(self) -> None:
         """Remove all versions."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _write_files(self, directory: Path, version: int, stream: Iterator[tuple[str, Tensor]]) -> Manifest:
         sent: dict[str, SentTensor] = {}
@@ -109,6 +118,26 @@ class FilesTransport:
             },
         )
         return Manifest(version, sent, tuple(left_out), self._table.copies)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Return a descriptor that holds a folder for as long as this process lives; None where another does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of processes that were killed: memory stays full of them otherwise."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if (descriptor := _lock_folder(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
 
 
 def _write_file(

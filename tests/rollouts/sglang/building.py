@@ -1,8 +1,6 @@
 """Rollouts over contract servers in this process, whose answers say of which weights they are."""
 
-import math
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,10 @@ from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.server import ServerReplica
 from bundle.weight_sync.manifest import NameTable
 from bundle.weight_sync.transports.files import FilesTransport
-from tests.rollouts.sglang.contract_server import ContractLauncher, ContractServer, Fault
-from tests.rollouts.sglang.contract_weights import SIZES, Kind, Weights
+from tests.rollouts.sglang.contract_server import ContractServer, Fault
+from tests.rollouts.sglang.contract_weights import DRAFT, KINDS, Kind, Weights, name_version
 
-KINDS: dict[str, Kind] = {
-    "model.layers.0.self_attn.q_proj.weight": ("BF16", (4, 2)),
-    "model.layers.0.self_attn.k_proj.weight": ("BF16", (2, 2)),
-    "model.layers.0.self_attn.v_proj.weight": ("BF16", (2, 2)),
-    "model.layers.0.mlp.gate_proj.weight": ("BF16", (3, 2)),
-    "model.layers.0.mlp.up_proj.weight": ("BF16", (3, 2)),
-    "model.embed_tokens.weight": ("BF16", (4, 2)),
-    "model.mtp.0.weight": ("F32", (4,)),
-}
-DRAFT = frozenset({"model.mtp.0.weight"})
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-BAD = 99  # the token of weights that are not those of one version
 SAMPLING = Sampling(temperature=1.0, max_completion_length=3, stop=(), seed=1, step=1)
 REQUESTS = [Request((1, 2, question), question, answer) for question in range(4) for answer in range(2)]
 
@@ -43,27 +30,38 @@ def build_tensors(version: int, names: Mapping[str, Kind] = KINDS) -> dict[str, 
     }
 
 
-def find_version(weights: Weights) -> int:
-    """The version of which all tensors are, else BAD."""
-    versions = set()
-    for number, (name, (dtype, _)) in enumerate(weights.kinds.items()):
-        values, size = weights.values[name], SIZES[dtype]
-        for start in range(0, len(values), size):
-            piece = values[start : start + size]
-            value = struct.unpack("<f", piece if size == 4 else b"\0\0" + piece)[0]
-            is_whole = math.isfinite(value) and value == int(value) and int(value) % 8 == number
-            versions.add(int(value) // 8 if is_whole else BAD)
-    return versions.pop() if len(versions) == 1 else BAD
-
-
-def name_version(weights: Weights, ids: list[int], params: dict[str, Any], rid: str) -> tuple[int, float]:
-    return find_version(weights), -0.5
-
-
 def compute_expected(directory: Path, checksums: Mapping[str, str]) -> Mapping[str, str]:
     weights = Weights(KINDS, DRAFT)
     weights.load(directory)
     return weights.compute_checksums()
+
+
+class ContractLauncher:
+    """Starts contract servers in this process (`Launcher`); `server` is the last one."""
+
+    def __init__(self, build: Callable[[Any], ContractServer]) -> None:
+        self.keys = Keys()
+        self.server: ContractServer | None = None
+        self.starts = 0
+        self._build = build
+
+    def start(self) -> str:
+        self.stop()
+        self.starts += 1
+        self.keys = Keys(f"api-{self.starts}", f"admin-{self.starts}")
+        self.server = self._build(self.keys)
+        return self.server.url
+
+    def wait(self, seconds: float) -> bool:
+        return self.server is None or self.server.is_dead.wait(seconds)
+
+    def read_tail(self) -> list[str]:
+        return [self.keys.hide(line) for line in self.server.lines] if self.server else []
+
+    def stop(self) -> None:
+        if self.server is not None and not self.server.is_dead.is_set():
+            self.server.die("stopped")
+        self.server = None
 
 
 class Cluster:

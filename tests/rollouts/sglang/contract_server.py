@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from bundle.rollouts.sglang.client import Keys
 from tests.rollouts.sglang.contract_weights import Broken, Weights
 
 FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())
@@ -67,7 +67,7 @@ class ContractServer(ThreadingHTTPServer):
         engine: Engine,
         *,
         protocol: str = "old",
-        keys: Keys | None = None,
+        keys: Any = None,
         port: int = 0,
         info: Mapping[str, Any] | None = None,
         faults: list[Fault] | None = None,
@@ -75,7 +75,8 @@ class ContractServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.weights, self.engine, self.protocol = weights, engine, protocol
-        self.keys, self.info = keys or Keys(), dict(info or {})
+        self.keys: Any
+        self.keys, self.info = keys or SimpleNamespace(api="", admin=""), dict(info or {})
         self.faults = faults if faults is not None else []
         self.calls = calls if calls is not None else []
         self.version = "default"
@@ -388,34 +389,6 @@ MANGLED: dict[str, Callable[[Any], None]] = {
     "mixed versions": _mix_versions,
     "too short": _end_early,
 }
-
-
-class ContractLauncher:
-    """Starts contract servers in this process (`Launcher`); `server` is the last one."""
-
-    def __init__(self, build: Callable[[Keys], ContractServer]) -> None:
-        self.keys = Keys()
-        self.server: ContractServer | None = None
-        self.starts = 0
-        self._build = build
-
-    def start(self) -> str:
-        self.stop()
-        self.starts += 1
-        self.keys = Keys(f"api-{self.starts}", f"admin-{self.starts}")
-        self.server = self._build(self.keys)
-        return self.server.url
-
-    def wait(self, seconds: float) -> bool:
-        return self.server is None or self.server.is_dead.wait(seconds)
-
-    def read_tail(self) -> list[str]:
-        return [self.keys.hide(line) for line in self.server.lines] if self.server else []
-
-    def stop(self) -> None:
-        if self.server is not None and not self.server.is_dead.is_set():
-            self.server.die("stopped")
-        self.server = None
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -4,8 +4,10 @@ import hashlib
 import json
 import math
 import random
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 Kind = tuple[str, tuple[int, ...]]
@@ -100,3 +102,33 @@ class Weights:
                     server_name = server_name.replace(f".{part}.", f".{joined}.")
             fused.setdefault("draft." * (name in self.draft) + server_name, []).append(values)
         return {name: hashlib.sha256(b"".join(parts)).digest()[:8].hex() for name, parts in fused.items()}
+
+
+KINDS: dict[str, Kind] = {
+    "model.layers.0.self_attn.q_proj.weight": ("BF16", (4, 2)),
+    "model.layers.0.self_attn.k_proj.weight": ("BF16", (2, 2)),
+    "model.layers.0.self_attn.v_proj.weight": ("BF16", (2, 2)),
+    "model.layers.0.mlp.gate_proj.weight": ("BF16", (3, 2)),
+    "model.layers.0.mlp.up_proj.weight": ("BF16", (3, 2)),
+    "model.embed_tokens.weight": ("BF16", (4, 2)),
+    "model.mtp.0.weight": ("F32", (4,)),
+}
+DRAFT = frozenset({"model.mtp.0.weight"})
+BAD = 99  # the token of weights that are not those of one version
+
+
+def find_version(weights: Weights) -> int:
+    """The version of which all tensors are, else BAD."""
+    versions = set()
+    for number, (name, (dtype, _)) in enumerate(weights.kinds.items()):
+        values, size = weights.values[name], SIZES[dtype]
+        for start in range(0, len(values), size):
+            piece = values[start : start + size]
+            value = struct.unpack("<f", piece if size == 4 else b"\0\0" + piece)[0]
+            is_whole = math.isfinite(value) and value == int(value) and int(value) % 8 == number
+            versions.add(int(value) // 8 if is_whole else BAD)
+    return versions.pop() if len(versions) == 1 else BAD
+
+
+def name_version(weights: Weights, ids: list[int], params: dict[str, Any], rid: str) -> tuple[int, float]:
+    return find_version(weights), -0.5

@@ -1,6 +1,6 @@
 """Reads the fields of requests in wheels of SGLang, by ast.
 
-`python -m tests.rollouts.sglang.read_fields WHEEL...` prints {version: {class: [fields]}}, as fields.json has it.
+`python -m tests.rollouts.sglang.read_fields WHEEL...` prints {version: {class: [fields]}}: fields.json.
 """
 
 import ast

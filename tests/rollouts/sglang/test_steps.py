@@ -13,18 +13,15 @@ from bundle.weight_sync.manifest import NameTable
 from bundle.weight_sync.states import FreeMemory, ReplicaSync
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.sglang.building import (
-    DRAFT,
-    KINDS,
     REQUESTS,
     SAMPLING,
     Cluster,
     build_tensors,
     compute_expected,
-    name_version,
     run_cluster,
 )
 from tests.rollouts.sglang.contract_server import ContractServer, wait_until
-from tests.rollouts.sglang.contract_weights import Weights
+from tests.rollouts.sglang.contract_weights import DRAFT, KINDS, Weights, name_version
 
 TO_REST = ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
 UPDATE, CHECK = "/update_weights_from_disk", "/weights_checker"
@@ -319,15 +316,6 @@ def test_attached_servers_are_synced_and_not_started(tmp_path):
         with pytest.raises(JobFailed):
             cluster.ask()
     assert {path for path, _ in servers[0].calls} & {"/generate"} and not servers[0].offloaded
-
-
-@pytest.mark.parametrize(
-    "url", ["localhost:1", "http://host", "https://host:1", "http://host:1/v1", "http://[:1"]
-)
-def test_addresses_that_are_none_are_refused(url, messages):
-    with pytest.raises(UsageError) as error:
-        Client(url, Keys("secret", "secret"), 1)
-    messages(error.value)
 
 
 def test_keys_are_in_no_text():

@@ -1,0 +1,89 @@
+"""What the checksums of a server must be after a sync, by a helper process in the server's Python."""
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bundle.errors import JobFailed
+from bundle.rollouts.sglang import hashing
+from bundle.rollouts.sglang.server import build_environment
+
+_log = logging.getLogger(__name__)
+
+
+class HashHelper:
+    """Computes checksums (`weight_sync.states.Expect`); the helper is started by the first call."""
+
+    def __init__(self, python: str, seconds: float) -> None:
+        """`seconds` limit a call."""
+        self._python, self._seconds = python, seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._cache: tuple[Path, frozenset[str], Mapping[str, str]] | None = None
+        self._lock = threading.Lock()  # replicas ask at once
+
+    def __call__(self, directory: Path, checksums: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the checksums of the tensors in `checksums`, as far as they follow from the files.
+
+        Raise JobFailed where the helper fails, or where it knows none of them.
+        """
+        with self._lock:
+            names = frozenset(checksums)
+            if self._cache is None or self._cache[:2] != (directory, names):
+                self._cache = directory, names, self._compute(directory, names)
+            return self._cache[2]
+
+    def close(self) -> None:
+        """End the helper."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+        self._process = None
+
+    def _compute(self, directory: Path, names: frozenset[str]) -> Mapping[str, str]:
+        is_first = self._process is None
+        reply = self._ask({"directory": str(directory), "names": sorted(names)})
+        expected: Mapping[str, str] = reply.get("checksums", {})
+        if not expected:
+            self.close()
+            raise JobFailed(f"no checksum can be computed ({reply.get('error', 'no name is known')}).")
+        if is_first and (unknown := sorted(names - expected.keys())):
+            _log.warning(
+                "checksums of %d of %d tensors of the server do not follow from the files, such as %s",
+                len(unknown),
+                len(names),
+                unknown[0],
+            )
+        return expected
+
+    def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [self._python, "-P", hashing.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=build_environment(self._python),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            if select.select([self._process.stdout], [], [], self._seconds)[0]:
+                reply = json.loads(self._process.stdout.readline())
+                return reply if isinstance(reply, dict) else {}
+        return {"error": f"the helper ends, or takes more than {self._seconds:g} s"}

@@ -1,0 +1,80 @@
+"""Computes what a server must report for the files of a version; runs as a script with the server's Python.
+
+A line on stdin is {"directory", "names"}, the answer {"checksums"} or {"error"}. The hash is SGLang's own, on
+the kind of device that the server has. It imports nothing of this package, and ends with the process that
+started it.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Tensors that SGLang joins along their rows, by the published ones; on one rank, where nothing is cut.
+_JOINED = {
+    ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
+    ".fused_qkv_a_proj_with_mqa.": (".q_a_proj.", ".kv_a_proj_with_mqa."),
+}
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros
+
+
+def list_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
+    """Return the published names that a tensor of the server is made of; None where that is not known.
+
+    The outer list is a stack, of experts; each inner one is joined along the rows.
+    """
+    if name in published:
+        return [[name]]
+    for joined, parts in _JOINED.items():
+        if joined in name:
+            names = [name.replace(joined, part) for part in parts]
+            return [names] if all(part in published for part in names) else None
+    base, _, kind = name.rpartition(".")
+    if base.endswith(".experts") and kind in _EXPERTS:
+        pattern = re.compile(re.escape(base) + r"\.(\d+)\.")
+        numbers = sorted({int(match[1]) for match in map(pattern.match, published) if match})
+        stack = [[f"{base}.{number}.{part}.weight" for part in _EXPERTS[kind]] for number in numbers]
+        return stack if stack and all(part in published for names in stack for part in names) else None
+    return None
+
+
+def compute_checksums(directory: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and checksum of each tensor of the server whose parts are known."""
+    import torch
+    from safetensors import safe_open
+    from sglang.srt.managers.mm_utils import tensor_hash
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    files = [safe_open(path, "pt", device=device) for path in sorted(directory.glob("*.safetensors"))]
+    published = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    for name in names:
+        if (stack := list_parts(name, published)) is None:
+            continue
+        rows = [torch.cat([published[part].get_tensor(part) for part in parts]) for parts in stack]
+        tensor = rows[0] if len(stack) == 1 and ".experts." not in name else torch.stack(rows)
+        if name.endswith(_VOCABULARY) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
+            tensor = torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+        yield name, f"{tensor_hash(tensor):016x}"
+
+
+def main() -> None:
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)  # what is imported may print
+        for line in sys.stdin:
+            task = json.loads(line)
+            reply: dict[str, Any]
+            try:
+                reply = {"checksums": dict(compute_checksums(Path(task["directory"]), task["names"]))}
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+                reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+            print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
