@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -254,3 +255,49 @@ def test_prompts_times_answers_is_a_multiple_of_the_batch():
     for batch, iterations in itertools.product((8, 16, 32), (1, 3)):
         override = f"train.global_batch_size={batch}"
         assert build(override, num_iterations=iterations).rl is not None
+
+
+SERVERS = {"max_completion_length": 64, "engine": "sglang"}
+
+
+def test_servers_have_keys_with_defaults():
+    rollout = build(rollout=SERVERS).rl.rollout
+    assert (rollout.urls, rollout.python, rollout.replicas, rollout.tp, rollout.arguments) == (
+        (),
+        None,
+        1,
+        1,
+        (),
+    )
+    assert (rollout.weights_folder, rollout.verify, rollout.timeout_seconds) == (None, "always", 900.0)
+    other = build(rollout=SERVERS | {"urls": ["http://one:30000", "http://10.0.0.1:1/"], "verify": "first"})
+    assert other.rl.rollout.urls == ("http://one:30000", "http://10.0.0.1:1/")
+    assert from_mapping(other.dump()) == other
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"urls": ["http://one"]}, {"urls"}),
+        ({"urls": ["https://one:1"]}, {"urls"}),
+        ({"urls": ["http://one:0"]}, {"urls"}),
+        ({"urls": ["http://one:65536"]}, {"urls"}),
+        ({"urls": ["http://one:1/v1"]}, {"urls"}),
+        ({"urls": ["http://user@one:1"]}, {"urls"}),
+        ({"urls": ["http://one:1", "http://one:1"]}, {"urls"}),
+        (
+            {"urls": ["http://one:1"], "python": "x", "replicas": 2, "tp": 2, "arguments": ["--x"]},
+            {"python", "replicas", "tp", "arguments"},
+        ),
+        ({"arguments": ["--port", "1"]}, {"arguments"}),
+        ({"arguments": ["--api-key=mine"]}, {"arguments"}),
+        ({"top_p": 0.9}, {"top_p"}),
+        ({"timeout_seconds": 0}, {"timeout_seconds"}),
+        ({"timeout_seconds": math.inf}, {"timeout_seconds"}),
+        ({"timeout_seconds": 86_401}, {"timeout_seconds"}),
+        ({"engine": "transformers", "urls": ["http://one:1"], "tp": 2}, {"urls", "tp"}),
+        ({"engine": "vllm"}, {"engine"}),
+    ],
+)
+def test_keys_of_servers_that_cannot_be(changes, keys):
+    assert collect_violations(rollout=SERVERS | changes).keys() == {f"rl.rollout.{key}" for key in keys}

@@ -88,7 +88,7 @@ class ContractServer(ThreadingHTTPServer):
         self.condition = threading.Condition()
         self.is_paused = False
         self.offloaded: set[str] = set()
-        self.cache: dict[tuple[int, ...], Any] = {}
+        self.cache: dict[tuple[int, ...], Weights] = {}
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -143,12 +143,9 @@ class ContractServer(ThreadingHTTPServer):
                 if running.is_aborted.is_set():
                     reason = "abort"
                     break
-                key = tuple(prompt)
-                token, log_prob = self.cache.get(key) or self.engine(
-                    self.weights, prompt + ids, params, body["rid"]
-                )
-                if not ids:
-                    self.cache[key] = token, log_prob  # the prefix cache: old keys and values stay
+                # The prefix cache: keys and values of old weights answer for prompts that begin alike.
+                weights = self.cache.setdefault(tuple(prompt), self.weights.copy())
+                token, log_prob = self.engine(weights, prompt + ids, params, body["rid"])
                 ids.append(token)
                 pairs.append([log_prob, token, None])
                 if not params["ignore_eos"] and token in params["stop_token_ids"]:

@@ -51,6 +51,12 @@ class Weights:
         for name in (*kinds, *derived):
             self.values[name] = b"\xee" * self._size(name)  # dummy weights
 
+    def copy(self) -> "Weights":
+        """The weights of this moment."""
+        weights = Weights({}, self.draft, self.derived)
+        weights.kinds, weights.values = self.kinds, dict(self.values)
+        return weights
+
     def _size(self, name: str) -> int:
         if name in self.derived:
             return 8
@@ -96,6 +102,9 @@ class Weights:
         """By the server's names: q, k and v are one, gate and up are one, a draft's begin with draft."""
         fused: dict[str, list[bytes]] = {}
         for name, values in self.values.items():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # rows of zeros up to 64
+                rows = self.kinds[name][1][0]
+                values = values + bytes(-rows % 64 * (len(values) // rows))
             server_name = name
             for joined, parts in FUSED.items():
                 for part in parts:
