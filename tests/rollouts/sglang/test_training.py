@@ -17,7 +17,7 @@ STEPS = {"train.steps": 4, "rl.evaluation": "null"}
 
 
 @pytest.fixture(scope="module")
-def runs(core, tmp_path_factory):
+def runs(installed, tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("runs")
     python = build_python(directory / "environment")
     servers = {
@@ -28,8 +28,8 @@ def runs(core, tmp_path_factory):
     # The server is killed at its 40th answer, in the second step; rank 0 alone speaks with it.
     servers["rl.rollout.arguments"] = '["--kill-at=40", "--is-new"]'
     alone, ranks = ({name: {"overrides": STEPS | more}} for name, more in (("one", {}), ("servers", servers)))
-    core.world.run("tests.rl.training", 1, str(directory), json.dumps(alone), timeout=400)
-    core.world.run("tests.rl.training", 2, str(directory), json.dumps(ranks), timeout=400)
+    installed.world.run("tests.rl.training", 1, str(directory), json.dumps(alone), timeout=400)
+    installed.world.run("tests.rl.training", 2, str(directory), json.dumps(ranks), timeout=400)
     assert not [*(directory / "weights").iterdir()]
     return directory
 
