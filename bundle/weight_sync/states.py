@@ -128,7 +128,7 @@ class ReplicaSync(Generic[R]):
         with self._step(Step.FLUSH):
             self.replica.flush()
         with self._step(Step.RELEASE):
-            for tag in sorted({*self._tags} - self.released):
+            for tag in self._tags:
                 self.replica.release(tag)
                 self.released.add(tag)
             if self._memory is not None:

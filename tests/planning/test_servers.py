@@ -5,11 +5,13 @@ import sys
 
 import pytest
 
+from bundle import files
 from bundle.errors import ExitCode
-from bundle.planning import servers
 from bundle.planning.rollout import count_folder_bytes, estimate_rollout
 from bundle.planning.servers import find_rollout_problems
 from bundle.recipe import load
+
+URLS, REPLAY = "rl.rollout.urls=['http://one:1']", "rl.rollout.path=answers"
 
 
 def build(*overrides: str):
@@ -24,9 +26,9 @@ def collect(*overrides: str) -> set[str]:
 
 def test_servers_of_another_python_and_servers_that_run_need_no_sglang_of_ours():
     assert collect(f"rl.rollout.python={sys.executable}") == set()
-    assert collect("rl.rollout.urls=['http://one:1']") == set()
+    assert collect(URLS) == set()
     assert list(find_rollout_problems(load("grpo-arithmetic-cpu"))) == []
-    assert collect("rl.rollout.path=answers") == set()
+    assert collect(REPLAY) == set()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_a_folder_without_room_for_two_versions_is_a_problem(tmp_path, monkeypat
     needed = count_folder_bytes(build())
     assert needed == 2 * estimate_rollout(build(), 1).weights  # MTP layers of Qwen3 are not published
     for free, keys in ((needed, set()), (needed - 1, {"rl.rollout.weights_folder"})):
-        monkeypatch.setattr(servers.files, "find_free_bytes", lambda path, free=free: free)
+        monkeypatch.setattr(files, "find_free_bytes", lambda path, free=free: free)
         assert collect(*recipe) == keys
 
 
@@ -62,4 +64,4 @@ def test_a_server_of_the_run_stands_beside_the_trainer_and_another_does_not():
     own = estimate_rollout(build(), 1)
     assert own.weights == estimate_rollout(load("grpo-arithmetic-cpu"), 1).weights and own.transient == 0
     assert estimate_rollout(build("rl.rollout.tp=2"), 1).weights == own.weights // 2
-    assert estimate_rollout(build("rl.rollout.urls=['http://one:1']"), 1) == (0, 0)
+    assert estimate_rollout(build(URLS), 1) == (0, 0)
