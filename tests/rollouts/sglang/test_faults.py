@@ -133,6 +133,17 @@ def test_a_fault_while_answering_costs_the_answers_of_that_replica(tmp_path, cou
             assert cluster.paths(0).count("/generate") <= 4 < [path for path, _ in asked].count("/generate")
 
 
+def test_what_a_replica_answers_after_its_fault_counts_for_nothing(tmp_path):
+    with run_cluster(tmp_path) as cluster:
+        cluster.sync(1)
+        cluster.server().token_seconds = 0.2  # all others answer well behind the fault
+        cluster.faults[0].append(Fault("/generate", "500"))
+        assert cluster.ask() == [(1, 1, 1)] * len(REQUESTS)
+        second_life = len(cluster.paths()) - cluster.paths()[::-1].index("/health_generate")
+        later = [body["rid"] for path, body in cluster.calls[0][second_life:] if path == "/generate"]
+        assert len({*later}) == len(REQUESTS)
+
+
 def test_a_server_that_never_answers_well_ends_the_call(tmp_path, messages):
     with run_cluster(tmp_path) as cluster:
         cluster.sync(1)
