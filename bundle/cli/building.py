@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bundle.architectures import Architecture
-from bundle.cli.request import JobRequest
+from bundle.cli.request import JobRequest, Machines, plan_job
 from bundle.errors import ExitCode, UsageError
 from bundle.launch import Start
-from bundle.planning import build_plan
 from bundle.planning.inputs import find_input_problems
 from bundle.planning.plan import choose_hardware, refuse
 from bundle.recipe import Recipe, flatten, from_mapping
@@ -48,7 +47,7 @@ class TaskSpec:
     data: Sequence[str]
     lora: bool = False
     epochs: float | None = None
-    hardware: str | None = None  # instead of this machine
+    hardware: str = ""  # instead of this machine
     request: JobRequest = field(default_factory=JobRequest)
 
     @property
@@ -92,7 +91,7 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     request = spec.request
     devices = request.devices_per_node or draft.devices.per_node
     if devices is None:
-        hardware, _ = choose_hardware(draft.backend, request.backend or None, spec.hardware)
+        hardware, _ = choose_hardware(draft.backend, request.backend or None, spec.hardware or None)
         devices = len(hardware.devices) or 1
     for layout in _propose_layouts(spec, draft.architecture, devices):
         try:
@@ -103,13 +102,7 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
             continue  # these sizes do not divide the model
         choices = [*length_choices, _choose_batch_size(recipe, len(corpus.training), devices), *layout]
         recipe = _compose_recipe(spec, choices)
-        plan = build_plan(
-            recipe,
-            backend=request.backend or None,
-            hardware_name=spec.hardware,
-            allow_drift=request.allow_drift or (),
-            per_node=request.devices_per_node,
-        )
+        plan = plan_job(recipe, request, Machines(hardware=spec.hardware)).plan
         if plan.exit_code is not ExitCode.ENVIRONMENT_UNFIT:
             break
     return BuiltRecipe(recipe, tuple(_list_final_choices(spec, recipe, choices)), corpus)

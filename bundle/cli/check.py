@@ -12,12 +12,10 @@ from bundle.checkpoints import state
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.cli import options
 from bundle.cli.check_questions import count_questions, decode_questions, format_question_lines
+from bundle.cli.request import JobRequest, Machines, plan_job
 from bundle.errors import UsageError
-from bundle.launch import Start
-from bundle.planning import build_plan
-from bundle.planning.inputs import find_input_problems
 from bundle.planning.output import build_settings_json, format_disk, format_settings
-from bundle.recipe import Recipe, from_mapping, load, with_steps
+from bundle.recipe import Recipe, from_mapping, with_steps
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -39,16 +37,15 @@ def check(
     as_json: options.JSON = False,
 ) -> None:
     """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
-    job = load(recipe, overrides or ())
-    directory = run_directory or job.run_directory
-    start = Start(resume=resume, origin=start_from, weights_only=weights_only)
+    request = JobRequest(overrides, run_directory, resume, start_from, weights_only)
+    job = request.load_recipe(recipe)
+    directory, start = request.find_run_directory(job), request.build_start()
     run = RunDirectory(directory)
-    initial_weights = run.find_initial_weights(job, start)
     # The data of a finished run may be looked at again.
     resumed_start = start.model_copy(update={"resume": resume or run.is_finished(job)})
-    problems = [*find_input_problems(job, directory, initial_weights), *run.find_problems(job, resumed_start)]
+    initial_weights, problems = run.inspect_start(job, resumed_start)
     if hardware:
-        build_plan(job, hardware_name=hardware, extra_problems=problems).refuse()
+        plan_job(job, request, Machines(hardware=hardware), problems=problems).plan.refuse()
     elif problems:
         raise UsageError(f"recipe {job.name} cannot be checked", [problem.text for problem in problems])
     from bundle.data import prepare
@@ -73,13 +70,13 @@ def check(
         left_out_lines, size = list(list_left_out_rows(corpus)), len(corpus.training)
     disk_space = run.estimate_disk(with_steps(job, size))
     if as_json:
-        document = {"weights": initial_weights.description, "settings": build_settings_json(job), **counts}
+        document = {"weights": initial_weights, "settings": build_settings_json(job), **counts}
         document |= {"disk": disk_space._asdict(), "samples": sample_texts}
         print(json.dumps({"schema": 1, **document}, indent=2))
         _refuse_other_data(run, identity)
         return
     lines = (
-        f"weights    {initial_weights.description}",
+        f"weights    {initial_weights}",
         *(f"{'' if index else 'settings':<10} {line}" for index, line in enumerate(format_settings(job))),
         *data_lines,
         f"disk       {format_disk(disk_space, directory)}",

@@ -45,7 +45,7 @@ def init(
             f"--output {output}: this file exists. Name another one, or replace it with --force."
         )
     request = JobRequest(overrides=overrides)
-    built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware or None, request))
+    built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware, request))
     files.write_text(output, _HEAD + "".join(_format_comments(_build_tree(built.choices))))
     shell_path = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")

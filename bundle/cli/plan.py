@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +9,15 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.request import JobRequest, Machines, expand_options
+from bundle.cli.request import LOCAL, JobRequest, Machines, expand_options, plan_job
 from bundle.environment import image
-from bundle.environment.image import BuildInfo
 from bundle.errors import ExitCode
 from bundle.launch import outcomes
 from bundle.launch.command import Launch, build_command
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 from bundle.launch.starters import DEFAULT_PORT
-from bundle.planning import Plan, Problem, build_plan, to_json, to_text
-from bundle.planning.inputs import find_input_problems, find_missing_files
-from bundle.recipe import Recipe
+from bundle.planning import Plan, Problem, to_json, to_text
+from bundle.planning.inputs import find_missing_files
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -47,23 +44,21 @@ def plan(
     directory = request.find_run_directory(loaded_recipe)
     image_record = image.read_record(record) if record else None
     is_remote = bool(machines.hardware or image_record)
-    start = request.build_start(fresh=fresh)
-    run_directory = RunDirectory(directory)
-    initial_weights = None if is_remote else run_directory.find_initial_weights(loaded_recipe, start)
-    extra_problems: tuple[Problem, ...] = ()
-    if initial_weights is not None:
-        extra_problems = (
-            *find_input_problems(loaded_recipe, directory, initial_weights),
-            *run_directory.find_problems(loaded_recipe, start),
+    start_weights, problems = "", list[Problem]()
+    if not is_remote:
+        start_weights, problems = RunDirectory(directory).inspect_start(
+            loaded_recipe, request.build_start(fresh=fresh)
         )
-    job_plan = plan_request(
+    planned = plan_job(
         loaded_recipe,
         request,
         machines,
-        image_record,
-        extra_problems,
-        initial_weights.description if initial_weights else "",
+        image_record if is_remote else LOCAL,
+        fresh=fresh,
+        problems=problems,
+        weights=start_weights,
     )
+    job_plan = planned.plan
     if is_remote:
         missing = (
             f"{problem.text} (seen from here; mount it there)"
@@ -73,11 +68,7 @@ def plan(
     run_command = start_command = ""
     if job_plan.exit_code is ExitCode.OK:
         if job:
-            from bundle.launch.job import from_plan
-
-            job_record = image_record if is_remote else image.read_own_record()
-            planned_job = from_plan(job_plan, directory, start=start, record=job_record)
-            files.write_text(job, planned_job.to_text())
+            files.write_text(job, planned.decide().to_text())
             arguments = ["train", f"--job={job}"]
         else:
             # A machine was named that has another backend than a command there would take.
@@ -98,29 +89,6 @@ def plan(
     else:
         print(to_text(job_plan, run_command, start_command))
     raise typer.Exit(int(job_plan.exit_code))
-
-
-def plan_request(
-    recipe: Recipe,
-    request: JobRequest,
-    machines: Machines,
-    record: BuildInfo | None,
-    extra_problems: Sequence[Problem] = (),
-    weights: str = "",
-) -> Plan:
-    """The plan of a recipe for the machines that are asked for; `record`: of the image that they run."""
-    return build_plan(
-        recipe,
-        backend=request.backend or None,
-        hardware_name=machines.hardware or None,
-        mcore=request.mcore or (record.megatron if record else ""),
-        allow_drift=request.allow_drift or (),
-        nodes=machines.nodes,
-        per_node=request.devices_per_node,
-        other_packages=record,
-        extra_problems=extra_problems,
-        weights=weights,
-    )
 
 
 def _format_run_command(job_plan: Plan, arguments: list[str], *, has_job_file: bool) -> str:

@@ -1,16 +1,27 @@
-"""What a job is asked for with: the options that the verbs which plan one have in common, in one list."""
+"""How a request becomes a plan and a job: the options that verbs have in common, and `plan_job` for all."""
 
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from bundle.cli import options
+from bundle.environment import image
+from bundle.environment.image import BuildInfo
 from bundle.launch import Start
+from bundle.planning import Plan, Problem, build_plan
 from bundle.recipe import Recipe, load
+
+if TYPE_CHECKING:
+    from bundle.launch.job import Job
+
+LOCAL: Final = "local"
+# The record of the image that a job runs in. None: it runs in none of ours; undecided: nobody says what is in
+# it; local: it runs where this process does.
+ImageContents = BuildInfo | Literal["undecided", "local"] | None
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,61 @@ class Machines:
 
     nodes: options.Nodes = None
     hardware: options.Hardware = ""
+
+
+_RECIPE_MACHINES = Machines()
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A request with its plan, before it is known whether anything stands against it."""
+
+    plan: Plan
+    request: JobRequest
+    fresh: bool
+    record: ImageContents
+
+    def decide(self) -> "Job":
+        """Return the job. Raise what a plan with problems raises."""
+        from bundle.launch.job import from_plan  # a plan that is only printed does not need it
+
+        self.plan.refuse()
+        return from_plan(
+            self.plan,
+            self.request.find_run_directory(self.plan.recipe),
+            start=self.request.build_start(fresh=self.fresh),
+            record=image.read_own_record() if self.record == LOCAL else self.record,
+        )
+
+
+def plan_job(
+    recipe: Recipe,
+    request: JobRequest,
+    machines: Machines = _RECIPE_MACHINES,
+    record: ImageContents = LOCAL,
+    *,
+    fresh: bool = False,
+    problems: Sequence[Problem] = (),
+    weights: str = "",
+) -> PlannedJob:
+    """Return the plan of a recipe on these machines; `problems` and `weights` are of who looked at its files.
+
+    The packages of a `record` count in the place of those that are installed here.
+    """
+    image_record = record if isinstance(record, BuildInfo) else None
+    plan = build_plan(
+        recipe,
+        backend=request.backend or None,
+        hardware_name=machines.hardware or None,
+        mcore=request.mcore or (image_record.megatron if image_record else ""),
+        allow_drift=request.allow_drift or (),
+        nodes=machines.nodes,
+        per_node=request.devices_per_node,
+        other_packages=image_record,
+        extra_problems=problems,
+        weights=weights,
+    )
+    return PlannedJob(plan, request, fresh, record)
 
 
 def expand_options(verb: Callable[..., None]) -> Callable[..., None]:

@@ -12,23 +12,22 @@ import typer
 
 from bundle.cli import ignore_lost_output, options
 from bundle.cli.disk_space import warn_disk_space
-from bundle.cli.request import JobRequest, expand_options
-from bundle.environment import hardware, image, machine, packages
+from bundle.cli.request import JobRequest, Machines, expand_options, plan_job
+from bundle.environment import hardware, machine, packages
 from bundle.environment.ascend import read_cann_version
 from bundle.environment.doctor import check_packages
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
 from bundle.imports import pause_collection
-from bundle.launch import Start, command, events, process
+from bundle.launch import command, events, process
 from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.launch.restarts import run_with_restarts
 from bundle.launch.spares import SpareNodeRunner
 from bundle.patches import megatron_core
-from bundle.planning import Problem, build_plan, to_hardware_problem, to_recipe_problem
-from bundle.planning.inputs import find_input_problems
+from bundle.planning import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.plan import refuse
 from bundle.planning.problems import find_device_problems
 from bundle.recipe import Recipe
@@ -79,8 +78,7 @@ def train(
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
         ignore_lost_output()  # the run directory has it all
-    if request.mcore:
-        import_megatron_from(request.mcore)
+    request = import_named_megatron(request)
 
     def discover_rendezvous(planned_nodes: int) -> Rendezvous:
         node_rendezvous = discover(
@@ -150,21 +148,13 @@ def decide_job(
     is_dry: bool = False,
 ) -> Job:
     """Return the job that a recipe comes to on this machine. Raise what a plan with problems raises."""
-    start, directory = request.build_start(fresh=fresh), request.find_run_directory(recipe)
-    plan = build_plan(
-        recipe,
-        backend=request.backend or None,
-        allow_drift=request.allow_drift or (),
-        nodes=rendezvous.nodes - spares,
-        per_node=rendezvous.per_node or request.devices_per_node,
-        extra_problems=[
-            *_find_file_problems(recipe, directory, start),
-            *_find_starter_problems(request.devices_per_node or recipe.devices.per_node, rendezvous),
-            *(() if is_dry else _find_package_problems()),
-        ],
-    )
-    plan.refuse()
-    return job_file.from_plan(plan, directory, start=start, record=image.read_own_record())
+    run = RunDirectory(request.find_run_directory(recipe))
+    _, problems = run.inspect_start(recipe, request.build_start(fresh=fresh))
+    problems += _find_starter_problems(request.devices_per_node or recipe.devices.per_node, rendezvous)
+    problems += () if is_dry else _find_package_problems()
+    request = replace(request, devices_per_node=rendezvous.per_node or request.devices_per_node)
+    machines = Machines(nodes=rendezvous.nodes - spares)
+    return plan_job(recipe, request, machines, fresh=fresh, problems=problems).decide()
 
 
 def run_job(
@@ -284,11 +274,13 @@ def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
     return rendezvous
 
 
-def import_megatron_from(mcore: str) -> None:
-    """Has this process and the ranks that it starts import the megatron-core that --mcore names.
+def import_named_megatron(request: JobRequest) -> JobRequest:
+    """Put the megatron-core of --mcore where this process and its ranks import it; return the other options.
 
-    Raises UsageError for a version that is not installed, and for a tree that would not be imported.
+    Raise UsageError for a version that is not installed, and for a tree that would not be imported.
     """
+    if not (mcore := request.mcore):
+        return request
     named = megatron_core.find_named_core(mcore, megatron_core.load_review_table())
     if named.root is not None:
         sys.path.insert(1, str(named.root))
@@ -304,6 +296,7 @@ def import_megatron_from(mcore: str) -> None:
         raise UsageError(
             f"--mcore {mcore}: installed is {description}; give the directory of its source instead"
         )
+    return replace(request, mcore="")
 
 
 def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
@@ -322,22 +315,13 @@ def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
     refuse(
         job.recipe,
         [
-            *_find_file_problems(job.recipe, job.directory, job.start),
+            *RunDirectory(job.directory).inspect_start(job.recipe, job.start)[1],
             *_find_starter_problems(job.per_node, rendezvous),
             *_find_package_problems(),
             *find_device_problems(local_hardware, job.per_node),
         ],
     )
     job_file.refuse_misfits(job)
-
-
-def _find_file_problems(recipe: Recipe, directory: Path, start: Start) -> list[Problem]:
-    """What is wrong with what lies on this machine's disks."""
-    run = RunDirectory(directory)
-    return [
-        *find_input_problems(recipe, directory, run.find_initial_weights(recipe, start)),
-        *run.find_problems(recipe, start),
-    ]
 
 
 def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list[Problem]:

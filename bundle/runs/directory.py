@@ -17,7 +17,7 @@ from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
 from bundle.launch import LOCK_FILE, Start
 from bundle.planning import Problem
-from bundle.planning.inputs import InitialWeights, inspect_weights, to_problems
+from bundle.planning.inputs import InitialWeights, find_input_problems, inspect_weights, to_problems
 from bundle.planning.size import DiskUsage, estimate_disk
 from bundle.recipe import Recipe, list_differences, load
 from bundle.recipe.document import to_yaml
@@ -133,6 +133,12 @@ class RunDirectory:
         except UsageError as error:
             return tuple(to_problems(error))
         return ()
+
+    def inspect_start(self, recipe: Recipe, start: Start) -> tuple[str, list[Problem]]:
+        """Return what the model begins with, and the problems of the inputs and of this directory."""
+        weights = self.find_initial_weights(recipe, start)
+        input_problems = find_input_problems(recipe, self.root, weights)
+        return weights.description, [*input_problems, *self.find_problems(recipe, start)]
 
     def is_finished(self, recipe: Recipe) -> bool:
         """Whether the run has come to its result, and `recipe` asks for no more of it.

@@ -97,7 +97,8 @@ def kubernetes(
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
     if not container_image and (missing_image := objects.explain_missing_image(form)):
         raise UsageError(missing_image)
-    job = decide_job(recipe, request, machines, read_image_record(container_image, record))
+    image_record = read_image_record(container_image, record)
+    job = decide_job(request.load_recipe(recipe), request, machines, image_record)
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
         _log.warning("planned for cpu, all that this machine has: say --hardware where nodes have more")
     kubernetes_options = KubernetesOptions(

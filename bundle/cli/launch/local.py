@@ -1,6 +1,5 @@
 """`mcore-bundle launch local`: the options that only a launch on this machine has."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +13,7 @@ from bundle.cli.launch.submission import (
     decide_job_with_paths,
     follow_submitted_job,
 )
-from bundle.cli.request import JobRequest, Machines
-from bundle.environment import image
+from bundle.cli.request import LOCAL, JobRequest, Machines
 from bundle.targets import local as machine
 
 
@@ -31,8 +29,7 @@ def local(
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""
-    job = decide_job_with_paths(recipe, request, machines, None, checks_paths=not machines.hardware)
-    job = replace(job, image=image.read_own_record())
+    job = decide_job_with_paths(recipe, request, machines, LOCAL, checks_paths=not machines.hardware)
     local_options = machine.LocalOptions(restarts, request.mcore, preflight)
     if dry_run:
         print(machine.render_dry_run(job, local_options, rendezvous), end="")

@@ -1,7 +1,6 @@
 """`mcore-bundle launch ray`: the options that only Ray has."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from bundle.cli.launch.submission import (
     follow_submitted_job,
     warn_unknown_steps,
 )
-from bundle.cli.request import JobRequest, Machines
+from bundle.cli.request import LOCAL, JobRequest, Machines
 from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
@@ -69,12 +68,11 @@ def ray(
             recipe,
             request,
             machines,
-            image_record,
+            image_record or LOCAL,
             checks_paths=not dry_run,
             in_image=image_record is not None,
         )
         warn_unknown_steps(planned_job, recipe)
-        planned_job = replace(planned_job, image=image_record or image.read_own_record())
         if dry_run:
             print(cluster.render_dry_run(planned_job, ray_options, Path.cwd()), end="")
             return

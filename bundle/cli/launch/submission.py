@@ -6,21 +6,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from bundle.cli import ignore_lost_output
 from bundle.cli.disk_space import warn_disk_space
-from bundle.cli.plan import plan_request
-from bundle.cli.request import JobRequest, Machines
+from bundle.cli.request import ImageContents, JobRequest, Machines, plan_job
 from bundle.environment import image
-from bundle.environment.image import BuildInfo
 from bundle.errors import UsageError, format_value
-from bundle.launch.job import UNDECIDED, Job, from_plan
+from bundle.launch.job import UNDECIDED, Job
 from bundle.patches.megatron_core import DEFAULT_RELEASE
 from bundle.planning import Problem
-from bundle.planning.inputs import find_input_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, images, local, ray, slurm
@@ -31,8 +28,6 @@ from bundle.targets.states import Target
 _log = logging.getLogger(__name__)
 
 _NOT_OURS = "none"
-# What is in an image: its record; None of one that is none of ours; undecided, where nobody says.
-ImageContents = BuildInfo | Literal["undecided"] | None
 Handle = Annotated[
     str,
     typer.Argument(
@@ -86,9 +81,25 @@ def read_image_record(container_image: str, record_name: str) -> ImageContents:
     return None
 
 
-def decide_job(recipe: str, request: JobRequest, machines: Machines, record: ImageContents) -> Job:
+def decide_job(
+    recipe: Recipe,
+    request: JobRequest,
+    machines: Machines,
+    record: ImageContents,
+    problems: Sequence[Problem] = (),
+) -> Job:
     """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
-    return _plan_job(request.load_recipe(recipe), request, machines, record)
+    if record == UNDECIDED:
+        request = replace(request, mcore=request.mcore or DEFAULT_RELEASE)  # what is here says nothing of it
+    planned = plan_job(recipe, request, machines, record, problems=problems)
+    planned.plan.refuse()
+    if record == UNDECIDED:
+        _log.warning(
+            "nobody said what is in the image: planned with megatron-core %s, its patches are left to the"
+            " first rank; --image-record FILE says it, which `docker run IMAGE doctor --json > FILE` writes",
+            planned.plan.megatron.version,
+        )
+    return planned.decide()
 
 
 def decide_job_with_paths(
@@ -110,16 +121,14 @@ def decide_job_with_paths(
     directory, origin = request.find_run_directory(loaded_recipe).absolute(), request.start_from
     local_request = replace(request, run_directory=directory, start_from=origin and origin.absolute())
     if not checks_paths:
-        return _plan_job(loaded_recipe, local_request, machines, record)
+        return decide_job(loaded_recipe, local_request, machines, record)
     run, start = RunDirectory(directory), local_request.build_start()
     run.check_start(loaded_recipe, start)
-    missing = list(
-        find_input_problems(loaded_recipe, directory, run.find_initial_weights(loaded_recipe, start))
-    )
+    _, missing = run.inspect_start(loaded_recipe, start)
     if in_image:
         warn_absent_inputs(missing)
         missing = []
-    job = _plan_job(loaded_recipe, local_request, machines, record, missing)
+    job = decide_job(loaded_recipe, local_request, machines, record, missing)
     warn_disk_space(loaded_recipe, run)
     return job
 
@@ -167,25 +176,3 @@ def find_target(handle: str) -> tuple[Target, str]:
     if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
         raise UsageError(f"{format_value(handle)}: no handle of a job, such as slurm:1234")
     return target, name
-
-
-def _plan_job(
-    recipe: Recipe,
-    request: JobRequest,
-    machines: Machines,
-    record: ImageContents,
-    extra_problems: Sequence[Problem] = (),
-) -> Job:
-    if record == UNDECIDED:
-        request = replace(request, mcore=request.mcore or DEFAULT_RELEASE)  # what is here says nothing of it
-    job_plan = plan_request(
-        recipe, request, machines, None if record == UNDECIDED else record, extra_problems
-    )
-    job_plan.refuse()
-    if record == UNDECIDED:
-        _log.warning(
-            "nobody said what is in the image: planned with megatron-core %s, its patches are left to the"
-            " first rank; --image-record FILE says it, which `docker run IMAGE doctor --json > FILE` writes",
-            job_plan.megatron.version,
-        )
-    return from_plan(job_plan, request.find_run_directory(recipe), start=request.build_start(), record=record)
