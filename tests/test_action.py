@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from tests.command import run_bundle
 from tests.test_workflows import tool
 
 ROOT = Path(__file__).parents[1]
@@ -71,8 +72,7 @@ def test_the_hook_calls_a_program_of_ours_once():
     assert hook["language"] == "python" and hook["always_run"] and not hook["pass_filenames"]
     program, *words = hook["entry"].split()
     assert f'{program} = "bundle.cli:main"' in (ROOT / "pyproject.toml").read_text()
-    command = [sys.executable, "-m", "bundle", *words, "--mcore", "0.19.2", "--features", "pp"]
-    assert subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True).returncode == 0
+    run_bundle(*words, "--mcore", "0.19.2", "--features", "pp", cwd=ROOT, code=0)
 
 
 def test_the_page_shows_inputs_and_hooks_that_there_are():

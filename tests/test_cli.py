@@ -1,8 +1,6 @@
 """The command line as a user meets it."""
 
-import os
 import subprocess
-import sys
 
 import pytest
 
@@ -58,8 +56,7 @@ def test_a_shell_completes_verbs_and_options(words, offered):
         "COMP_WORDS": words,
         "COMP_CWORD": str(words.count(" ")),
     }
-    command = [sys.executable, "-c", "from bundle.cli import main; main()"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **asked})
+    ran = run_bundle(program=("-c", "from bundle.cli import main; main()"), environment=asked)
     assert ran.stdout.split() == offered, ran.stderr
 
 

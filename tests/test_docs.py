@@ -3,10 +3,11 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command import run_bundle
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -32,14 +33,13 @@ def test_a_shown_command_runs(page, command, tmp_path):
     program, *words = shlex.split(command)
     if program == "make":
         words = ["-n", *words]
-        argv, directory = ["make", *words], ROOT
+        result = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     elif program == "mcore-bundle":
         if words[0] == "train" and "--dry-run" not in words:
             words.append("--dry-run")
-        argv, directory = [sys.executable, "-m", "bundle", *words], tmp_path
+        result = run_bundle(*words, cwd=tmp_path, timeout=60)
     else:
         pytest.fail(f"{page} shows `{program}`, which no test can run: show make or mcore-bundle")
-    result = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=60)
     # 3: doctor found something on this machine; 4: the audit found a silent defect, as it does in any release
     allowed = {0, 3} if "doctor" in words else {0, 4} if "audit" in words else {0}
     assert result.returncode in allowed, result.stdout + result.stderr

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bundle.hub import find_reference, strip_revision
+from tests.command import run_bundle
 from tests.reference.configs import CONFIGS
 
 pytest.importorskip("huggingface_hub")
@@ -262,10 +263,7 @@ def test_a_job_names_commits_and_reads_the_cache(server, tmp_path):
     )
 
     def run(*arguments, server=server):
-        return subprocess.run(
-            [sys.executable, "-m", "bundle", *arguments],
-            env=environment(server, tmp_path), capture_output=True, text=True, cwd=tmp_path, timeout=300,
-        )  # fmt: skip
+        return run_bundle(*arguments, base=environment(server, tmp_path), cwd=tmp_path)
 
     planned = run("plan", "./job.yaml", "--job", "job.json")
     assert planned.returncode == 0, planned.stderr + planned.stdout
@@ -316,10 +314,7 @@ def test_an_adapter_of_the_hub_is_pinned_and_read_from_the_cache(server, tmp_pat
     )
 
     def plan(*arguments, server):
-        return subprocess.run(
-            [sys.executable, "-m", "bundle", "plan", "./job.yaml", *arguments],
-            env=environment(server, tmp_path), capture_output=True, text=True, cwd=tmp_path, timeout=300,
-        )  # fmt: skip
+        return run_bundle("plan", "./job.yaml", *arguments, base=environment(server, tmp_path), cwd=tmp_path)
 
     for hub in (server, None):
         planned = plan("--job", "job.json", server=hub)

@@ -11,7 +11,7 @@ from bundle.data import prepare
 from bundle.data.cache import choose_cache_directory
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
-from tests.cli.in_process import run_command
+from tests.command import capture_bundle
 from tests.runs.test_origin import kept_by
 
 ROWS = ["task=sft", "data.source=jsonl", "data.path=rows.jsonl", "data.template=plain", "data.validation=0.2"]
@@ -48,7 +48,7 @@ def working_directory(tmp_path, monkeypatch):
 
 
 def advice(*flags) -> list[str]:
-    code, text = run_command(["check", "demo", *FLAGS, "--json", *flags])
+    code, text = capture_bundle("check", "demo", *FLAGS, "--json", *flags)
     assert code == 0, text
     found: list[str] = json.loads(text[text.index("{") :])["advice"]
     return found
@@ -58,7 +58,7 @@ def test_packs_are_advised_where_rows_are_mostly_padding(working_directory):
     """A row of n tokens of 128: its share, and how many rows take the room of one, by hand."""
     write_rows(working_directory / "rows.jsonl", 8)
     (said,) = advice()
-    (tokens,) = re.findall(r"tokens +([\d,]+);", run_command(["check", "demo", *FLAGS])[1])
+    (tokens,) = re.findall(r"tokens +([\d,]+);", capture_bundle("check", "demo", *FLAGS)[1])
     share = int(tokens.replace(",", "")) / 60 / 128
     assert said.startswith("data.packed: ") and f"{100 * share:.0f} %" in said
     assert f"about {1 / share:.1f} times" in said
@@ -69,11 +69,11 @@ def test_packs_are_advised_where_rows_are_mostly_padding(working_directory):
 
 def test_check_and_plan_say_what_is_held_out(working_directory):
     write_rows(working_directory / "rows.jsonl", 8)
-    code, text = run_command(["check", "demo", *FLAGS])
+    code, text = capture_bundle("check", "demo", *FLAGS)
     assert code == 0 and re.search(r"\b12 held .*data\.validation: 0\.2", text)
-    assert re.search(r"^validation +20 % .*data\.validation", run_command(["plan", "demo", *FLAGS])[1], re.M)
+    assert re.search(r"^validation +20 % .*data\.validation", capture_bundle("plan", "demo", *FLAGS)[1], re.M)
     none = [*FLAGS, "--set=data.validation=0"]
-    assert re.search(r"^validation +no data", run_command(["plan", "demo", *none])[1], re.M)
+    assert re.search(r"^validation +no data", capture_bundle("plan", "demo", *none)[1], re.M)
 
 
 def test_another_lr_on_a_run_that_is_there_is_refused_by_plan_and_check(working_directory):
@@ -81,7 +81,7 @@ def test_another_lr_on_a_run_that_is_there_is_refused_by_plan_and_check(working_
     begin_run(load("demo", ["data.path=text.txt"]))
     words = ["demo", "--set=data.path=text.txt", "--set=optimizer.lr=0.5"]
     for verb in (["plan"], ["check"], ["train", "--dry-run"]):
-        code, text = run_command([verb[0], *words, *verb[1:]])
+        code, text = capture_bundle(verb[0], *words, *verb[1:])
         assert code == 2 and "optimizer.lr: 0.005 -> 0.5" in text, text
 
 
@@ -89,19 +89,19 @@ def test_check_takes_a_longer_run_with_resume_alone(working_directory):
     (working_directory / "text.txt").write_text("some text\n" * 400)
     begin_run_with_data(load("demo", ["data.path=text.txt"]))
     words = ["check", "demo", "--set=data.path=text.txt", "--set=train.steps=500"]
-    code, text = run_command(words)
+    code, text = capture_bundle(*words)
     assert code == 2 and "train.steps" in text
-    assert run_command([*words, "--resume"])[0] == 0
-    assert run_command([*words, "--resume", "--run-directory=none"])[0] == 2
+    assert capture_bundle(*words, "--resume")[0] == 0
+    assert capture_bundle(*words, "--resume", "--run-directory=none")[0] == 2
 
 
 def test_check_lists_what_is_against_a_job_on_another_machine_with_what_is_missing(working_directory):
     (working_directory / "text.txt").write_text("some text\n" * 400)
     words = ["check", "demo", "--hardware=h200"]
-    code, text = run_command([*words, "--set=data.path=gone.txt"])
+    code, text = capture_bundle(*words, "--set=data.path=gone.txt")
     batch = "train.global_batch_size"
     assert code == 2 and f"{batch}: 16" in text and "gone.txt" in text
-    assert run_command([*words, "--set=data.path=text.txt", f"--set={batch}=64"])[0] == 0
+    assert capture_bundle(*words, "--set=data.path=text.txt", f"--set={batch}=64")[0] == 0
 
 
 def test_other_data_on_a_run_that_is_there_is_refused_by_check_after_its_counts(working_directory):
@@ -109,14 +109,14 @@ def test_other_data_on_a_run_that_is_there_is_refused_by_check_after_its_counts(
     job = load("demo", ["data.path=text.txt"])
     begin_run_with_data(job)
     words = ["check", "demo", "--set=data.path=text.txt"]
-    assert run_command(words)[0] == 0
+    assert capture_bundle(*words)[0] == 0
     (working_directory / "text.txt").write_text("other text\n" * 400)
-    code, text = run_command(words)
+    code, text = capture_bundle(*words)
     assert code == 2 and "data tokens: was " in text and "tokens     " in text
 
 
 def test_a_plan_for_another_machine_notes_files_that_are_not_here():
     flags = ["--set=data.path=gone.jsonl", "--set=data.source=jsonl", "--set=data.tokenizer=hf:nowhere"]
-    code, text = run_command(["plan", "demo", *flags, "--hardware=cpu", "--json"])
+    code, text = capture_bundle("plan", "demo", *flags, "--hardware=cpu", "--json")
     notes = [note for note in json.loads(text)["notes"] if "seen from here" in note]
     assert code == 0 and [note.partition(" ")[0] for note in notes] == ["data.path", "data.tokenizer:"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bundle.files import is_directory
-from tests.cli.in_process import run_command
+from tests.command import capture_bundle
 
 LONG = "/".join(["a" * 200] * 25)
 LONG_NAME = "a" * 5000
@@ -45,7 +45,7 @@ def entries(directory: Path) -> list[str]:
 )
 def test_a_name_that_no_file_can_have_is_refused(words, name, working_directory):
     before = entries(working_directory)
-    code, text = run_command([word.replace("NAME", name) for word in words])
+    code, text = capture_bundle(*(word.replace("NAME", name) for word in words))
     assert code == 2 and "aaaa" in text
     assert entries(working_directory) == before
 
@@ -56,14 +56,14 @@ def test_data_that_cannot_be_read_is_named_and_none_of_it_is_skipped(verb, worki
     data.mkdir()
     (data / "good.txt").write_text("some text\n" * 400)
     (data / "loop.txt").symlink_to(data / "loop.txt")
-    code, text = run_command([verb, "demo", "--set", "data.path=data"])
+    code, text = capture_bundle(verb, "demo", "--set", "data.path=data")
     assert code == 2 and "data.path data:" in text and "data/loop.txt" in text
     assert entries(working_directory) == ["data", "data/good.txt", "data/loop.txt", "text.txt"]
 
 
 @pytest.mark.parametrize("path", ["/", "//", "/..", "/proc/.."])
 def test_data_is_not_looked_for_in_the_whole_file_system(path):
-    code, text = run_command(["plan", "demo", f"--set=data.path={path}"])
+    code, text = capture_bundle("plan", "demo", f"--set=data.path={path}")
     assert code == 2 and f"data.path {path}: " in text
 
 
@@ -71,7 +71,7 @@ def test_data_is_not_looked_for_in_the_whole_file_system(path):
 def test_a_folder_of_data_that_nobody_may_list_is_named(working_directory):
     (working_directory / "data" / "closed").mkdir(parents=True, mode=0)
     (working_directory / "data" / "good.txt").write_text("some text\n" * 400)
-    code, text = run_command(["check", "demo", "--set", "data.path=data"])
+    code, text = capture_bundle("check", "demo", "--set", "data.path=data")
     assert code == 2 and "data/closed" in text
 
 
@@ -82,7 +82,7 @@ def test_a_directory_with_other_files_is_no_run_directory(verb, place, working_d
         (working_directory / name).parent.mkdir()
         (working_directory / name).write_text("{}")
     before = entries(working_directory), os.listdir("/")  # noqa: PTH208
-    code, text = run_command([verb, "demo", "--set=data.path=text.txt", f"--run-directory={place}"])
+    code, text = capture_bundle(verb, "demo", "--set=data.path=text.txt", f"--run-directory={place}")
     assert code == 2 and "--run-directory" in text
     assert (entries(working_directory), os.listdir("/")) == before  # noqa: PTH208
 
@@ -103,14 +103,14 @@ def test_an_empty_directory_or_a_mounted_volume_is_one(made, working_directory):
         path = working_directory / name
         path.parent.mkdir(exist_ok=True)
         path.mkdir() if name.endswith("/") else path.touch()
-    code, text = run_command(["plan", "demo", "--set=data.path=text.txt", f"--run-directory={place}"])
+    code, text = capture_bundle("plan", "demo", "--set=data.path=text.txt", f"--run-directory={place}")
     assert code == 0, text
 
 
 def test_a_new_directory_below_the_model_is_one(working_directory):
     (working_directory / "model").mkdir()
     (working_directory / "model" / "config.json").write_text("{}")
-    code, text = run_command(["plan", "demo", "--set=data.path=text.txt", "--run-directory=model/run"])
+    code, text = capture_bundle("plan", "demo", "--set=data.path=text.txt", "--run-directory=model/run")
     assert code == 0, text
     assert not is_directory(working_directory / "model" / "run")
 
@@ -122,7 +122,7 @@ def test_an_empty_name_is_not_the_working_directory(verb, option, name, working_
     (working_directory / "config.json").write_text("{}")
     before = entries(working_directory)
     words = [verb, "--model=.", "--data=text.txt", f"{option}={name}"]
-    code, text = run_command(words)
+    code, text = capture_bundle(*words)
     assert code == 2 and f"'{option}'" in text
     assert entries(working_directory) == before
 
@@ -131,5 +131,5 @@ def test_an_empty_name_is_not_the_working_directory(verb, option, name, working_
 def test_a_recipe_names_no_empty_path(key, working_directory):
     (working_directory / "config.json").write_text("{}")
     value = '[""]' if key == "data.path" else '""'
-    code, text = run_command(["plan", "demo", f"--set={key}={value}"])
+    code, text = capture_bundle("plan", "demo", f"--set={key}={value}")
     assert code == 2 and key in text

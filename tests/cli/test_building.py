@@ -9,8 +9,8 @@ from bundle.cli.building import LEAST_EPOCH_STEPS, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import BundleError, UsageError
 from bundle.recipe import load
+from tests.command import NO_GPU, run_bundle, sets
 from tests.journeys import checkpoints
-from tests.launch.handed import bundle, sets
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_a_model_too_large_for_one_device_is_divided(model, tmp_path):
 
 def test_init_writes_adapters_of_a_rank_that_a_user_sets(model, chats, tmp_path):
     words = ("init", f"--model={model}", f"--data={chats}", "--lora", *sets("model.lora.rank=8"))
-    bundle(*words, cwd=tmp_path)
+    run_bundle(*words, cwd=tmp_path, code=0, environment=NO_GPU)
     lora = load(tmp_path / "recipe.yaml").model.lora
     assert lora is not None and (lora.rank, lora.alpha) == (8, 32)
 
@@ -146,17 +146,17 @@ def test_init_writes_adapters_of_a_rank_that_a_user_sets(model, chats, tmp_path)
 @pytest.mark.slow
 def test_init_writes_a_recipe_that_plan_and_check_take(model, chats, tmp_path):
     words = ("init", f"--model={model}", f"--data={chats}", *sets("optimizer.lr=2e-4"))
-    bundle(*words, cwd=tmp_path)
+    run_bundle(*words, cwd=tmp_path, code=0, environment=NO_GPU)
     text = (tmp_path / "recipe.yaml").read_text()
     assert "lr: 0.0002" in text and text.count("# ") >= 10
     built = build_recipe(
         TaskSpec("sft", str(model), [str(chats)], request=JobRequest(overrides=["optimizer.lr=2e-4"]))
     )
     assert load(tmp_path / "recipe.yaml") == built.recipe
-    bundle("plan", "recipe.yaml", cwd=tmp_path)
-    bundle("check", "recipe.yaml", cwd=tmp_path)
+    run_bundle("plan", "recipe.yaml", cwd=tmp_path, code=0, environment=NO_GPU)
+    run_bundle("check", "recipe.yaml", cwd=tmp_path, code=0, environment=NO_GPU)
     (tmp_path / "recipe.yaml").write_text("mine")
-    bundle(*words, cwd=tmp_path, code=2)
+    run_bundle(*words, cwd=tmp_path, code=2, environment=NO_GPU)
     assert (tmp_path / "recipe.yaml").read_text() == "mine"
-    bundle(*words, "--force", cwd=tmp_path)
+    run_bundle(*words, "--force", cwd=tmp_path, code=0, environment=NO_GPU)
     assert load(tmp_path / "recipe.yaml") == built.recipe

@@ -2,18 +2,18 @@
 
 import json
 
-from tests.cli.in_process import run_command
+from tests.command import capture_bundle
 
 VERL = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}
 
 
 def check(*overrides: str) -> tuple[int, str]:
-    return run_command(["check", "grpo-arithmetic-cpu", *(f"--set={one}" for one in overrides)])
+    return capture_bundle("check", "grpo-arithmetic-cpu", *(f"--set={one}" for one in overrides))
 
 
 def test_the_questions_of_a_recipe_are_counted_and_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, text = run_command(["check", "grpo-arithmetic-cpu", "--json", "--samples", "2"])
+    code, text = capture_bundle("check", "grpo-arithmetic-cpu", "--json", "--samples", "2")
     document = json.loads(text)
     assert code == 0
     assert document["questions"] == {"rows": 320, "longest": 6, "skipped": 0, "deleted": 0}

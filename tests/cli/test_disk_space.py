@@ -2,8 +2,6 @@
 
 import logging
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from bundle.planning.output import format_disk
 from bundle.planning.size import estimate_disk
 from bundle.recipe import load
 from bundle.runs.directory import RunDirectory
+from tests.command import run_bundle
 
 Usage = namedtuple("Usage", "total used free")
 MANY = "--set=checkpoint.keep=1000000000"
@@ -24,17 +23,10 @@ MANY = "--set=checkpoint.keep=1000000000"
 @pytest.mark.parametrize("target", ["slurm", "docker", "ray", "local"])
 @pytest.mark.parametrize("keep", [MANY, ""])
 def test_a_launch_that_sees_the_run_directory_says_whether_its_disk_has_the_room(target, keep, tmp_path):
-    command = [sys.executable, "-m", "bundle", "launch", target, "demo", "--backend=cpu", "--detach"]
-    words = [*([keep] if keep else []), "--run-directory=run"]
+    words = ["launch", target, "demo", "--backend=cpu", "--detach", *([keep] if keep else [])]
+    words += ["--run-directory=run"]
     words += {"ray": ["--address=http://127.0.0.1:9"], "local": ["--dry-run"]}.get(target, [])
-    done = subprocess.run(
-        [*command, *words],
-        cwd=tmp_path,
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_bundle(*words, cwd=tmp_path, base={"PATH": "/nowhere"})
     found = [line for line in done.stderr.splitlines() if "disk: " in line]
     assert len(found) == (1 if keep else 0), done.stderr
     for line in found:

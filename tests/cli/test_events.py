@@ -1,17 +1,13 @@
 """What `train` writes of a run: its directory at both ends, and events of JSON with --json."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bundle.launch import events
-from tests.launch.handed import SMALL, sets
-from tests.launch.launched import ROOT
+from tests.command import SMALL, run_bundle, sets
 
 RECIPE = ("qwen3-tp2-sp", *sets(*SMALL), "--backend=cpu", "--devices-per-node=1", "--run-directory=run")
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -20,11 +16,7 @@ RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 def train(cwd: Path, *words: str, code: int = 0, **environ: str) -> tuple[str, str]:
     """Return standard output and standard error of `train`, which must end with `code`."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "bundle", "train", *RECIPE, *words]
-    environment = os.environ | {"PYTHONPATH": path} | environ
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == code, ended.stderr
+    ended = run_bundle("train", *RECIPE, *words, cwd=cwd, code=code, environment=environ)
     return ended.stdout, ended.stderr
 
 

@@ -4,17 +4,14 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bundle.cli import main
 from bundle.cli.generate import TextStream, limit_tokens
 from bundle.errors import UsageError
+from tests import command
 from tests.data.chat import SIMPLE, directory
-from tests.training import command
 
 RED, BLUE = "What is red?", "What is blue?"
 ROWS = {RED: "A poppy in June.", BLUE: "Nobody knows: ask again."}
@@ -57,22 +54,14 @@ def train(place: Path, data: dict, answers: dict = ROWS, **sections: dict) -> Pa
         "checkpoint": {"interval": 0},
     } | sections
     (place / "heart.yaml").write_text(json.dumps(recipe))
-    command.finish(command.train(str(place / "heart.yaml"), place / "run", (), "--backend=cpu"))
+    command.finish(command.start_training(str(place / "heart.yaml"), place / "run", (), "--backend=cpu"))
     return place / "run"
 
 
 def generate(capfd, *words: str | Path) -> tuple[int, str, str]:
     """(what the command would end with, what it printed, what it said of errors)."""
     capfd.readouterr()
-    before, sys.argv = sys.argv, ["mcore-bundle", "generate", *map(str, words)]
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = before
-    return code, *capfd.readouterr()
+    return command.call_bundle("generate", *words), *capfd.readouterr()
 
 
 @pytest.fixture(scope="module")
@@ -295,8 +284,7 @@ def test_a_directory_that_is_not_there_is_refused_before_torch_is_imported(tmp_p
         "import sys\nfrom bundle.cli import main\ntry:\n    main()\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
     )
-    words = [sys.executable, "-c", script, "generate", str(tmp_path / "none"), "--prompt=a"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = command.run_bundle("generate", tmp_path / "none", "--prompt=a", program=("-c", script))
     assert done.stdout.split() == ["2", "False"] and str(tmp_path / "none") in done.stderr
 
 

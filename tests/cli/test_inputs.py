@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import bundle
 from bundle.planning import inputs
 from bundle.recipe import load
-from tests.command import run_bundle
+from tests.command import run_bundle, run_without_torch, sets
 from tests.runs.test_origin import kept_by
 
 pytestmark = pytest.mark.processes
@@ -31,10 +30,6 @@ def run(*words, cwd, code=0, **environment):
 def select_problems(said):
     """What is against the job, without the plan above it."""
     return said.rpartition("\nproblems ")[2].strip()
-
-
-def sets(*overrides):
-    return [word for override in overrides for word in ("--set", override)]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
@@ -128,16 +123,7 @@ def test_packages_that_the_data_needs(tmp_path, monkeypatch):
 
 
 def test_a_python_without_torch_is_3_with_doctors_fix(tmp_path, messages):
-    """The packages hidden as where they are not installed: a directory of links to all others."""
-    site = tmp_path / "site"
-    site.mkdir()
-    for entry in Path(next(p for p in sys.path if p.endswith("site-packages"))).iterdir():
-        if not entry.name.startswith(("torch", "megatron", "__editable__")):
-            (site / entry.name).symlink_to(entry)
-    line = "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); from bundle.cli import main; main()"
-    command = [sys.executable, "-S", "-c", line, f"{ROOT}:{site}", "train", "demo"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 3, done.stderr
+    done = run_without_torch("train", "demo", cwd=tmp_path, code=3)
     assert "torch: " in done.stderr and "mcore-bundle[cpu]" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
     messages(done.stderr)

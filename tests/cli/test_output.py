@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run_bundle
+
 pytestmark = pytest.mark.processes
 
-BUNDLE = [sys.executable, "-m", "bundle"]
 VERBS = ["--help", "plan demo --mcore 0.16.1 --json", "patches list", "plan demo --nonsense", "nonsense"]
 
 
@@ -22,12 +23,10 @@ def closed_pipe() -> int:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_closed_pipe_changes_neither_the_code_nor_what_is_said(verb, tmp_path):
-    heard = subprocess.run([*BUNDLE, *verb.split()], capture_output=True, cwd=tmp_path, timeout=60)
+    heard = run_bundle(*verb.split(), cwd=tmp_path)
     writer = closed_pipe()
-    unheard = subprocess.run(
-        [*BUNDLE, *verb.split()], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
-    )
-    nobody = subprocess.run([*BUNDLE, *verb.split()], stdout=writer, stderr=writer, cwd=tmp_path, timeout=60)
+    unheard = run_bundle(*verb.split(), stdout=writer, cwd=tmp_path)
+    nobody = run_bundle(*verb.split(), stdout=writer, stderr=writer, cwd=tmp_path)
     os.close(writer)
     assert (unheard.returncode, unheard.stderr) == (heard.returncode, heard.stderr)
     assert nobody.returncode == heard.returncode
@@ -36,17 +35,14 @@ def test_a_closed_pipe_changes_neither_the_code_nor_what_is_said(verb, tmp_path)
 @pytest.mark.parametrize("verb", ["--help", "plan demo --mcore 0.16.1 --json", "recipes list"])
 def test_output_without_room_is_one_line_and_1(verb, tmp_path, messages):
     with Path("/dev/full").open("wb") as full:
-        ran = subprocess.run(
-            [*BUNDLE, *verb.split()], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
-        )
-    assert (ran.returncode, ran.stderr.count(b"\n")) == (1, 1)
-    messages(ran.stderr.decode())
+        ran = run_bundle(*verb.split(), stdout=full, cwd=tmp_path)
+    assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
+    messages(ran.stderr)
 
 
 def test_errors_without_room_keep_their_code(tmp_path):
     with Path("/dev/full").open("wb") as full:
-        ran = subprocess.run([*BUNDLE, "nonsense"], stdout=full, stderr=full, cwd=tmp_path, timeout=60)
-    assert ran.returncode == 2
+        run_bundle("nonsense", stdout=full, stderr=full, cwd=tmp_path, code=2)
 
 
 def test_closed_standard_streams(tmp_path):
@@ -55,12 +51,9 @@ def test_closed_standard_streams(tmp_path):
 
 
 def test_characters_that_the_locale_lacks_are_escaped(tmp_path, messages):
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    ran = subprocess.run(
-        [*BUNDLE, "plan", "démo"], env=environment, capture_output=True, cwd=tmp_path, timeout=60
-    )
-    assert ran.returncode == 2 and b"'d\\xe9mo'" in ran.stderr
-    messages(ran.stderr.decode().splitlines()[0])
+    ran = run_bundle("plan", "démo", environment={"PYTHONIOENCODING": "ascii"}, cwd=tmp_path, code=2)
+    assert "'d\\xe9mo'" in ran.stderr
+    messages(ran.stderr.splitlines()[0])
 
 
 @pytest.mark.parametrize(

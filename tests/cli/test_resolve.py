@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.command import run_bundle
 
 
 def resolve(*args: str) -> subprocess.CompletedProcess[str]:
@@ -13,8 +14,7 @@ def resolve(*args: str) -> subprocess.CompletedProcess[str]:
     after = (
         "import atexit, sys; atexit.register(lambda: sys.stderr.write(f\"torch {'torch' in sys.modules}\"))\n"
     )
-    command = [sys.executable, "-c", after + program, "resolve", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_bundle("resolve", *args, program=("-c", after + program))
 
 
 def requirements(text: str) -> dict[str, str]:

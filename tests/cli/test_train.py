@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bundle.environment import packages
-from tests.launch.handed import SMALL, bundle, sets, without_torch
+from tests.command import SMALL, run_bundle, run_without_torch, sets
 
 RECIPE = ("qwen3-tp2-sp", *sets(*SMALL, "train.steps=1"), "--backend=cpu")
 RUN = "runs/qwen3-tp2-sp"
@@ -52,9 +52,9 @@ def test_the_command_of_a_dry_run_runs(told, tmp_path):
     installed()
     words = RECIPE
     if told == "a job file":
-        bundle("plan", *RECIPE, "--job=j.json", cwd=tmp_path)
+        run_bundle("plan", *RECIPE, "--job=j.json", cwd=tmp_path, code=0)
         words = ("--job=j.json",)
-    printed = bundle("train", *words, "--dry-run", cwd=tmp_path)
+    printed = run_bundle("train", *words, "--dry-run", cwd=tmp_path, code=0).stdout
     assert not (tmp_path / "runs").exists()
     start(printed, tmp_path)
     assert json.loads((tmp_path / RUN / "result.json").read_text())["step"] == 1
@@ -69,9 +69,8 @@ def test_a_dry_run_says_the_same_to_ranks_but_which_node_it_is(tmp_path):
         "--run-directory=a b",
     )
     where = ("--nodes=2", "--node-rank=0", "--rendezvous=h:1", "--wait=7")
-    first, one, second, other = bundle(
-        "train", *RECIPE, *flags, *where, "--dry-run", cwd=tmp_path
-    ).splitlines()
+    planned = run_bundle("train", *RECIPE, *flags, *where, "--dry-run", cwd=tmp_path, code=0)
+    first, one, second, other = planned.stdout.splitlines()
     assert (first, second) == ("# node 0 of 2", "# node 1 of 2")
     words = shlex.split(one)
     said = words[words.index("bundle") + 1 :]
@@ -83,13 +82,14 @@ def test_a_dry_run_says_the_same_to_ranks_but_which_node_it_is(tmp_path):
 
 def test_a_version_that_is_not_installed_is_refused_with_the_one_that_is(tmp_path):
     here = installed()
-    assert "train" in bundle("train", *RECIPE, f"--mcore={here.version}", "--dry-run", cwd=tmp_path)
-    said = bundle("train", *RECIPE, "--mcore=0.12.1", "--dry-run", cwd=tmp_path, code=2)
+    words = ("train", *RECIPE, f"--mcore={here.version}", "--dry-run")
+    assert "train" in run_bundle(*words, cwd=tmp_path, code=0).stdout
+    said = run_bundle("train", *RECIPE, "--mcore=0.12.1", "--dry-run", cwd=tmp_path, code=2).stderr
     assert "--mcore 0.12.1: " in said and here.version in said and str(here.root) in said
 
 
 def test_a_version_is_refused_where_none_is_installed(tmp_path, messages):
-    said = without_torch("train", *RECIPE, "--mcore=0.12.1", "--dry-run", cwd=tmp_path, code=2)
+    said = run_without_torch("train", *RECIPE, "--mcore=0.12.1", "--dry-run", cwd=tmp_path, code=2).stderr
     assert "--mcore 0.12.1: " in said
     messages(said)
 
@@ -97,10 +97,10 @@ def test_a_version_is_refused_where_none_is_installed(tmp_path, messages):
 def test_a_tree_is_planned_for_and_one_that_ranks_would_not_import_is_refused(tmp_path, messages):
     tree(tmp_path / "tree", "0.12.1")
     # An empty tree lacks what patches are for, which the decision about it says.
-    said = bundle("train", *RECIPE, "--mcore=tree", "--dry-run", cwd=tmp_path, code=4)
+    said = run_bundle("train", *RECIPE, "--mcore=tree", "--dry-run", cwd=tmp_path, code=4).stderr
     assert re.search("DRIFT|drift", said)
     tree(tmp_path / "here", "0.13.1")
-    said = bundle("train", *RECIPE, "--mcore=../tree", "--dry-run", cwd=tmp_path / "here", code=2)
+    said = run_bundle("train", *RECIPE, "--mcore=../tree", "--dry-run", cwd=tmp_path / "here", code=2).stderr
     assert "--mcore ../tree: " in said and f"{tmp_path / 'here'} " in said
     messages(said)
 
@@ -112,11 +112,9 @@ def test_ranks_import_the_tree_that_was_named(tmp_path):
     package = shutil.copytree(here.package, tmp_path / "elsewhere/megatron")
     numbers = package / "core/package_info.py"
     numbers.write_text(re.sub("^PATCH = .*$", "PATCH = 77", numbers.read_text(), flags=re.MULTILINE))
-    bundle("train", *RECIPE, "--mcore=elsewhere", cwd=tmp_path)
+    run_bundle("train", *RECIPE, "--mcore=elsewhere", cwd=tmp_path, code=0)
     assert version(tmp_path).endswith(".77")
     # The same by the command that anybody may start.
-    start(
-        bundle("train", *RECIPE, "--mcore=elsewhere", "--run-directory=again", "--dry-run", cwd=tmp_path),
-        tmp_path,
-    )
+    again = ("train", *RECIPE, "--mcore=elsewhere", "--run-directory=again", "--dry-run")
+    start(run_bundle(*again, cwd=tmp_path, code=0).stdout, tmp_path)
     assert version(tmp_path, "again") == version(tmp_path)

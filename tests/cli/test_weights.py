@@ -5,14 +5,12 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bundle.checkpoints import manifest
-from bundle.cli import main
+from tests.command import call_bundle, run_bundle
 from tests.pretrained.directories import write
 from tests.reference.configs import CONFIGS
 
@@ -21,14 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pretrained.md"
 
 def run(*words: str | Path) -> int:
     """What the process would end with."""
-    before, sys.argv = sys.argv, ["mcore-bundle", "weights", *map(str, words)]
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = before
-    return 0
+    return call_bundle("weights", *words)
 
 
 @pytest.fixture
@@ -122,9 +113,7 @@ def test_check_imports_no_torch(tmp_path):
     write(tmp_path / "model")
     code = "import sys; from bundle.cli import main; main.__globals__['app'](standalone_mode=False); "
     code += "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)"
-    command = [sys.executable, "-c", code, "weights", "check", "--headers", str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PAGE.parents[1])
-    assert done.returncode == 0, done.stderr
+    run_bundle("weights", "check", "--headers", tmp_path / "model", program=("-c", code), code=0)
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +341,7 @@ def test_a_killed_export_leaves_the_old_directory_whole(models, tmp_path, tensor
     assert run("export", tmp_path / "megatron", out, "--like", theirs) == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     words = ["export", tmp_path / "megatron", out, "--like", theirs, "--dtype", "fp8"]
-    command = [sys.executable, "-c", _KILLED, str(tensor), "weights", *map(str, words)]
-    assert subprocess.run(command, cwd=PAGE.parents[1]).returncode == -signal.SIGKILL
+    run_bundle("weights", *words, program=("-c", _KILLED, str(tensor)), code=-signal.SIGKILL)
     assert (tmp_path / ".out.partial").exists(), "it was killed while it wrote"
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert run(*words) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from bundle.data import prepare
 from bundle.recipe import load
-from tests.training.command import finish, train
+from tests.command import finish, start_training
 
 ROOT = Path(__file__).parents[2]
 GSM8K = Path(os.environ.get("BUNDLE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
@@ -162,7 +162,7 @@ def test_a_training_learns(tokenizers, tmp_path):
     given.write_text("\n".join(map(json.dumps, rows("train")[:100])))
     recipe.write_text(RECIPE)
     how = [f"data.path={given}", f"data.tokenizer=hf:{tokenizers / 'ChatML'}"]
-    finish(train(str(recipe), tmp_path / "run", [*FIELDS, *how]))
+    finish(start_training(str(recipe), tmp_path / "run", [*FIELDS, *how]))
     metrics = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
     assert len(losses) == 40 and losses[-1] < 0.75 * losses[0]

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from tests.command import finish as ended
 from tests.launch.launched import finish, start
-from tests.training.command import finish as ended
 from tests.training.test_interruption import train
 
 pytestmark = pytest.mark.world

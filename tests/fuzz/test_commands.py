@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bundle.errors import ExitCode
-from tests.cli.in_process import run_command
+from tests.command import capture_bundle
 from tests.fuzz.cases import make_case, write_inputs
 
 COUNT, TOGETHER = 1500, 100
@@ -47,7 +47,7 @@ def _fault_of(number: int, folder: Path) -> str:
     begun = time.process_time()
     try:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        code, text = run_command(words)
+        code, text = capture_bundle(*words)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except TooLong:
         return f"more than {CPU_SECONDS} s of CPU"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run_without_torch
 from tests.images import containers
-from tests.launch.handed import without_torch
 from tests.vision import rows
 
 pytestmark = pytest.mark.images
@@ -112,7 +112,7 @@ def test_sigterm_leaves_a_checkpoint_and_75_and_the_same_command_goes_on(engine,
 def test_a_job_planned_without_torch_is_executed_and_one_for_another_image_refused(engine, cpu, tmp_path):
     (tmp_path / "image.json").write_text(containers.run(engine, cpu, "doctor", "--json").out)
     asked = ("plan", "demo", "--hardware=cpu", "--image-record=image.json", *SHORT, "--set=train.steps=6")
-    without_torch(*asked, "--job=job.json", cwd=tmp_path)
+    run_without_torch(*asked, "--job=job.json", cwd=tmp_path)
     job = json.loads((tmp_path / "job.json").read_text())
     assert job["patches"] == "undecided" and job["image"]["stack"] == "cpu"
     tmp_path.chmod(0o755)
@@ -124,6 +124,6 @@ def test_a_job_planned_without_torch_is_executed_and_one_for_another_image_refus
     said = json.loads((tmp_path / "image.json").read_text())
     said["image"]["revision"] = "another"
     (tmp_path / "image.json").write_text(json.dumps(said))
-    without_torch(*asked, "--job=other.json", cwd=tmp_path)
+    run_without_torch(*asked, "--job=other.json", cwd=tmp_path)
     refused = containers.run(engine, cpu, "train", "--job=/jobs/other.json", options=(mount,))
     assert refused.code == 3 and "revision" in refused.err and "another" in refused.err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command import run_bundle
 from tests.launch.launched import ROOT
 
 pytestmark = pytest.mark.images
@@ -40,15 +41,7 @@ def image(engine) -> Iterator[str]:
 @pytest.fixture
 def bundle(engine, image: str, tmp_path: Path) -> Iterator[Bundle]:
     def run(*words: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "bundle", "launch", *words],
-            env=engine.environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        return run_bundle("launch", *words, base=engine.environment, cwd=tmp_path, timeout=600)
 
     yield run
     for name in engine.docker(

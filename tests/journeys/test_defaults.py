@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.command import NO_GPU, run_bundle, sets
 from tests.journeys import checkpoints, oracle
-from tests.launch.handed import bundle, sets
 
 pytestmark = pytest.mark.world
 RECIPE = """\
@@ -22,14 +22,15 @@ def test_the_first_loss_is_that_of_the_models_own_tokenizer_and_template(tmp_pat
     rows = checkpoints.chats(8)
     checkpoints.write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "mine.yaml").write_text(RECIPE)
-    told = json.loads(bundle("plan", "mine.yaml", "--json", cwd=tmp_path))["settings"]
+    here = {"cwd": tmp_path, "code": 0, "environment": NO_GPU}
+    told = json.loads(run_bundle("plan", "mine.yaml", "--json", **here).stdout)["settings"]
     origins = {setting["key"]: setting["origin"] for setting in told}
     assert origins["data.tokenizer"] == "model.path" and "full SFT" in origins["optimizer.lr"]
     fp32 = sets("model.dtype=fp32")
-    checked = json.loads(bundle("check", "mine.yaml", "--json", *fp32, cwd=tmp_path))
+    checked = json.loads(run_bundle("check", "mine.yaml", "--json", *fp32, **here).stdout)
     assert checked["training"] == 1, "all rows are one pack"
     assert {each["key"]: each["origin"] for each in checked["settings"]}["model.dtype"].startswith("--set")
-    bundle("train", "mine.yaml", *fp32, cwd=tmp_path)
+    run_bundle("train", "mine.yaml", *fp32, **here)
     run = tmp_path / "runs/mine"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = next(line["train/loss"] for line in metrics if "train/loss" in line)

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import pytest
 from bundle.data.samples import choose_held_out
 from bundle.errors import ExitCode
 from bundle.recipe import load
+from tests.command import NO_GPU, run_bundle, sets, start_bundle
 from tests.journeys import checkpoints, oracle
-from tests.launch.handed import bundle, sets
 
 pytestmark = pytest.mark.world
 COUNT = 8
@@ -29,7 +27,8 @@ def run_journey(task: str, family: str, place: Path, *flags: str) -> tuple[float
         else {"sft": checkpoints.chats, "dpo": checkpoints.pairs}[task](COUNT)
     )
     data = checkpoints.write_lines(place / "rows.jsonl", rows)
-    bundle(task, f"--model={model}", f"--data={data}", "--output=run", *flags, cwd=place)
+    words = (task, f"--model={model}", f"--data={data}", "--output=run", *flags)
+    run_bundle(*words, cwd=place, code=0, environment=NO_GPU)
     lines = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["validation/loss"] for line in lines if "validation/loss" in line]
     return losses[-1], model, rows
@@ -88,8 +87,7 @@ def test_the_same_command_resumes_a_run_that_was_interrupted(tmp_path):
     words += sets("train.log_interval=1")
     run = tmp_path / "runs/sft-qwen3"
     metrics = run / "metrics.jsonl"
-    command = [sys.executable, "-m", "bundle", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    process = start_bundle(*words, cwd=tmp_path, start_new_session=True, stdout=None, stderr=None)
     try:
         deadline = time.monotonic() + 240
         while not (metrics.is_file() and metrics.read_text().count("train/loss") > 3):
@@ -100,10 +98,10 @@ def test_the_same_command_resumes_a_run_that_was_interrupted(tmp_path):
     finally:
         process.kill()
     first = metrics.read_text().splitlines()
-    said = bundle(*words, cwd=tmp_path)
+    said = run_bundle(*words, cwd=tmp_path, code=0, environment=NO_GPU).stdout
     again = metrics.read_text().splitlines()
     assert again[: len(first)] == first
     steps = [line["step"] for line in map(json.loads, again) if "train/loss" in line]
     assert steps == list(range(1, 7 * 40 + 1))
     assert "--prompt" in said and (run / "hf/model.safetensors").is_file()
-    bundle(*words, cwd=tmp_path, code=ExitCode.USAGE)
+    run_bundle(*words, cwd=tmp_path, code=ExitCode.USAGE, environment=NO_GPU)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.models import conversion, finite_check
 from bundle.models.conversion import HuggingFaceTensors, find_differences
 from bundle.models.finite_check import is_finite, refuse_damaged
-from tests.command import ROOT, run_bundle
+from tests.command import ROOT, call_bundle, run_bundle
 from tests.models import test_loading, test_mxfp4
 from tests.models.test_loading import alone as alone
 from tests.models.test_loading import found_in, model, weights
@@ -187,22 +185,14 @@ def test_nothing_keeps_an_import_that_has_printed_its_result(tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps(test_loading.TINY))
     save_file(weights(), model / "model.safetensors")
-    command = [sys.executable, "-c", LEFT, "weights", "import", str(model), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = run_bundle("weights", "import", model, out, program=("-c", LEFT), cwd=ROOT)
     assert (done.returncode, done.stdout.split()) == (0, [str(out)]), done.stderr
     assert done.stderr.splitlines()[-1].split() == ["MainThread"]
 
 
 def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch, messages):
-    from bundle.cli import main
-
     def ends(*words):
-        monkeypatch.setattr(sys, "argv", ["mcore-bundle", "weights", "check", *map(str, words)])
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0), capfd.readouterr()
-        return 0, capfd.readouterr()
+        return call_bundle("weights", "check", *words), capfd.readouterr()
 
     monkeypatch.setattr(finite_check, "_CHUNK_VALUES", 5)
     (tmp_path / "config.json").write_text(json.dumps(test_loading.TINY))

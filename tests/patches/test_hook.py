@@ -262,9 +262,8 @@ def test_a_read_only_environment_is_refused(verb: str, light: Environment):
     state = light.state()
     # As to somebody who may not write there: root may.
     program = "import os, sys; from bundle.cli import main; os.access = lambda *_: False; main()"
-    command = [sys.executable, "-c", program, "patches", verb, "--env", str(light.root)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 3 and str(light.site) in ran.stderr, ran.stderr
+    ran = run_bundle("patches", verb, "--env", light.root, program=("-c", program), code=3)
+    assert str(light.site) in ran.stderr
     assert light.state() == state
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.training.command import finish, train
+from tests.command import finish, start_training
 
 # A pipeline whose last stage has a copy of the embedding, for MTP; experts; no multiple of 128 as vocabulary.
 OVERRIDES = (
@@ -23,7 +23,7 @@ OVERRIDES = (
 
 @pytest.mark.world
 def test_bytes_of_a_checkpoint(tmp_path):
-    finish(train("demo", tmp_path / "run", OVERRIDES))
+    finish(start_training("demo", tmp_path / "run", OVERRIDES))
     planned = json.loads((tmp_path / "run/job.json").read_text())["plan"]["checkpoint"]["bytes"]
     written = sum(file.stat().st_size for file in (tmp_path / "run/checkpoints").rglob("*") if file.is_file())
     assert planned < written < 1.05 * planned, "each tensor and each file has a head of its own"

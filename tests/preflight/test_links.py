@@ -12,6 +12,7 @@ import pytest
 from bundle.launch.rendezvous import discover
 from bundle.preflight import nodes
 from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, parse_report
+from tests.command import start_bundle
 from tests.launch.launched import reserved
 
 COLLECTIVES = ("GB/s all-reduce", "GB/s all-to-all")
@@ -194,13 +195,14 @@ def test_what_a_node_takes_to_set_up_a_connection_is_not_held_against_the_other_
 def test_two_nodes_are_asked_by_the_verb_and_leave_their_lists(tmp_path):
     pytest.importorskip("torch")
     with reserved() as port:
-        verb = [sys.executable, "-m", "bundle", "preflight", "--backend=cpu", "--json", "--nodes=2"]
-        words = [f"--directory={tmp_path}", f"--rendezvous=127.0.0.1:{port}", "--devices-per-node=2"]
+        words = ["preflight", "--backend=cpu", "--json", "--nodes=2", "--devices-per-node=2"]
+        words += [f"--directory={tmp_path}", f"--rendezvous=127.0.0.1:{port}"]
         started = [
-            subprocess.Popen(
-                ["env", f"SLURMD_NODENAME=gpu{number}", *verb, *words, f"--node-rank={number}"],
-                stdout=subprocess.PIPE,
-                text=True,
+            start_bundle(
+                *words,
+                f"--node-rank={number}",
+                environment={"SLURMD_NODENAME": f"gpu{number}"},
+                stderr=None,
             )
             for number in range(2)
         ]

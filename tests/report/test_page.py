@@ -12,6 +12,7 @@ import pytest
 
 from bundle.errors import EnvironmentUnfit
 from bundle.report import CHARTS, group_names, read_run, render_page
+from tests.command import run_bundle
 from tests.report.runs import write
 
 FETCH = re.compile(r"<(script|link|img|iframe)[^>]*(src|href)=")
@@ -157,13 +158,12 @@ def test_without_the_libraries_the_message_says_what_to_install(tmp_path, monkey
 
 def test_the_verb_writes_the_page_into_the_run(tmp_path, messages):
     run = write(tmp_path / "run", reports(**{"train/loss": 1.0}), plan=json.loads(json.dumps(PLAN)))
-    words = [sys.executable, "-m", "bundle", "report", str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
+    done = run_bundle("report", run, code=0)
+    assert done.stdout == f"{run / 'report.html'}\n"
     assert "Plotly.newPlot" in (run / "report.html").read_text(encoding="utf-8")
     page = tmp_path / "page.html"
-    done = subprocess.run([*words, "-o", str(page)], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, f"{page}\n") and page.is_file()
-    none = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert none.returncode == 2 and str(tmp_path) in none.stderr
+    done = run_bundle("report", run, "-o", page, code=0)
+    assert done.stdout == f"{page}\n" and page.is_file()
+    none = run_bundle("report", run, tmp_path, code=2)
+    assert str(tmp_path) in none.stderr
     messages(none.stderr)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import finish, start_training
 from tests.rl.training import REWARD, SMALL
-from tests.training.command import finish, train
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ def read(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def kill_once(directory: Path, overrides: list[str], moment: float) -> bool:
     """Start the run, and kill its rank when its metrics have so many lines, and a part of a second later."""
-    process = train("grpo-arithmetic-cpu", directory, overrides)
+    process = start_training("grpo-arithmetic-cpu", directory, overrides)
     metrics = directory / "metrics.jsonl"
     before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     while process.poll() is None:
@@ -58,13 +58,13 @@ def kill_once(directory: Path, overrides: list[str], moment: float) -> bool:
 
 def check_kills(directory: Path, steps: int, kills: int) -> None:
     overrides, run = build_overrides(directory, steps), directory / "run"
-    finish(train("grpo-arithmetic-cpu", directory / "undisturbed", overrides))
+    finish(start_training("grpo-arithmetic-cpu", directory / "undisturbed", overrides))
     moments = random.Random(5)
     killed = 0
     while killed < kills and not (run / "result.json").exists():
         killed += kill_once(run, overrides, moments.uniform(0, 2))
     assert killed == kills
-    finish(train("grpo-arithmetic-cpu", run, overrides))
+    finish(start_training("grpo-arithmetic-cpu", run, overrides))
     (lines, answers), (wanted, wanted_answers) = read(run), read(directory / "undisturbed")
     assert lines == wanted
     assert answers == wanted_answers

@@ -15,7 +15,7 @@ from bundle.errors import EnvironmentUnfit
 from bundle.recipe.sections import PrometheusSection as PrometheusSection
 from bundle.runs import prometheus
 from bundle.runs.prometheus import CONTENT_TYPE, PrometheusSink, format_exposition, parse_metric_key
-from tests.training import command
+from tests import command
 from tests.training.test_interruption import TINY
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -124,7 +124,7 @@ def test_a_real_run_serves_all_that_it_reports_and_that_the_dashboard_asks_for(t
         "train.eval_interval=1",
         "metrics.prometheus={port: 0}",
     )
-    process = command.train("demo", tmp_path / "run", (*TINY, *more), stderr=subprocess.STDOUT)
+    process = command.start_training("demo", tmp_path / "run", (*TINY, *more), stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
         port, said = 0, []

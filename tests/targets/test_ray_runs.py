@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import HOME, JOB_DIRECTORY
 from bundle.targets.ray import STOP_NAME
-from tests.launch.launched import ROOT
+from tests.command import run_bundle, start_bundle
 from tests.targets import raycluster
 from tests.targets.raycluster import Cluster
 from tests.targets.test_slurm_runs import RECIPE, losses
@@ -40,14 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def bundle(cluster: Cluster, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(*words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            cluster.command(tmp_path, sys.executable, "-m", "bundle", *words),
-            env=cluster.environment | {"PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return start_bundle(*words, within=cluster.command(tmp_path), base=cluster.environment, cwd=tmp_path)
 
     return start
 
@@ -108,18 +100,15 @@ def test_machines_that_are_not_there_are_said_and_a_job_that_waits_for_them_is_s
 
 
 def test_without_its_token_a_cluster_takes_nobody(cluster, tmp_path):
-    words = ("-m", "bundle", "launch", "status", f"ray:x@{cluster.address}")
-    command = cluster.command(tmp_path, sys.executable, *words)
     (tmp_path / "token").write_text("0" * 64)
-    done = subprocess.run(
-        command,
-        env=cluster.environment | {"PYTHONPATH": str(ROOT), "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")},
+    run_bundle(
+        *("launch", "status", f"ray:x@{cluster.address}"),
+        within=cluster.command(tmp_path),
+        base=cluster.environment,
+        environment={"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        code=5,
     )
-    assert done.returncode == 5, done.stdout + done.stderr
 
 
 def test_where_the_driver_is_killed_its_ranks_end_and_the_same_command_goes_on(bundle, tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 from subprocess import Popen
 from unittest.mock import patch
 
+from tests import command
 from tests.runs.numbers import learned
-from tests.training import command
 from tests.training.test_interruption import TINY
 
 LONGER = (*TINY, "train.steps=30", "train.log_interval=5", "train.global_batch_size=8")
@@ -17,7 +17,7 @@ def started(directory: Path, port: int, number: int, *flags: str) -> Popen:
     """Node `number` of two, called gpu`number`."""
     with patch.dict(os.environ, {"SLURMD_NODENAME": f"gpu{number}"}):
         at = (f"--node-rank={number}", f"--rendezvous=127.0.0.1:{port}")
-        return command.train("demo", directory, LONGER, "--nodes=2", *at, *flags)
+        return command.start_training("demo", directory, LONGER, "--nodes=2", *at, *flags)
 
 
 def until_saved(directory: Path, nodes: list[Popen]) -> None:
@@ -31,7 +31,7 @@ def until_saved(directory: Path, nodes: list[Popen]) -> None:
 
 def undisturbed(directory: Path, devices: int) -> list[dict[str, object]]:
     """What a job of one node learns with so many devices."""
-    command.finish(command.train("demo", directory, LONGER, f"--devices-per-node={devices}"))
+    command.finish(command.start_training("demo", directory, LONGER, f"--devices-per-node={devices}"))
     return numbers(directory)
 
 

@@ -5,16 +5,15 @@ import random
 import re
 import shutil
 import string
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.command import finish, start_training
 from tests.families import reference
 from tests.families.cases import CASES
-from tests.training.command import find_resumed_steps
+from tests.training.verdicts import find_resumed_steps
 
 CASE = next(case for case in CASES if case.name == "qwen2 yarn with a factor")
 _TEXT = "a" * 50_000  # every sample is the same: what is drawn first changes no loss
@@ -35,21 +34,7 @@ def train(directory: Path, model: Path, *overrides: str, code: int = 0, flags: S
         f"data: {{source: text, path: [none], tokenizer: bytes, sequence_length: {_LENGTH}}}\n"
         "train: {steps: 1, global_batch_size: 2, micro_batch_size: 2}\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "bundle",
-        "train",
-        str(recipe),
-        "--run-directory",
-        str(directory),
-        *flags,
-    ]
-    for value in values:
-        command += ["--set", value]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return finish(start_training(recipe, directory, values, *flags), code, timeout=900)
 
 
 def noted(directory: Path, name: str) -> list[float]:

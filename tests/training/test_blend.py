@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.command import finish
 from tests.runs.numbers import learned
-from tests.training.command import finish
 from tests.training.test_interruption import train
 
 pytestmark = pytest.mark.world

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,11 +16,12 @@ from bundle.launch.outcomes import get_node_name
 from bundle.patches.megatron_core import DEFAULT_RELEASE
 from bundle.planning import build_plan
 from bundle.recipe import load
-from tests.launch.launched import ROOT, reserved
+from tests import command
+from tests.command import finish
+from tests.launch.launched import reserved
 from tests.runs.numbers import learned
-from tests.training import command
-from tests.training.command import find_resumed_steps, finish, read_verdict
 from tests.training.test_interruption import TINY, stopped_at
+from tests.training.verdicts import find_resumed_steps, read_verdict
 
 pytestmark = pytest.mark.world
 DIGEST = "[0-9a-f]{16}"
@@ -38,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run."""
     pytest.importorskip("megatron.core")
     directory = tmp_path_factory.mktemp("whole") / "run"
-    finish(command.train("demo", directory, TINY))
+    finish(command.start_training("demo", directory, TINY))
     return directory
 
 
@@ -48,8 +47,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when
     size = sum(path.stat().st_size for path in (whole / "checkpoints" / "step-00000012").rglob("*"))
     place = tmp_path / "run" / "checkpoints"
     place.mkdir(parents=True)
-    words = [sys.executable, "-m", "bundle", "train", "demo", "--run-directory", str(tmp_path / "run")]
-    words += [word for override in (*TINY, "checkpoint.keep=3") for word in ("--set", override)]
     # A file system of its own, with room for one checkpoint and a half, and then for all.
     script = f"""mount -t tmpfs -o size={size * 3 // 2} none "$0"
     "$@" || echo "code $?"
@@ -57,18 +54,10 @@ def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when
     mount -o remount,size=1g "$0"
     "$@"
     """
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-ec", script, str(place), *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "code 1\nlatest\nstep-00000005\n" in done.stdout, said
+    within = ("unshare", "--mount", "sh", "-ec", script, place)
+    keys = (*TINY, "checkpoint.keep=3")
+    said = finish(command.start_training("demo", tmp_path / "run", keys, within=within), timeout=900)
+    assert "code 1\nlatest\nstep-00000005\n" in said, said
     verdict = read_verdict(tmp_path / "run")
     assert (verdict["kind"], verdict["action"]) == ("disk", "stop") and verdict["sentence"] in said
     assert f"{place}/" in verdict["cause"] and "checkpoint.keep" in verdict["cause"]
@@ -80,7 +69,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when
 def test_sigterm_inside_a_checkpoint_completes_it_and_ends_with_75(whole, tmp_path):
     directory = tmp_path / "run"
     each = ("--set", "checkpoint.interval=1")
-    process = command.train("demo", directory, TINY, *each)
+    process = command.start_training("demo", directory, TINY, *each)
     deadline = time.monotonic() + 300
     while not list((directory / "checkpoints").glob(".writing-*")):
         assert process.poll() is None and time.monotonic() < deadline
@@ -91,7 +80,7 @@ def test_sigterm_inside_a_checkpoint_completes_it_and_ends_with_75(whole, tmp_pa
     assert verdict["kind"] == "preempted" and said.splitlines()[-1].endswith(verdict["sentence"])
     left = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert left[-1] == f"step-{step:08d}" and not [name for name in left if name.startswith(".")]
-    assert find_resumed_steps(finish(command.train("demo", directory, TINY, *each))) == [step]
+    assert find_resumed_steps(finish(command.start_training("demo", directory, TINY, *each))) == [step]
     assert numbers(directory) == numbers(whole)
 
 
@@ -107,7 +96,7 @@ def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_di
     pytest.importorskip("megatron.core")
     with reserved() as port:
         started = [
-            command.train(
+            command.start_training(
                 "demo",
                 tmp_path / "run",
                 (*TINY, f"seed={seed}"),
@@ -156,17 +145,8 @@ def test_nodes_of_different_images_both_end_and_say_so(tmp_path, decided):
             if decided:
                 words += ["--devices-per-node=1", f"--run-directory={tmp_path / 'run'}"]
                 words += [f"--set={override}" for override in TINY]
-            inside = ["unshare", "--mount", "sh", "-ec", script, str(record)]
-            started.append(
-                subprocess.Popen(
-                    [*inside, sys.executable, "-m", "bundle", *words],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            inside = ("unshare", "--mount", "sh", "-ec", script, record)
+            started.append(command.start_bundle(*words, cwd=command.ROOT, within=inside))
         said = [finish(process, 3).splitlines()[-1] for process in started]
     differs = (
         rf"image \(rank 0: {DIGEST}; rank 1: {DIGEST}\)"
@@ -190,7 +170,7 @@ def test_a_bad_device_is_found_before_ranks_start_and_no_rank_does(tmp_path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     alone = (*TINY, "parallel.ep=1")
     said = finish(
-        command.train("demo", tmp_path / "run", alone, "--preflight", "--devices-per-node=1"), 3
+        command.start_training("demo", tmp_path / "run", alone, "--preflight", "--devices-per-node=1"), 3
     ).splitlines()
     summary, violation = said[-2:]
     assert "preflight" in summary

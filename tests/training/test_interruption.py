@@ -17,10 +17,11 @@ import pytest
 from bundle.launch import hang, outcomes
 from bundle.planning.size import compute_model_size
 from bundle.recipe import load
+from tests import command
+from tests.command import finish
 from tests.launch.launched import gone
 from tests.runs.numbers import learned
-from tests.training import command
-from tests.training.command import find_resumed_steps, finish, read_verdict
+from tests.training.verdicts import find_resumed_steps, read_verdict
 
 pytestmark = pytest.mark.world
 
@@ -41,7 +42,7 @@ TINY = (
 
 
 def train(directory: Path, *flags: str) -> subprocess.Popen:
-    return command.train("demo", directory, TINY, *flags)
+    return command.start_training("demo", directory, TINY, *flags)
 
 
 def pids(directory: Path) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bundle.errors import UsageError
 from bundle.recipe import load
-from tests.training.command import finish, train
+from tests.command import finish, start_training
 
 HEADS = ("model.config.num_attention_heads=12", "model.config.num_key_value_heads=12")
 SIZE = st.sampled_from((1, 2, 3, 4, 6))
@@ -50,6 +50,6 @@ def losses(directory: Path, *layout: str) -> list[float]:
         "optimizer.warmup_steps=0", "model.config.num_key_value_heads=4", "checkpoint.interval=1000",
         "data.sequence_length=60", f"data.path=[{text}]",
     )  # fmt: skip
-    finish(train("qwen3-tp2-sp", directory, job))
+    finish(start_training("qwen3-tp2-sp", directory, job))
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line[name] for line in lines for name in ("train/loss", "validation/loss") if name in line]

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training import command
-from tests.training.command import finish
+from tests import command
+from tests.command import finish
 
 pytestmark = pytest.mark.world
 TINY = (
@@ -40,7 +40,7 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     pairs = [{"prompt": f"{n}?", "chosen": "yes " * (1 + n % 3), "rejected": "no " * 3} for n in range(16)]
     rows.write_text("\n".join(map(json.dumps, pairs)))
     run, keys = tmp_path / "run", (*TINY, f"data.path={rows}")
-    assert "answers are in" in finish(command.train("demo", run, keys))
+    assert "answers are in" in finish(command.start_training("demo", run, keys))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in metrics if "train/loss" in line]
     # Nothing tells the model from the reference yet; then it prefers what it is shown.
@@ -65,7 +65,7 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     shutil.rmtree(run / "checkpoints")
     for left in ("result.json", "metrics.jsonl"):
         (run / left).unlink()
-    assert "8 answers" in _compact(finish(command.train("demo", run, keys)))
+    assert "8 answers" in _compact(finish(command.start_training("demo", run, keys)))
     again = np.load(kept)["log_probs"]
     computed = np.isclose(again, before, rtol=1e-6)
     assert computed[:2].all() and computed.sum() == 8 and np.array_equal(again[~computed], partial[~computed])
@@ -73,10 +73,10 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
 
     longer = (*keys, "train.steps=10")
     kept.rename(tmp_path / "away.npz")
-    said = finish(command.train("demo", run, longer, "--resume"), 1)
+    said = finish(command.start_training("demo", run, longer, "--resume"), 1)
     assert kept.name in said and "--fresh" in said
     (tmp_path / "away.npz").rename(kept)
-    assert "answers are in" not in finish(command.train("demo", run, longer, "--resume"))
+    assert "answers are in" not in finish(command.start_training("demo", run, longer, "--resume"))
     assert np.array_equal(np.load(kept)["log_probs"], before)
 
 

@@ -6,9 +6,10 @@ import signal
 import pytest
 
 from bundle.launch import outcomes
+from tests.command import finish
 from tests.launch.launched import reserved
 from tests.training import nodes
-from tests.training.command import find_resumed_steps, finish, read_verdict
+from tests.training.verdicts import find_resumed_steps, read_verdict
 
 pytestmark = pytest.mark.releases
 

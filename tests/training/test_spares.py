@@ -5,9 +5,10 @@ import json
 import pytest
 
 from bundle.launch import outcomes
+from tests.command import finish
 from tests.launch.launched import gone, reserved
 from tests.training import nodes
-from tests.training.command import find_resumed_steps, finish, read_verdict
+from tests.training.verdicts import find_resumed_steps, read_verdict
 
 pytestmark = pytest.mark.releases
 

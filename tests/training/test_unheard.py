@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.training.command import train
+from tests.command import start_training
 
 pytestmark = pytest.mark.world
 
@@ -52,7 +52,7 @@ def test_a_run_goes_on_to_its_end(stream, tmp_path):
     directory = tmp_path / "run"
     descriptor = stream()
     streams = {"stdout": descriptor} | ({"stderr": descriptor} if stream is hung_up else {})
-    ran = train("qwen3-tp2-sp", directory, ALONE, **streams)
+    ran = start_training("qwen3-tp2-sp", directory, ALONE, **streams)
     os.close(descriptor)
     _, said = ran.communicate(timeout=300)
     log = "".join(log.read_text() for log in directory.glob("logs/*/*/*/attempt_*/0/stderr.log"))

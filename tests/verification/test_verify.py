@@ -80,10 +80,9 @@ def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
         "    import bundle.replacements.moe as r\n"
         "    r.release_graph = lambda original: original\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "bundle", "patches", "verify", "recompute-reclaim", "--backend", "cpu"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 4, result.stderr
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    words = ("patches", "verify", "recompute-reclaim", "--backend", "cpu")
+    result = run_bundle(*words, code=4, environment=environment)
     assert "failed" in result.stdout
 
 

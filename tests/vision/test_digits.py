@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.command import finish, train
+from tests.command import finish, start_training
 from tests.vision import rows
 from tests.vision.rows import digits
 from tests.vision.test_training import LAYOUTS, packs
@@ -25,7 +25,7 @@ def test_digits_are_read(shown, tmp_path, layout):
     paths = [f"data.path=[{shown}/train.jsonl]", f"data.tokenizer=hf:{shown}/tokenizer"]
     how = packs(1152) if layout.startswith("packed") else []  # as many rows as a step has without packs
     quiet = ["data.validation_sets={}", "train.eval_interval=0"]
-    finish(train(str(rows.RECIPE), tmp_path / "run", [*paths, *quiet, *how, *LAYOUTS.get(layout, [])]))
+    finish(start_training(rows.RECIPE, tmp_path / "run", [*paths, *quiet, *how, *LAYOUTS.get(layout, [])]))
     assert digits.score(shown, tmp_path / "run" / "hf") >= RIGHT
 
 

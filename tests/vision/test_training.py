@@ -8,7 +8,7 @@ import pytest
 from bundle.planning.size import compute_model_size
 from bundle.planning.tower import compute_tower_size
 from bundle.recipe import load
-from tests.training.command import finish, train
+from tests.command import finish, start_training
 from tests.vision import rows
 from tests.vision.rows import asking, content, image
 
@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
 
     def of(name, *more):
         run = directory / name
-        finish(train(str(rows.RECIPE), run, rows.overrides(data, *SHORT, *more)))
+        finish(start_training(str(rows.RECIPE), run, rows.overrides(data, *SHORT, *more)))
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         return [(line["train/loss"], line["train/grad_norm"]) for line in lines if "train/loss" in line], run
 

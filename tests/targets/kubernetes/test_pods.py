@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from bundle.preflight import nodes
 from bundle.recipe import load
 from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import KubernetesOptions
+from tests.command import run_bundle, sets, start_bundle
 from tests.targets.kubernetes.jobs import Objects, pods
 
 pytestmark = pytest.mark.clusters
@@ -83,12 +83,11 @@ def start(objects: Objects, form: str, index: int, root: Path, home: Path) -> su
     (node,) = container["env"]
     assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     variables |= {"HOSTS": str(hosts), "PATH": os.environ["PATH"], node["name"]: f"worker-{index}"}
-    return subprocess.Popen(
-        ["unshare", "--mount", "sh", "-ec", "\n".join(script), "sh", sys.executable, "-m", "bundle", *words],
-        env=variables | {"HOME": mounts["home"], "PYTHONPATH": str(Path(__file__).parents[3])},
-        stdout=subprocess.PIPE,
+    return start_bundle(
+        *words,
+        base=variables | {"HOME": mounts["home"]},
+        within=("unshare", "--mount", "sh", "-ec", "\n".join(script), "sh"),
         stderr=subprocess.STDOUT,
-        text=True,
     )
 
 
@@ -118,14 +117,7 @@ def test_the_pods_train_what_one_node_trains(form, tmp_path):
     pods = [start(objects, form, index, tmp_path, home) for index in (1, 0)]
     said = [pod.communicate(timeout=300)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
-    alone = subprocess.run(
-        [sys.executable, "-m", "bundle", "train", "demo", *(f"--set={each}" for each in RECIPE)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert alone.returncode == 0, alone.stderr
+    run_bundle("train", "demo", *sets(*RECIPE), cwd=tmp_path, code=0)
     executed = json.loads((home / "runs/demo/job.json").read_text())
     assert (executed["nodes"], executed["per_node"]) == (2, 1)
     assert losses(home / "runs/demo") == pytest.approx(losses(tmp_path / "runs/demo"), rel=1e-6)
