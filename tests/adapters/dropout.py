@@ -4,7 +4,6 @@ python -m tests.adapters.dropout prints an object on rank 0: layout -> what `mea
 largest distance from PEFT's output and gradients with the same random state.
 """
 
-import json
 import types
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 
 from bundle.recipe import load
 from tests import world
-from tests.planning.megatron import ready
+from tests.planning.megatron import plan_needed_patches
 from tests.planning.rank import micro_batches
+from tests.ranks import finish_rank, start_rank
 
 PEFT = "peft"
 _LORA = "model.lora={rank: 4, alpha: 8, targets: all-linear, dropout: 0.5}"
@@ -33,14 +33,11 @@ SAME = {  # by (expert, the dimension of the weight that is cut): whether both r
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    runtime = ready()
-    rank = world.join()
+    runtime, rank = start_rank(plan_needed_patches())
     found: dict[str, Any] = world.each(LAYOUTS.items(), lambda names: measure(names, runtime))
     with runtime.megatron_calls():
         found[PEFT] = compare_with_peft()
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def measure(names: tuple[str, ...], runtime: Any) -> dict[str, Any]:

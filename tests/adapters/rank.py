@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bundle import backends, pretrained
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
+from bundle import pretrained
 from tests import world
 from tests.adapters import reference
 from tests.adapters.cases import CASES, Case
 from tests.families.cases import LENGTH
 from tests.families.loaded import batch
+from tests.ranks import finish_rank, start_rank
 
 ALONE, LAID_OUT = "one process", "laid out"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,17 +41,13 @@ CHECKPOINT, SECOND = "checkpoint", "second"
 
 
 def main(directory: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    rank = world.join()
+    runtime, rank = start_rank()
     cases = [
         (f"{layout}: {name}", (case, layout)) for layout in layouts for name, case in cases_of(layout).items()
     ]
     with runtime.megatron_calls():
         found = world.each(cases, lambda each: distances(*each, directory / each[0].name, runtime))
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def cases_of(layout: str) -> dict[str, Case]:

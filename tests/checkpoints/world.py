@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from bundle import backends
-from bundle.patches import patcher
 from tests import world
 from tests.matrix.cases import LENGTH, ROWS, VOCABULARY, Case
-from tests.matrix.rank import patches
+from tests.ranks import finish_rank, plan_patches, start_rank
 from tests.world import Core
 
 
@@ -26,16 +23,10 @@ def launch(module: str, folder: Path, size: int, plan: Any, core: Core) -> Any:
 
 def take_part(cases: list[Case], body: Callable[[Any, Path, Any], Any]) -> None:
     """Runs `body(runtime, folder, plan)` as one rank; what it returns on rank 0 is what `launch` returns."""
-    torch.set_num_threads(1)
-    patcher.apply(patches(cases))
-    runtime = backends.prepare(world.backend())
-    rank = world.join()
+    runtime, rank = start_rank(plan_patches(cases))
     with redirect_stdout(sys.stderr):
         found = body(runtime, Path(sys.argv[1]), json.loads(sys.argv[2]))
-    if rank == 0:
-        print(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish_rank(found, rank)
 
 
 def make_engine(case: Case, runtime: Any) -> Any:

@@ -1,4 +1,7 @@
-"""A rank that opens the store, makes a group and then does what its first argument says."""
+"""A rank that opens the store, makes a group and then does what its first argument says.
+
+tests.launch.launched starts it through an agent, whose store, signals and verdict it is there for: no World.
+"""
 
 import os
 import signal

@@ -3,24 +3,20 @@
 python -m tests.engine.products prints the shapes of those that there are, by case; null: the plan refuses.
 """
 
-import json
 from typing import Any
 
 import torch
 
-from bundle import backends
 from bundle.engine import Engine, MicroBatch, Scores
 from bundle.engine.microbatch import from_packing, from_rows
 from bundle.mcore import groups
 from bundle.packing.packing import Packing
-from bundle.patches import patcher
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.verification import decide_patches, plan_all_patches
 from bundle.verification.numbers import DENSE, EXPERTS, LATENT
 from bundle.verification.products import RepeatedProducts
-from tests import world
+from tests.ranks import finish_rank, start_rank
 
 TOKENS = 40
 _GATED = ["o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,10 +35,7 @@ MODELS: dict[str, tuple[dict, list[str]]] = {
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    world.join()
+    runtime, _ = start_rank()
     shapes: dict[str, Any] = {}
     with runtime.megatron_calls():
         for name, (config, targets) in MODELS.items():
@@ -55,7 +48,7 @@ def main() -> None:
                 engine = Engine(job, runtime, layout, torch.device("cpu"))
                 shapes[case] = repeated_shapes(engine)
                 groups.destroy()
-    print(json.dumps(shapes))
+    finish_rank(shapes)
 
 
 def recipe(config: dict, targets: list[str], *, packed: bool) -> Recipe:

@@ -5,20 +5,18 @@ case -> the largest distance of a log-probability from transformers', relative t
 process also exports each model again, beside what it has loaded, as it is and in blocks of FP8.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bundle import backends, pretrained
+from bundle import pretrained
 from bundle.architectures.published_names import PUBLISHED_NAMES
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import reference
 from tests.families.cases import LENGTH, Case, of_release
+from tests.ranks import finish_rank, start_rank
 
 ALONE, EXPORTED, IN_BLOCKS = "one process", "exported", "exported in FP8"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -46,17 +44,13 @@ def cases_of(layout: str, release: str) -> list[Case]:
 
 
 def main(directory: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    rank = world.join()
+    runtime, rank = start_rank()
     with runtime.megatron_calls():
         import megatron.core
 
         cases = ((case.name, case) for case in cases_of(layout, megatron.core.__version__))
         found = world.each(cases, lambda case: distance(case, directory / case.name, layout, runtime))
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def distance(case: Case, directory: Path, layout: str, runtime) -> float:

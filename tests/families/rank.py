@@ -5,34 +5,28 @@ largest distance of a log-probability, an entropy or the loss [nats], that of a 
 largest number of its tensor, and that of a gradient of decays, of which only gated delta nets have any.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import torch
 
-from bundle import backends
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import reference, weights
 from tests.families.cases import Case, of_release
+from tests.ranks import finish_rank, start_rank
 
 DECAYS = ("A_log", "dt_bias")
 
 
 def main(directory: Path) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    world.join()
+    runtime, _ = start_rank()
     with runtime.megatron_calls():
         import megatron.core
 
         there = of_release(megatron.core.__version__)
         cases = ((case.name, case) for case in there if (directory / case.name).is_dir())
         found = world.each(cases, lambda case: distance(case, directory / case.name, runtime))
-    print(json.dumps(found))
+    finish_rank(found)
 
 
 def distance(case: Case, directory: Path, runtime) -> tuple[float, float, float]:

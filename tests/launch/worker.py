@@ -1,4 +1,7 @@
-"""A rank without torch: does what its first argument says, and ends as ranks of ours do."""
+"""A rank without torch: does what its first argument says, and ends as ranks of ours do.
+
+tests.launch.launched starts it through an agent, which makes a verdict of its end: no World has one.
+"""
 
 import os
 import resource

@@ -5,45 +5,19 @@ python -m tests.matrix.rank CASES   (a JSON list of cases of tests.matrix.cases)
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bundle import backends
-from bundle.environment import packages
-from bundle.patches import PatchAction, megatron_core, patcher, plan
-from bundle.patches.plan import PatchPlan
 from tests import world
 from tests.matrix.cases import LENGTH, ROWS, STEPS, VOCABULARY, Case
+from tests.ranks import finish_rank, plan_patches, start_rank
 
 
 def main(cases: list[Case]) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(patches(cases))
-    runtime = backends.prepare(world.backend())
-    rank = world.join()
+    runtime, rank = start_rank(plan_patches(cases))
     seen = world.each(((case.name, case) for case in cases), lambda case: train(case, runtime))
-    if rank == 0:
-        print(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def patches(cases: Sequence[Any]) -> PatchPlan:
-    """What any of the cases needs: one process trains them all. Their sum may look like a trap; none is."""
-    here, known = packages.detect(), megatron_core.load_review_table()
-    features = frozenset().union(*(case.recipe().features for case in cases))
-    found = plan.survey_patches(
-        megatron_core.find_installed_core(here, known),
-        known,
-        here,
-        backend=world.backend(),
-        features=features,
-    )
-    decisions = tuple(d for d in found.decisions if d.action is not PatchAction.TRAP)
-    return plan.build_patch_plan(found._replace(decisions=decisions))
+    finish_rank(seen, rank)
 
 
 def train(case: Case, runtime) -> list[list[float]]:

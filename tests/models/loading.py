@@ -6,7 +6,6 @@ in DIRECTORY there is one for every config of the references, which write megatr
 in OUT is put what is exported.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,27 +13,23 @@ import torch
 from packaging.version import Version
 from safetensors.torch import load_file
 
-from bundle import backends, pretrained
+from bundle import pretrained
 from bundle.architectures.tensors import Tensors
 from bundle.environment import packages
 from bundle.environment.packages import MegatronCode
-from bundle.patches import patcher
 from bundle.planning.problems import find_missing_feature
 from bundle.pretrained.writing import PublishedModel
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.engine import oracle
 from tests.engine.experiments import micro_batches
 from tests.engine.oracle import LAYOUTS, SEED, recipe
+from tests.ranks import finish_rank, start_rank
 from tests.reference import experts, weights
 from tests.reference.configs import CONFIGS
 
 
 def main(directory: Path, layout: str, out: Path) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    world.join()
+    runtime, _ = start_rank()
     parallel, form = LAYOUTS[layout]
     of_families = {config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values()
     names = [
@@ -58,7 +53,7 @@ def main(directory: Path, layout: str, out: Path) -> None:
     wrong = [f"{name} {tensor}" for name, (_, tensors, _) in found.items() for tensor in tensors]
     predicted = {name: far for name, (*_, far) in found.items() if far is not None}
     compared_tensors = sum(count for count, *_ in found.values())
-    print(json.dumps({"compared": compared_tensors, "wrong": wrong, "predicted": predicted}))
+    finish_rank({"compared": compared_tensors, "wrong": wrong, "predicted": predicted})
 
 
 def compared(

@@ -3,28 +3,22 @@
 python -m tests.models.rounding DIRECTORY NAME OUT prints how many there are, and the names of those.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from bundle import backends, pretrained
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
-from tests import world
+from bundle import pretrained
 from tests.engine import oracle
 from tests.engine.experiments import micro_batches
 from tests.engine.oracle import recipe
+from tests.ranks import finish_rank, start_rank
 from tests.reference.configs import CONFIGS
 
 
 def main(directory: Path, name: str, out: Path) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    world.join()
+    runtime, _ = start_rank()
     with runtime.megatron_calls():
         from bundle.engine import Engine
         from bundle.mcore import groups
@@ -49,7 +43,7 @@ def main(directory: Path, name: str, out: Path) -> None:
         for of in (out, directory)
     )
     wrong = [key for key in wanted if not torch.equal(seen[key].float(), wanted[key])]
-    print(json.dumps({"compared": len(wanted), "wrong": wrong}))
+    finish_rank({"compared": len(wanted), "wrong": wrong})
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from bundle.errors import BundleError
 from bundle.patches import patcher
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import from_mapping
-from tests.matrix.rank import patches
 from tests.npu.training import CASES
+from tests.ranks import plan_patches
 
 
 def main() -> None:
     dense, latent = (replace(case, mindspeed=True) for case in CASES if case.name in ("dense", "latent bf16"))
-    patcher.apply(patches([dense, latent]))
+    patcher.apply(plan_patches([dense, latent]))
     log = logging.NullHandler()
     logging.getLogger().addHandler(log)
     before = list(sys.argv), list(logging.getLogger().handlers)

@@ -1,4 +1,7 @@
-"""A process of its own for each look at torch-npu: the order of imports counts, and a refusal may end it."""
+"""A process of its own for each look at torch-npu: the order of imports counts, and a refusal may end it.
+
+A World forks ranks of a process that has imported torch, which is too late for both.
+"""
 
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The emulation itself, on two ranks: what it computes, and refuses; prints {case: what was wrong}."""
 
-import json
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 
 from tests import world
 from tests.npu import probing_experts
+from tests.ranks import finish_rank, try_cases
 
 
 def cases() -> dict[str, Callable[[int], None]]:
@@ -167,17 +166,9 @@ def beside(rank: int) -> None:
 
 
 def main() -> None:
-    rank, wrong = world.join(), {}
+    rank = world.join()
     torch.npu.set_device(rank)
-    for name, case in cases().items():
-        try:
-            case(rank)
-            wrong[name] = ""
-        except Exception:  # noqa: BLE001  (the other cases go on)
-            wrong[name] = traceback.format_exc()[-2000:]
-    print(json.dumps(wrong))
-    dist.barrier()
-    dist.destroy_process_group()
+    finish_rank(try_cases(cases(), rank))
 
 
 if __name__ == "__main__":

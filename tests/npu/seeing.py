@@ -4,7 +4,6 @@ python -m tests.npu.seeing DIRECTORY LAYOUT (of tests.vision.rank) prints what t
 npu_fusion_attention of layers and of the tower, and what a model says that is given a mask of valid tokens.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +12,14 @@ from unittest.mock import patch
 
 import torch
 
-from bundle import backends
 from bundle.errors import JobFailed
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
-from tests import world
+from tests.ranks import finish_rank, start_rank
 from tests.vision import rank
 from tests.vision.cases import CASES
 
 
 def main(directory: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches(world.backend())))
-    runtime = backends.prepare(world.backend())
-    world.join()
+    runtime, _ = start_rank()
     from bundle.backends.ascend import attention, vision
     from bundle.engine import Engine
     from bundle.models.vision import build_decoder_input
@@ -76,7 +69,7 @@ def main(directory: Path, layout: str) -> None:
         case = CASES[0]
         with runtime.megatron_calls():
             far = rank.distances(case, directory / case.name, layout, runtime)
-    print(json.dumps({"far": far, "reached": reached, "tower": tower, "said": said}))
+    finish_rank({"far": far, "reached": reached, "tower": tower, "said": said})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 python -m tests.npu.training [mindspeed] NAME...   (of a case; with mindspeed, through its layers)
 """
 
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bundle import backends
-from bundle.patches import patcher
 from bundle.recipe import Recipe
 from tests import world
 from tests.backends.cpu.smoke import VOCABULARY, recipe
-from tests.matrix.rank import patches
+from tests.ranks import finish_rank, plan_patches, start_rank
 
 STEPS, MICRO_BATCHES, ROWS, LENGTH = 2, 4, 2, 32
 LENGTHS = (11, 1, 20, 5)
@@ -92,18 +89,12 @@ OF_MINDSPEED = (Case("latent bf16 pp2", "latent", {"pp": 2}, options={"dtype": "
 
 
 def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
     through = "mindspeed" in names
     cases = [replace(case, mindspeed=through) for case in (*CASES, *OF_MINDSPEED) if case.name in names]
-    patcher.apply(patches(cases))
-    runtime = backends.prepare(world.backend(), cases[0].recipe())
-    rank = world.join()
+    runtime, rank = start_rank(plan_patches(cases), cases[0].recipe())
     seen = world.each(((case.name, case) for case in cases), lambda case: (train(case, runtime), operators()))
-    if rank == 0:
-        losses, called = ({name: each[part] for name, each in seen.items()} for part in (0, 1))
-        print(json.dumps({"losses": losses, "operators": called}))
-    dist.barrier()
-    dist.destroy_process_group()
+    losses, called = ({name: each[part] for name, each in seen.items()} for part in (0, 1))
+    finish_rank({"losses": losses, "operators": called}, rank)
 
 
 def train(case: Case, runtime: Any) -> list[list[float]]:

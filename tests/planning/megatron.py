@@ -2,15 +2,19 @@
 
 from typing import Any
 
-from bundle import backends
 from bundle.environment import packages
-from bundle.patches import megatron_core, patcher
+from bundle.patches import megatron_core
 from bundle.patches import plan as patch_plan
+from bundle.worker import prepare_runtime
+
+
+def plan_needed_patches() -> patch_plan.PatchPlan:
+    """Return the patches that the megatron-core on the path needs on the cpu."""
+    here, reviewed = packages.detect(), megatron_core.load_review_table()
+    of = megatron_core.find_installed_core(here, reviewed)
+    return patch_plan.build_patch_plan(patch_plan.survey_patches(of, reviewed, here, backend="cpu"))
 
 
 def ready() -> Any:
-    """The cpu's runtime, with all patches for the megatron-core on the path applied."""
-    here, reviewed = packages.detect(), megatron_core.load_review_table()
-    of = megatron_core.find_installed_core(here, reviewed)
-    patcher.apply(patch_plan.build_patch_plan(patch_plan.survey_patches(of, reviewed, here, backend="cpu")))
-    return backends.prepare("cpu")
+    """The cpu's runtime, with these applied."""
+    return prepare_runtime(plan_needed_patches(), "cpu")

@@ -10,16 +10,13 @@ from typing import Any
 import torch
 
 from bundle.recipe import Recipe, load
-from tests import world
-from tests.planning.megatron import ready
+from tests.planning.megatron import plan_needed_patches
+from tests.ranks import finish_rank, start_rank
 
 
 def main(cases: list[list[str]]) -> None:
-    torch.set_num_threads(1)
-    runtime = ready()
-    rank = world.join()
-    print(json.dumps([measure(load(name, overrides), runtime, rank) for name, *overrides in cases]))
-    torch.distributed.destroy_process_group()
+    runtime, rank = start_rank(plan_needed_patches())
+    finish_rank([measure(load(name, overrides), runtime, rank) for name, *overrides in cases])
 
 
 def measure(recipe: Recipe, runtime: Any, rank: int) -> dict[str, int]:

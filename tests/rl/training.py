@@ -17,11 +17,9 @@ from bundle import backends
 from bundle.errors import BundleError
 from bundle.launch import Start
 from bundle.launch import job as job_file
-from bundle.patches import patcher
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.verification import decide_patches, plan_all_patches
-from tests.world import join
+from tests.ranks import start_rank
 
 SMALL = {
     "model.config.hidden_size": 32,
@@ -58,13 +56,11 @@ def like_all(answers, rows):
 
 
 def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
-    torch.set_num_threads(1)
-    rank = join()
+    _, rank = start_rank()
     reward = directory / "reward.py"
     if rank == 0:
         reward.write_text(REWARD)
     dist.barrier()
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
     from bundle.distributed.watchdog import Watchdog
 
     for name, case in cases.items():

@@ -5,7 +5,6 @@ largest distance of a log-probability of the engine from transformers' model tha
 DIRECTORY are published weights, by family. Whatever is not equal bit by bit fails.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from bundle import backends, pretrained
-from bundle.patches import patcher
-from bundle.verification import decide_patches, plan_all_patches
+from bundle import pretrained
 from tests import world
+from tests.ranks import finish_rank, start_rank
 from tests.rollouts.families import CONFIGS
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -35,15 +33,11 @@ TEMPERATURE = 0.7
 
 
 def main(directory: Path, layouts: list[str]) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    rank = world.join()
+    runtime, rank = start_rank()
     cases = [(f"{layout}: {name}", (layout, name)) for layout in layouts for name in LAYOUTS[layout][1]]
     with runtime.megatron_calls():
         found = world.each(cases, lambda case: compare(*case, directory, runtime))
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def recipe(directory: Path, layout: str, name: str):

@@ -3,17 +3,14 @@
 python -m tests.seeds.router_replay_fp8; see tests.world.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bundle import backends
-from tests import world
 from tests.engine.replay.cases import LENGTHS, MICRO_BATCHES, Case
 from tests.engine.replay.rank import micro_batch, same, step, with_routes
-from tests.matrix.rank import patches
+from tests.ranks import finish_rank, plan_patches, start_rank
 
 CASE: Any = Case("tp2 ep2 fp8", {"tp": 2, "ep": 2, "etp": 1}, scaling="blockwise")
 
@@ -26,12 +23,7 @@ class Seen(Exception):
 
 
 def main() -> None:
-    from bundle.patches import patcher
-
-    torch.set_num_threads(1)
-    patcher.apply(patches([CASE]))
-    runtime = backends.prepare("cpu")
-    rank = world.join()
+    runtime, rank = start_rank(plan_patches([CASE]))
     from bundle.engine import Engine
     from bundle.engine.routes import build_forced_routes
     from bundle.errors import JobFailed
@@ -83,8 +75,7 @@ def main() -> None:
             wrong = (seen.experts.sort(-1).values != asked.sort(-1).values).any(-1)
             real = batches[0].packing.valid[0].chunk(2)[rank]
             said["misrouted"] = float(wrong[real].float().mean())
-    print(json.dumps(said))
-    torch.distributed.destroy_process_group()
+    finish_rank(said)
 
 
 def see(_router: Any, _args: Any, output: Any) -> None:

@@ -3,14 +3,12 @@
 python -m tests.seeds.vision prints what happened by case as JSON: the error, or what reached the kernel.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bundle.capabilities.ascend import ASCEND
@@ -20,9 +18,8 @@ from bundle.packing.packing import Packing, build_masks
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.worker import prepare_runtime
-from tests import world
 from tests.backends.ascend.contract import registered
+from tests.ranks import finish_rank, start_rank
 from tests.seeds.mindspeed import Attention as MindSpeedAttention
 from tests.vision.cases import CASES, IMAGE
 
@@ -164,7 +161,7 @@ def ours(model: Vision, reached: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     recipe = job()
-    runtime = prepare_runtime(build_plan(recipe, backend="cpu").patch_plan, "cpu")
+    runtime, _ = start_rank(build_plan(recipe, backend="cpu").patch_plan)
     from bundle.backends.ascend import attention
     from bundle.backends.cpu import runtime as specs
     from bundle.mcore import groups
@@ -172,7 +169,6 @@ def main() -> None:
     from bundle.models import gpt
 
     registered()
-    world.join()
     with runtime.megatron_calls(), torch.no_grad():
         state = groups.initialize(recipe.parallel, seed=recipe.seed, timeout_seconds=60)
 
@@ -196,8 +192,7 @@ def main() -> None:
                 "ours": ours(make(attention.AscendCoreAttention), reached),
             }
         groups.destroy()
-    print(json.dumps(seen))
-    dist.destroy_process_group()
+    finish_rank(seen)
 
 
 if __name__ == "__main__":

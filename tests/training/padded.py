@@ -14,8 +14,7 @@ from bundle.data import Loader, prepare
 from bundle.launch import job as job_file
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.worker import prepare_runtime
-from tests import world
+from tests.ranks import finish_rank, start_rank
 
 LENGTH = 128
 ROWS = [{"prompt": f"{n}?", "response": f"{n * n} " + "ab" * (7 * n % 31)} for n in range(16)]
@@ -38,14 +37,12 @@ SMALL = (
 
 
 def main(directory: Path) -> None:
-    torch.set_num_threads(1)
-    world.join()
     path = directory / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)))
     recipe = load("demo", (*SMALL, f"data.path={path}"))
     job = job_file.from_plan(build_plan(recipe, backend="cpu", per_node=1), directory / "run")
     assert job.patches is not None
-    runtime = prepare_runtime(job.patches, "cpu", recipe)
+    runtime, _ = start_rank(job.patches, recipe)
     with runtime.megatron_calls():
         from bundle.engine.microbatch import from_rows
         from bundle.mcore import groups
@@ -65,7 +62,7 @@ def main(directory: Path) -> None:
         seen, wanted = (after(job.trained_recipe, runtime, made, given) for given in (rows, alone))
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
     told = batches.sizes.lengths.tolist() == lengths
-    print(json.dumps(found | {"lengths": told, "tokens": sum(lengths)}))
+    finish_rank(found | {"lengths": told, "tokens": sum(lengths)})
 
 
 def after(recipe: Any, runtime: Any, made: Any, given: list[Any]) -> dict[str, torch.Tensor]:

@@ -6,8 +6,7 @@ from pathlib import Path
 from bundle.launch import job as job_file
 from bundle.planning import build_plan
 from bundle.recipe import load
-from bundle.worker import prepare_runtime
-from tests.world import join
+from tests.ranks import start_rank
 
 SMALL = (
     "parallel.tp=1",
@@ -23,10 +22,9 @@ SMALL = (
 
 def main(directory: Path) -> None:
     """The kernel of the recipe, of the job, and of the engine's recipe."""
-    rank = join()
     job = job_file.from_plan(build_plan(load("demo", SMALL), backend="cpu", per_node=1), directory)
     assert job.patches is not None
-    runtime = prepare_runtime(job.patches, job.backend)
+    runtime, rank = start_rank(job.patches)
     from bundle.distributed.watchdog import Watchdog
     from bundle.runs.session_builder import SessionBuilder
     from bundle.training.trainer import Trainer

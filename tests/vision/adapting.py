@@ -4,7 +4,6 @@ python -m tests.vision.adapting DIRECTORY LAYOUT (by `write`) prints an object o
 largest distance, relative to the largest number}. One process also exports the adapter, and the model merged.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from bundle import backends, pretrained
-from bundle.patches import patcher
+from bundle import pretrained
 from bundle.recipe import from_mapping
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
+from tests.ranks import finish_rank, start_rank
 from tests.vision import reference
 from tests.vision.cases import CASES, Case
 from tests.vision.rank import LAYOUTS as EVERY
@@ -75,15 +73,11 @@ def of_sequence(model: Any, numbers: dict[str, torch.Tensor], name: str) -> torc
 
 
 def main(directory: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    rank = world.join()
+    runtime, rank = start_rank()
     with runtime.megatron_calls():
         cases = ((case.name, case) for case in HUB)
         found = world.each(cases, lambda case: distances(directory / case.name, layout, runtime))
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def distances(directory: Path, layout: str, runtime: Any) -> dict[str, float]:

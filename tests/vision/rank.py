@@ -6,7 +6,6 @@ a log-probability, an entropy or the loss [nats]. One process also exports each 
 has loaded.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bundle import backends, pretrained
+from bundle import pretrained
 from bundle.architectures import from_config
-from bundle.patches import patcher
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
 from tests.families import weights
+from tests.ranks import finish_rank, start_rank
 from tests.vision import reference
 from tests.vision.cases import CASES, Case
 from tests.vision.reference import KEPT
@@ -44,15 +42,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def main(directory: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches(world.backend())))
-    runtime = backends.prepare(world.backend())
-    rank = world.join()
+    runtime, rank = start_rank()
     with runtime.megatron_calls():
         cases = ((case.name, case) for case in cases_of(layout) if (directory / case.name).is_dir())
         found = world.each(cases, lambda case: distances(case, directory / case.name, layout, runtime))
-    if rank == 0:
-        print(json.dumps(found))
+    finish_rank(found, rank)
 
 
 def cases_of(layout: str) -> list[Case]:

@@ -4,7 +4,6 @@ python -m tests.vision.stepping DIRECTORY LAYOUT (by `reference.write`) prints a
 what is wrong, and the largest distance of a step's change in a weight, relative to the largest there.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,16 +13,15 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from bundle import backends, pretrained
+from bundle import pretrained
 from bundle.architectures.tensors import TOWER_PREFIX
 from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
-from bundle.patches import patcher
 from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.recipe import from_mapping
-from bundle.verification import decide_patches, plan_all_patches
 from tests import world
+from tests.ranks import finish_rank, start_rank
 from tests.vision import reference
 from tests.vision.cases import CASES, Case
 from tests.vision.rank import NAMES, batch, of_theirs, recipe
@@ -46,16 +44,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def main(directory: Path, layout: str) -> None:
-    torch.set_num_threads(1)
-    patcher.apply(plan_all_patches(decide_patches("cpu")))
-    runtime = backends.prepare("cpu")
-    world.join()
+    runtime, _ = start_rank()
     hub = {case.family: case for case in CASES if case.name.endswith("on the Hub")}
     chosen = [(hub["qwen3_vl"], how) for how in TRAINED] + [(hub["qwen2_5_vl"], "tower frozen")]
     every = ((f"{case.name}, {how}", (case, how)) for case, how in chosen)
     with runtime.megatron_calls():
         found = world.each(every, lambda of: step(of[0], directory / of[0].name, layout, of[1], runtime))
-    print(json.dumps(found))
+    finish_rank(found)
 
 
 def step(case: Case, directory: Path, layout: str, how: str, runtime: Any) -> tuple[list[str], float]:

@@ -1,19 +1,17 @@
 """Ascend's core attention over two real ranks, with the emulated operator; prints {case: what was wrong}."""
 
-import json
 import random
-import traceback
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from bundle.backends.cpu import facade
 from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu import reference
 from tests.backends.cpu.context_parallel import CP, check, groups
+from tests.ranks import finish_rank, try_cases
 
 LATENT = {"heads": 2, "groups": 2, "qk": 24, "v": 16}
 
@@ -105,17 +103,10 @@ def uneven(rank):
 def main() -> None:
     facade.install()
     registered()
-    rank, wrong = world.join(), {}
+    rank = world.join()
     with facade.megatron_calls():
-        for name, case in cases().items():
-            torch.manual_seed(11)  # the same inputs on both ranks
-            try:
-                case(rank)
-                wrong[name] = ""
-            except Exception:  # noqa: BLE001  (the other cases go on)
-                wrong[name] = traceback.format_exc()[-2000:]
-    print(json.dumps(wrong))
-    dist.destroy_process_group()
+        wrong = try_cases(cases(), rank)
+    finish_rank(wrong)
 
 
 if __name__ == "__main__":

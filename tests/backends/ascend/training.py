@@ -3,20 +3,17 @@
 python -m tests.backends.ascend.training prints [losses.., gradient norm] by case and attention as JSON.
 """
 
-import json
 from itertools import product
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from bundle.packing.packing import Packing
 from bundle.planning import build_plan
 from bundle.recipe.alignment import Alignment
-from bundle.worker import prepare_runtime
-from tests import world
 from tests.backends.ascend.contract import registered
 from tests.backends.cpu.smoke import MODELS, VOCABULARY, recipe
+from tests.ranks import finish_rank, start_rank
 
 LENGTHS = (11, 1, 20)
 
@@ -51,21 +48,19 @@ def step(model: str, packed: bool, runtime) -> list[float]:
 
 
 def main() -> None:
-    runtime = prepare_runtime(build_plan(recipe("latent"), backend="cpu").patch_plan, "cpu")
+    runtime, _ = start_rank(build_plan(recipe("latent"), backend="cpu").patch_plan)
     from bundle.backends.ascend import attention as ascend
     from bundle.backends.cpu import attention as cpu
     from bundle.backends.cpu import runtime as specs
 
     registered()
-    world.join()
     seen: dict[str, dict[str, list[float]]] = {}
     for name, attention in (("cpu", cpu.CpuCoreAttention), ("ascend", ascend.AscendCoreAttention)):
         with patch.object(specs, "CpuCoreAttention", attention):
             for model, packed in product(MODELS, (False, True)):
                 case = f"{model} {'thd' if packed else 'bshd'}"
                 seen.setdefault(case, {})[name] = step(model, packed, runtime)
-    print(json.dumps(seen))
-    dist.destroy_process_group()
+    finish_rank(seen)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Context parallel core attention on two real ranks, case by case; prints {case: what was wrong} as JSON."""
 
-import json
 import random
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from bundle.backends.cpu import facade
 from tests import world
 from tests.backends.cpu import reference
+from tests.ranks import finish_rank, try_cases
 
 CP = 2
 PACKS = {
@@ -140,20 +139,13 @@ def uneven(rank):
 
 def main() -> None:
     facade.install()
-    rank, wrong = world.join(), {}
+    rank = world.join()
     with facade.megatron_calls():
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel(context_parallel_size=CP)
-        for name, case in cases().items():
-            torch.manual_seed(11)  # the same inputs on both ranks
-            try:
-                case(rank)
-                wrong[name] = ""
-            except Exception:  # noqa: BLE001  (the other cases go on)
-                wrong[name] = traceback.format_exc()[-2000:]
-    print(json.dumps(wrong))
-    dist.destroy_process_group()
+        wrong = try_cases(cases(), rank)
+    finish_rank(wrong)
 
 
 if __name__ == "__main__":

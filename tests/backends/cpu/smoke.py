@@ -3,16 +3,14 @@
 python -m tests.backends.cpu.smoke
 """
 
-import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
-from bundle.worker import prepare_runtime
 from tests import world
+from tests.ranks import finish_rank, start_rank
 
 STEPS, ROWS, LENGTH, VOCABULARY = 2, 4, 32, 258
 SIZES = {
@@ -100,12 +98,9 @@ def _step(engine: Any, batches: list[Any]) -> list[float]:
 
 def main() -> None:
     jobs = {model: recipe(model) for model in MODELS}
-    runtime = prepare_runtime(build_plan(jobs["latent"], backend="cpu").patch_plan, "cpu")
-    rank = world.join()
+    runtime, rank = start_rank(build_plan(jobs["latent"], backend="cpu").patch_plan)
     seen = world.each(jobs.items(), lambda job: train(job, runtime))
-    if rank == 0:
-        print(json.dumps(seen))
-    dist.destroy_process_group()
+    finish_rank(seen, rank)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,23 @@
 python -m tests.engine.replay.rank NAME...   (of a case; `reference:NAME`: of a case's reference)
 """
 
-import json
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bundle import backends
 from tests import world
 from tests.engine.replay.cases import CASES, LENGTHS, MICRO_BATCHES, MORE, VOCABULARY, Case
-from tests.matrix.rank import patches
+from tests.ranks import finish_rank, plan_patches, start_rank
 
 
 def main(names: list[str]) -> None:
-    from bundle.patches import patcher
-
-    torch.set_num_threads(1)
     by_name: dict[str, Any] = {case.name: case for case in CASES + MORE}
     by_name |= {f"reference:{case.reference.name}": case.reference for case in CASES + MORE}
     cases = [by_name[name] for name in names]
-    patcher.apply(patches(cases))
-    runtime = backends.prepare(world.backend())
-    world.join()
-    print(json.dumps(world.each(((case.name, case) for case in cases), lambda case: seen(case, runtime))))
-    torch.distributed.destroy_process_group()
+    runtime, _ = start_rank(plan_patches(cases))
+    finish_rank(world.each(((case.name, case) for case in cases), lambda case: seen(case, runtime)))
 
 
 def seen(case: Case, runtime: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 python -m tests.backends.cpu.fp8.training CASE...
 """
 
-import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bundle.errors import JobFailed
@@ -20,9 +18,9 @@ from bundle.packing.packing import Packing
 from bundle.planning import build_plan
 from bundle.recipe import Recipe
 from bundle.recipe.alignment import Alignment
-from bundle.worker import prepare_runtime
 from tests import world
 from tests.backends.cpu import smoke
+from tests.ranks import finish_rank, start_rank
 
 # Multiples of 32 also in two parts, as mxfp8 wants them.
 WIDER = {"dense": {}, "latent": {"qk_rope_head_dim": 32, "qk_nope_head_dim": 16, "moe_intermediate_size": 64}}
@@ -101,14 +99,10 @@ def train(case: str, job: Recipe, runtime: Any) -> dict[str, Any]:
 
 def main(cases: list[str]) -> None:
     jobs = {case: recipe(case) for case in cases}
-    runtime = prepare_runtime(
-        build_plan(max(jobs.values(), key=lambda job: len(job.features)), backend="cpu").patch_plan, "cpu"
-    )
-    rank = world.join()
+    largest = max(jobs.values(), key=lambda job: len(job.features))
+    runtime, rank = start_rank(build_plan(largest, backend="cpu").patch_plan)
     seen = world.each(zip(cases, cases, strict=True), lambda case: train(case, jobs[case], runtime))
-    if rank == 0:
-        print(json.dumps(seen))
-    dist.destroy_process_group()
+    finish_rank(seen, rank)
 
 
 if __name__ == "__main__":
