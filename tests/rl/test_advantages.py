@@ -97,12 +97,14 @@ def test_advantages_are_those_of_the_formulas(seed, kind, questions, has_penalti
     hidden = [(t and masks) or not n for t, n in zip(truncated, lengths, strict=True)]
     wanted = reference(kind, rewards, groups, lengths, penalties, discount, hidden)
     largest = max((abs(x) for row in wanted for x in row), default=0.0)
+    # Whitening divides the last bits of the values by the root of 1e-8 where all of them are equal.
+    rounding = 1e-12 + (1e-11 * scale if kind.startswith("reinforce") else 0.0)
     assert [len(one) for one in result.tokens] == lengths
     for ours, theirs in zip(result.tokens, wanted, strict=True):
         assert ours.dtype == np.float64
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9 * max(largest, 1e-12) + 1e-12)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9 * largest + rounding)
     for value, row, is_learned in zip(result.values, wanted, result.is_learned, strict=True):
-        assert value == pytest.approx(sum(row) / max(1, len(row)), rel=1e-8, abs=1e-8 * largest + 1e-12)
+        assert value == pytest.approx(sum(row) / max(1, len(row)), rel=1e-8, abs=1e-8 * largest + rounding)
         assert is_learned or not any(row)
     assert result.truncated_answers == sum(truncated)
     small = {g for g in groups if sum(of == g and r == r for of, r in zip(groups, rewards, strict=True)) < 2}
