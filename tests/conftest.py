@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
@@ -20,6 +21,8 @@ from tests.world import Core, World
 
 # A mistyped path in a test is not looked up on the Hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell's background job ignores SIGINT, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is no failure: the time of an example says nothing about the code.
 settings.register_profile("bundle", deadline=None)
 settings.load_profile("bundle")

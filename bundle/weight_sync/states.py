@@ -70,6 +70,10 @@ class SyncFailed(JobFailed):
             cause.violations if isinstance(cause, BundleError) else (),
         )
 
+    def list_lines(self) -> list[str]:
+        """Return what failed, then each violation."""
+        return [str(self).partition("\n")[0], *self.violations]
+
 
 class FreeMemory(NamedTuple):
     """How the free memory of a device is read [bytes], how much the trainer needs, and how long it waits [s].
@@ -104,7 +108,8 @@ class ReplicaSync(Generic[R]):
         self.replica = replica
         self.version: int | None = None
         self.failure: SyncFailed | None = None
-        self.verify_seconds = 0.0
+        # How long each step took [s], from the pause before the last sync on.
+        self.seconds: dict[Step, float] = {}
         # Those that the server has released: to resume another one ends SGLang 0.5.16.
         self.released: set[str] = set()
         self._tags, self._memory = tags, memory
@@ -122,6 +127,8 @@ class ReplicaSync(Generic[R]):
         if self._reached is Step.RELEASE:
             return
         self.version = None
+        if self._reached is not Step.START:
+            self.seconds.clear()
         with self._step(Step.PAUSE):
             self.replica.pause()
         # Updates say flush_cache: false. Old keys and values would answer for prompts that begin alike.
@@ -142,6 +149,7 @@ class ReplicaSync(Generic[R]):
         """
         if (self.failure is not None and self.replica.can_restart) or not self.replica.is_alive():
             self._reached = None
+            self.seconds.clear()
             with self._step(Step.START):
                 self.replica.restart()
                 self.released.clear()
@@ -158,10 +166,8 @@ class ReplicaSync(Generic[R]):
             with self._step(Step.COVER):
                 self._check_coverage(before)
         if expect is not None:
-            started = time.monotonic()
             with self._step(Step.VERIFY):
                 self._verify(directory, expect)
-            self.verify_seconds = time.monotonic() - started
         with self._step(Step.VERSION):
             self.replica.set_version(str(version))
             if (reported := self.replica.read_version()) != str(version):
@@ -200,6 +206,7 @@ class ReplicaSync(Generic[R]):
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:
         """Note that a step has gone through; take the replica out of use where it has not."""
+        started = time.monotonic()
         try:
             yield
         except JobFailed as error:
@@ -208,3 +215,4 @@ class ReplicaSync(Generic[R]):
             self.fail(step, error)
             raise
         self._reached = step
+        self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - started

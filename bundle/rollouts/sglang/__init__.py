@@ -15,7 +15,7 @@ from bundle.rollouts import Answer, Request, Sampling
 from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.client import Client
 from bundle.rollouts.sglang.protocol import build_generate, read_answer
-from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemory, ReplicaSync
+from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemory, ReplicaSync, Step, SyncFailed
 from bundle.weight_sync.transports.files import FilesTransport, WrittenWeights
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SGLangRollout:
         """Pause the servers and release their KV cache, so that the device is the trainer's."""
         self.version = None
         for sync in self._syncs:
-            if sync.failure is None:
+            if sync.version is not None:
                 try:
                     sync.rest()
                 except JobFailed as error:
@@ -135,11 +135,11 @@ class SGLangRollout:
         version, now = weights.manifest.version, time.monotonic()
         is_first = self._synced_at is None
 
-        def bring(sync: ReplicaSync[Client]) -> JobFailed | None:
+        def bring(sync: ReplicaSync[Client]) -> SyncFailed | None:
             needs_proof = is_first or self._verify == "always" or sync.failure is not None
             try:
                 sync.sync(version, weights.directory, self._expect if needs_proof else None)
-            except JobFailed as error:
+            except SyncFailed as error:
                 _log.error("%s", error)
                 return error
             return None
@@ -150,10 +150,14 @@ class SGLangRollout:
             if len(failures) < len(self._syncs):
                 break
         else:
-            lines = [line for failure in failures for line in str(failure).splitlines()]
+            lines = [line for failure in failures for line in failure.list_lines()]
             raise JobFailed(f"rollout: no server has taken version {version}.", lines)
         self.version = version
-        seconds = max(sync.verify_seconds for sync in self._syncs)
+        for sync in self._syncs:
+            if is_first and sync.failure is None:
+                steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in sync.seconds.items())
+                _log.info("rollout: %s serves version %d; seconds: %s", sync.replica.name, version, steps)
+        seconds = max(sync.seconds.get(Step.VERIFY, 0.0) for sync in self._syncs)
         step_seconds = now - (self._synced_at or now)
         if (
             self._verify == "always"

@@ -24,6 +24,8 @@ from bundle.weight_sync.transports.files import FilesTransport
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "BUNDLE_ROLLOUT_API_KEY", "BUNDLE_ROLLOUT_ADMIN_KEY"
 _START_SECONDS = 1800.0  # a large model compiles kernels first
+# A server first runs a prompt of so many tokens; 0.5.16 fails with a CUDA error where positions end before.
+_PROMPT_TOKENS = 8192
 _DTYPES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
@@ -94,6 +96,8 @@ def _build_servers(recipe: Recipe, python: str, logs: Path, dtype: str) -> list[
         "--skip-tokenizer-init",
     ]
     arguments += ["--enable-memory-saver", "--tp-size", str(settings.tp)]
+    if (length := recipe.architecture.max_position_embeddings) < _PROMPT_TOKENS:
+        arguments += ["--chunked-prefill-size", str(length)]
     return [
         ServerReplica(
             f"replica {number}",

@@ -19,6 +19,7 @@ _JOINED = {
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
     ".fused_qkv_a_proj_with_mqa.": (".q_a_proj.", ".kv_a_proj_with_mqa."),
 }
+_DRAFT = "draft."
 _EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros
@@ -44,6 +45,17 @@ def list_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
     return None
 
 
+def list_draft_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
+    """Return what `list_parts` returns for a tensor of the draft, without `draft.` in its name.
+
+    The files have the draft of DeepSeek and GLM as one more layer. Embedding and head are the target's.
+    """
+    suffix = ".eh_proj.weight"
+    layer = next((key.removesuffix(suffix) for key in published if key.endswith(suffix)), "")
+    in_layer = re.sub(r"^model\.(decoder\.)?", f"{layer}.", name)
+    return list_parts(in_layer, published) or list_parts(name, published)
+
+
 def compute_checksums(directory: Path, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield name and checksum of each tensor of the server whose parts are known."""
     import torch
@@ -54,7 +66,9 @@ def compute_checksums(directory: Path, names: list[str]) -> Iterator[tuple[str, 
     files = [safe_open(path, "pt", device=device) for path in sorted(directory.glob("*.safetensors"))]
     published = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     for name in names:
-        if (stack := list_parts(name, published)) is None:
+        in_draft = name.startswith(_DRAFT)
+        stack = (list_draft_parts if in_draft else list_parts)(name.removeprefix(_DRAFT), published)
+        if stack is None:
             continue
         rows = [torch.cat([published[part].get_tensor(part) for part in parts]) for parts in stack]
         tensor = rows[0] if len(stack) == 1 and ".experts." not in name else torch.stack(rows)

@@ -66,12 +66,14 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path)
     for name in ("host", "api-key", "admin-api-key", "load-format", "dtype"):
         parser.add_argument(f"--{name}")
-    for name in ("port", "tp-size", "base-gpu-id"):
+    for name in ("port", "tp-size", "base-gpu-id", "chunked-prefill-size"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("skip-tokenizer-init", "enable-memory-saver", "has-child", "dies-while-loading", "is-new"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--kill-at", type=int, default=math.inf)
     arguments = parser.parse_args()
+    positions = json.loads((arguments.model_path / "config.json").read_text()).get("max_position_embeddings")
+    assert not positions or (arguments.chunked_prefill_size or 8192) <= positions  # it rehearses so many
     assert (arguments.host, arguments.load_format) == ("127.0.0.1", "dummy")
     print(f"server_args=ServerArgs({arguments})", flush=True)  # SGLang logs its keys, too
     print("pid", os.getpid(), flush=True)

@@ -150,6 +150,7 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python):
     parts += [f"mlp.experts.{e}.{p}_proj.weight" for e in range(12) for p in ("gate", "up", "down")]
     parts += ["model.embed_tokens.weight", "b.gate_proj.bias", "b.up_proj.bias", "c.q_proj.weight"]
     parts += ["d.q_a_proj.weight", "d.kv_a_proj_with_mqa.weight"]
+    parts += [f"model.layers.4.{part}.weight" for part in ("eh_proj", "mlp.gate_proj", "mlp.up_proj")]
     tensors = {name: torch.randn(3, 4, generator=generator).bfloat16() for name in parts}
     save_file({name: tensors[name] for name in parts[:7]}, tmp_path / "model-00001.safetensors")
     save_file({name: tensors[name] for name in parts[7:]}, tmp_path / "model-00002.safetensors")
@@ -168,7 +169,12 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python):
         "d.fused_qkv_a_proj_with_mqa.weight": compute_hash(
             tensors["d.q_a_proj.weight"], tensors["d.kv_a_proj_with_mqa.weight"]
         ),
+        "draft.model.eh_proj.weight": compute_hash(tensors["model.layers.4.eh_proj.weight"]),
+        "draft.model.decoder.mlp.gate_up_proj.weight": compute_hash(
+            *(tensors[f"model.layers.4.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+        ),
     }
+    expected["draft.model.embed_tokens.weight"] = expected["model.embed_tokens.weight"]
     unknown = ["draft.model.norm.weight", "c.qkv_proj.weight", "other.experts.w2_weight", "other.experts.x"]
     helper = HashHelper(python, 60)
     assert helper(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
