@@ -72,6 +72,9 @@ class Job:
     generation: Text = ""  # of the devices that it was planned for, as capabilities know them; "": not known
     environment: dict[Text, Text]  # that the ranks are started with
     attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
+    # Of servers on the trainer's devices: their part of the memory, and what the trainer needs at its peak.
+    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
+    learning_bytes: int = Field(default=0, ge=0)
     megatron: Text  # the version that it was planned for
     # None: the sources of its megatron-core were not at hand.
     patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
@@ -87,6 +90,8 @@ class Job:
         """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention
+        if self.mem_fraction_static is not None:
+            values["rl"]["rollout"]["mem_fraction_static"] = self.mem_fraction_static
         return from_mapping(values, "the job's recipe")
 
     @cached_property
@@ -205,7 +210,7 @@ def from_plan(
     record: BuildInfo | Literal["undecided"] | None = None,
 ) -> Job:
     """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
-    plan_values = to_json(job_plan)
+    plan_values, share = to_json(job_plan), job_plan.device_share
     del plan_values["recipe"]
     return Job(
         recipe=job_plan.recipe,
@@ -215,6 +220,10 @@ def from_plan(
         generation=job_plan.hardware.generation.value or "",
         environment=job_plan.variables,
         attention=job_plan.attention.value,
+        mem_fraction_static=share.chosen if share else None,
+        learning_bytes=max(stage.states.total + stage.activations.total for stage in job_plan.memory)
+        if share
+        else 0,
         megatron=job_plan.megatron.version,
         patches=job_plan.patch_plan if job_plan.patches.core.root and record != UNDECIDED else None,
         allow_drift=job_plan.allow_drift,

@@ -80,8 +80,17 @@ class MemoryEstimate(NamedTuple):
     @property
     def total(self) -> int:
         """Bytes at the worst moment of a step: nothing is learned while answers are sampled."""
-        worst = max(self.activations.total, self.rollout.transient)
-        return self.states.total + self.rollout.weights + worst
+        return max(self.learning, self.sampling)
+
+    @property
+    def learning(self) -> int:
+        """Bytes at the peak of an update."""
+        return self.states.total + self.rollout.weights + self.rollout.overhead + self.activations.total
+
+    @property
+    def sampling(self) -> int:
+        """Bytes at the peak of sampling and of a sync."""
+        return self.states.total + self.rollout.weights + self.rollout.overhead + self.rollout.transient
 
 
 def estimate_memory(

@@ -100,6 +100,9 @@ def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) ->
             "activations_passing": memory.activations.transient,
             "rollout_weights": memory.rollout.weights,
             "rollout_passing": memory.rollout.transient,
+            "rollout_overhead": memory.rollout.overhead,
+            "learning": memory.learning,
+            "sampling": memory.sampling,
             "total": memory.total,
         },
         "in_flight": list(memory.activations.in_flight),
@@ -364,12 +367,18 @@ def _format_memory(plan: Plan) -> Iterator[str]:
             f"activations {format_bytes(activations.saved)} ({max(activations.in_flight)} in flight)",
             f"passing {format_bytes(activations.transient)}",
         ]
-        if stage.rollout.weights:
-            rollout_bytes = format_bytes(stage.rollout.weights), format_bytes(stage.rollout.transient)
-            parts.append("rollout engine {}, and {} while nothing is learned".format(*rollout_bytes))
+        rollout = [format_bytes(count) for count in stage.rollout]
+        if plan.device_share is not None:
+            parts.append("rollout server {0}, {2} beside it, cache {1}".format(*rollout))
+        elif stage.rollout.weights:
+            parts.append("rollout engine {}, and {} while nothing is learned".format(*rollout[:2]))
         if states.host:
             parts.append(f"and on the host {format_bytes(states.host)}")
         yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}"
+        if plan.device_share is not None:
+            moments = format_bytes(stage.learning), format_bytes(stage.sampling)
+            fraction = f"rl.rollout.mem_fraction_static {plan.device_share.chosen:g}"
+            yield f"{stage.stage}: {moments[0]} while it learns, {moments[1]} while it samples ({fraction})"
     size = plan.hardware.device_memory
     if plan.memory and size.value is not None:
         worst = max(stage.total for stage in plan.memory)

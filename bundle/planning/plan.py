@@ -34,6 +34,7 @@ from bundle.planning.problems import (
     find_patch_problems,
     to_recipe_problem,
 )
+from bundle.planning.server_memory import DeviceShare, add_cache, share_device
 from bundle.planning.size import ModelSize, compute_model_size
 from bundle.recipe import Recipe
 
@@ -73,6 +74,7 @@ class Plan(NamedTuple):
     peak: Peak | None  # of a device, where it is known
     layout: RankLayout | None
     memory: tuple[MemoryEstimate, ...]  # of every pipeline stage
+    device_share: DeviceShare | None  # of a server that stands on the trainer's devices
     attention: KernelChoice
     patches: Survey
     environment: tuple[EnvVariable, ...]
@@ -210,6 +212,8 @@ def assemble_plan(
     traits = can.choose_layer_traits(recipe, hardware.generation.value)
     stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
     device = hardware.device_memory
+    device_share = share_device(recipe, stages, device.value)
+    stages = add_cache(stages, device_share)
     extra_notes = (
         describe_tight_memory(stages, device),
         None if layout is None else advise_micro_batch_size(recipe, layout, traits, code, device),
@@ -236,6 +240,7 @@ def assemble_plan(
         *find_patch_problems(patch_survey.decisions),
         *find_device_problems(hardware, per_node),
         *find_memory_problems(recipe, stages, hardware, per_node),
+        *(() if device_share is None else device_share.find_problems()),
     )
     return Plan(
         recipe=recipe,
@@ -247,6 +252,7 @@ def assemble_plan(
         peak=can.find_peak(hardware.devices[0].name) if hardware.devices else None,
         layout=layout,
         memory=stages,
+        device_share=device_share,
         attention=can.choose_attention(recipe, hardware.generation.value),
         patches=patch_survey,
         environment=environment,

@@ -18,11 +18,19 @@ SHARED_MEMORY = Path("/dev/shm")
 _VERSIONS = 2
 
 
+# What a server has beside weights and cache: its context, graphs and workspaces (`benchmarks.gpu.rollouts`).
+_SERVER_BYTES = 2 * 2**30
+
+
 class RolloutBytes(NamedTuple):
-    """Bytes of a rank: of the weights, and the larger peak of a sync and of sampling (`transient`)."""
+    """Bytes of a rank: of the weights, and the larger peak of a sync and of sampling (`transient`).
+
+    `overhead` is what a server of the run has beside its tensors.
+    """
 
     weights: int = 0
     transient: int = 0
+    overhead: int = 0
 
 
 def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
@@ -32,15 +40,30 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
         return RolloutBytes()
     size = DTYPE_BYTES[recipe.model.dtype]
     weights = _count_weights(replace(architecture, mtp_layers=0)) * size
-    if rl.rollout.engine == "sglang":  # servers of the run stand on the trainer's devices; their cache goes
-        return RolloutBytes() if rl.rollout.urls else RolloutBytes(-(-weights // rl.rollout.tp))
+    if rl.rollout.engine == "sglang":  # servers of the run stand on the trainer's devices
+        if not has_own_servers(recipe):
+            return RolloutBytes()
+        return RolloutBytes(-(-weights // rl.rollout.tp), overhead=_SERVER_BYTES)
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
     if rl.evaluation is not None:  # the number of its questions is not known yet
         rows = MOST_ROWS
-    cache = rows * recipe.data.sequence_length * _count_cache_values(architecture) * size
+    cache = count_cache_bytes(recipe, rows * recipe.data.sequence_length)
     logits = rows * architecture.vocab_size * size + min(rows * architecture.vocab_size, FLOAT64_LOGITS) * 16
     # A sync builds the next weights while the old ones still exist.
     return RolloutBytes(weights, max(weights, cache + logits))
+
+
+def has_own_servers(recipe: Recipe) -> bool:
+    """Return whether the run starts servers, which share its devices."""
+    rollout = recipe.rl.rollout if recipe.rl else None
+    return rollout is not None and rollout.engine == "sglang" and not rollout.urls and rollout.path is None
+
+
+def count_cache_bytes(recipe: Recipe, tokens: int) -> int:
+    """Return the bytes that keys and values of so many tokens take on a device."""
+    assert recipe.rl is not None
+    values = tokens * _count_cache_values(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
+    return -(-values // (recipe.rl.rollout.tp if has_own_servers(recipe) else 1))
 
 
 def count_folder_bytes(recipe: Recipe) -> int:

@@ -63,8 +63,15 @@ class RLRollout(Section):
     )
     replicas: Count = Field(default=1, description="sglang: servers that the run starts.")
     tp: Count = Field(default=1, description="sglang: devices of a server, which divide its tensors.")
+    mem_fraction_static: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="sglang: part of a device's memory that a server takes for its weights and cache; null:"
+        " what the trainer leaves, as `plan` prints it.",
+    )
     arguments: Names = Field(
-        default=(), description="sglang: further arguments of each server, such as --mem-fraction-static 0.4."
+        default=(), description="sglang: further arguments of each server, such as --attention-backend fa3."
     )
     weights_folder: str | None = Field(
         default=None,

@@ -23,6 +23,7 @@ from bundle.engine import MicroBatch, Scores, StepResult
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.launch.job import Job
 from bundle.models.streaming import Receiver, TensorStream
+from bundle.planning.rollout import has_own_servers
 from bundle.rewards import RewardPool, check_failed_share
 from bundle.rl import loop, rollout_files
 from bundle.rl.advantages import (
@@ -38,12 +39,14 @@ from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
 from bundle.rl.objectives import PolicyLoss, PolicyObjective
 from bundle.rollouts import AbsentRollout, Rollout, Sampling
 from bundle.rollouts.sglang.building import build_rollout
+from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.transformers import TransformersRollout
 from bundle.runs.session_builder import SessionBuilder, run_job
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_NEEDED_PART = 0.9  # of what the plan counts, which may be too much
 _NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
 
 
@@ -87,6 +90,12 @@ class PolicyTrainer:
         for name in ("rollouts", "skipped_steps", "flat_steps"):
             self._state.setdefault(name, 0)
         self.session.checkpoints.best_step = self._state.get("best_step")
+        shares_device = has_own_servers(recipe) and builder.device.type != "cpu"
+        self._shared_memory = (
+            TrainerMemory(builder.device, int(_NEEDED_PART * builder.job.learning_bytes))
+            if shares_device
+            else None
+        )
         is_replay = self.settings.rollout.path is not None
         self._sampler = None if is_replay else self._start_sampler(builder, exit_stack)
 
@@ -118,7 +127,7 @@ class PolicyTrainer:
         if self.settings.rollout.engine == "sglang":
             if dist.get_rank() > 0:
                 return AbsentRollout()
-            return build_rollout(recipe, directory.logs / "rollout", directory.root)
+            return build_rollout(recipe, directory.logs / "rollout", directory.root, self._shared_memory)
         return TransformersRollout(
             recipe.model.config,
             recipe.architecture,
@@ -312,6 +321,8 @@ class PolicyTrainer:
         if self._rollout.version == step:
             return
         engine.gather_weights()
+        if self._shared_memory is not None:
+            self._shared_memory.release_cache()
         with engine.runtime.megatron_calls():
             tensors = self._stream.publish(self.session.recipe.model.dtype, self._receiver)
             run_on_all_ranks(lambda: self._rollout.sync(step, tensors))

@@ -92,7 +92,8 @@ class FreeMemory(NamedTuple):
             if time.monotonic() > deadline:
                 raise JobFailed(
                     f"{format_bytes(free)} of the device are free after the release of the KV cache, and the"
-                    f" trainer needs {format_bytes(self.needed)}. Lower the memory of the server."
+                    f" trainer needs {format_bytes(self.needed)}. Lower train.micro_batch_size, or serve on"
+                    " other devices (rl.rollout.urls)."
                 )
             time.sleep(0.01)
 

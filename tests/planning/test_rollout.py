@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bundle.planning.rollout import estimate_rollout
+from bundle.planning.rollout import RolloutBytes, estimate_rollout
 from bundle.recipe import load
 
 pytest.importorskip("transformers")
@@ -37,4 +37,4 @@ def test_weights_and_cache_are_those_of_transformers(family):
 
 def test_answers_of_files_need_no_engine(tmp_path):
     recipe = load("grpo-arithmetic-cpu", [f"rl.rollout.path={tmp_path}"])
-    assert estimate_rollout(recipe, 1) == (0, 0)
+    assert estimate_rollout(recipe, 1) == RolloutBytes()

@@ -7,7 +7,7 @@ import pytest
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.planning.rollout import count_folder_bytes, estimate_rollout
+from bundle.planning.rollout import RolloutBytes, count_folder_bytes, estimate_rollout
 from bundle.planning.servers import find_rollout_problems
 from bundle.recipe import load
 
@@ -64,4 +64,4 @@ def test_a_server_of_the_run_stands_beside_the_trainer_and_another_does_not():
     own = estimate_rollout(build(), 1)
     assert own.weights == estimate_rollout(load("grpo-arithmetic-cpu"), 1).weights and own.transient == 0
     assert estimate_rollout(build("rl.rollout.tp=2"), 1).weights == own.weights // 2
-    assert estimate_rollout(build(URLS), 1) == (0, 0)
+    assert estimate_rollout(build(URLS), 1) == RolloutBytes()

@@ -17,6 +17,7 @@ from bundle.recipe.rl import RLRollout
 from bundle.rollouts.sglang import FirstReplica, ServedModel, SGLangRollout
 from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.client import Client, Keys
+from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
 from bundle.weight_sync.manifest import NameTable, declare_tensors, read_declared_tensors
 from bundle.weight_sync.states import Expect, FreeMemory
@@ -30,13 +31,14 @@ _DTYPES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
 def build_rollout(
-    recipe: Recipe, logs: Path, folder: Path, memory: FreeMemory | None = None
+    recipe: Recipe, logs: Path, folder: Path, memory: TrainerMemory | None = None
 ) -> SGLangRollout:
     """Return the engine of a recipe; servers that it starts are started by the first sync.
 
     `logs` gets their output and their config. Weights lie in `folder` where the recipe names no other and
-    shared memory has no room. Raise EnvironmentUnfit where there is no SGLang that fits, UsageError where
-    servers that run already serve another model.
+    shared memory has no room. `memory` is that of the device where trainer and server take turns. Raise
+    EnvironmentUnfit where there is no SGLang that fits, UsageError where servers that run already serve
+    another model.
     """
     assert recipe.rl is not None
     settings = recipe.rl.rollout
@@ -62,7 +64,7 @@ def build_rollout(
         has_draft = any(argument.startswith("--speculative-algorithm") for argument in settings.arguments)
         if settings.tp == 1:
             expect = HashHelper(python, settings.timeout_seconds)
-        replicas = _build_servers(recipe, python, logs, name)
+        replicas = _build_servers(recipe, python, logs, name, memory)
     _check_length(settings, length)
     if not has_draft:
         declared = {key: tensor for key, tensor in declared.items() if key not in table.draft}
@@ -72,11 +74,13 @@ def build_rollout(
         FilesTransport(_choose_folder(recipe, folder), table, has_draft=has_draft),
         expect,
         verify=settings.verify,
-        memory=memory,
+        memory=memory and FreeMemory(memory.read_available, memory.needed),
     )
 
 
-def _build_servers(recipe: Recipe, python: str, logs: Path, dtype: str) -> list[ServerReplica]:
+def _build_servers(
+    recipe: Recipe, python: str, logs: Path, dtype: str, memory: TrainerMemory | None
+) -> list[ServerReplica]:
     assert recipe.rl is not None
     settings, model = recipe.rl.rollout, logs / "model"
     with files.convert_write_errors(model):
@@ -98,6 +102,12 @@ def _build_servers(recipe: Recipe, python: str, logs: Path, dtype: str) -> list[
     arguments += ["--enable-memory-saver", "--tp-size", str(settings.tp)]
     if (length := recipe.architecture.max_position_embeddings) < _PROMPT_TOKENS:
         arguments += ["--chunked-prefill-size", str(length)]
+
+    def read_memory_arguments() -> list[str]:
+        if memory is None or settings.mem_fraction_static is None:
+            return []
+        return ["--mem-fraction-static", f"{memory.compute_free_part(settings.mem_fraction_static):.4f}"]
+
     return [
         ServerReplica(
             f"replica {number}",
@@ -105,6 +115,7 @@ def _build_servers(recipe: Recipe, python: str, logs: Path, dtype: str) -> list[
                 python,
                 [*arguments, "--base-gpu-id", str(number * settings.tp), *settings.arguments],
                 logs / f"server-{number}.log",
+                read_memory_arguments,
             ),
             seconds=settings.timeout_seconds,
             start_seconds=_START_SECONDS,

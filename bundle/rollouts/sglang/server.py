@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -79,10 +79,20 @@ class Launcher(Protocol):
 class ServerProcess:
     """A server in a process of its own, in a session of its own, on a private port of the loopback."""
 
-    def __init__(self, python: str, arguments: Sequence[str], log: Path) -> None:
-        """`arguments` are those of sglang.launch_server, without address and keys; `log` is appended to."""
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str],
+        log: Path,
+        read_memory_arguments: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`arguments` are those of sglang.launch_server, without address and keys; `log` is appended to.
+
+        `read_memory_arguments` returns further ones, by the memory that is free when the server starts.
+        """
         self.keys = Keys()
         self._python, self._arguments, self._log = python, tuple(arguments), log
+        self._read_memory_arguments = read_memory_arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=_LAST_LINES)
         self._reader: threading.Thread | None = None
@@ -93,7 +103,14 @@ class ServerProcess:
         self.keys = Keys(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
-        arguments = [*self._arguments, "--host", LOOPBACK, "--port", str(port)]
+        arguments = [
+            *self._arguments,
+            *self._read_memory_arguments(),
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(port),
+        ]
         arguments += ["--api-key", self.keys.api, "--admin-api-key", self.keys.admin]
         self._process = subprocess.Popen(
             [self._python, "-P", guard.__file__],

@@ -70,6 +70,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int)
     for name in ("skip-tokenizer-init", "enable-memory-saver", "has-child", "dies-while-loading", "is-new"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--mem-fraction-static", type=float)
     parser.add_argument("--kill-at", type=int, default=math.inf)
     arguments = parser.parse_args()
     positions = json.loads((arguments.model_path / "config.json").read_text()).get("max_position_embeddings")

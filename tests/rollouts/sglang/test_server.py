@@ -59,7 +59,10 @@ def is_running(pid: int) -> bool:
 
 def test_a_server_serves_is_replaced_when_killed_and_keeps_its_keys(tmp_path, python, arguments):
     log = tmp_path / "server.log"
-    process = ServerProcess(python, [*arguments, "--has-child"], log)
+    parts = iter(("0.5", "0.25"))
+    process = ServerProcess(
+        python, [*arguments, "--has-child"], log, lambda: ("--mem-fraction-static", next(parts))
+    )
     replica = ServerReplica("replica 0", process, seconds=60, start_seconds=60, backoff_seconds=0.01)
     with run_cluster(tmp_path / "weights", replicas=[replica]) as cluster:
         cluster.sync(1)
@@ -77,6 +80,7 @@ def test_a_server_serves_is_replaced_when_killed_and_keeps_its_keys(tmp_path, py
         cluster.sync(2)
         assert cluster.ask() == [(2, 2, 2)] * len(REQUESTS)
         text = log.read_text()
+        assert text.index("mem_fraction_static=0.5,") < text.index("mem_fraction_static=0.25,")
         for secret in (keys.api, keys.admin, process.keys.api, process.keys.admin):
             assert secret not in text
         assert "***" in text

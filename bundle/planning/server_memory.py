@@ -1,0 +1,66 @@
+"""How a trainer and a server of rollouts share the memory of a device."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bundle.errors import format_bytes
+from bundle.planning.memory import HEADROOM, MemoryEstimate
+from bundle.planning.problems import Problem, to_hardware_problem
+from bundle.planning.rollout import count_cache_bytes, has_own_servers
+from bundle.recipe import Recipe
+
+
+class DeviceShare(NamedTuple):
+    """The part of a device's memory that a server takes for weights and cache: `chosen`, and its limits.
+
+    `least` holds the weights and the longest sequence; `most` leaves the trainer its weights, gradients and
+    optimizer. The cache is released while the trainer learns.
+    """
+
+    chosen: float
+    least: float
+    most: float
+    device: int  # bytes of the device
+    states: int  # bytes of the trainer while answers are sampled
+    learning: int  # bytes of the trainer at its peak
+    server: int  # bytes of the server's weights
+
+    def find_problems(self) -> Iterator[Problem]:
+        """Yield what does not fit."""
+        key, states, device = "rl.rollout.mem_fraction_static", *map(format_bytes, (self.states, self.device))
+        if self.least > self.most:
+            yield to_hardware_problem(
+                f"{key}: beside a trainer of {states} a server of {format_bytes(self.server)} does not fit a"
+                f" device of {device}. Divide the trainer over more devices, or serve elsewhere"
+                " (rl.rollout.urls)."
+            )
+        elif not self.least <= self.chosen <= self.most:
+            yield to_hardware_problem(
+                f"{key}: {self.chosen:g} does not fit beside a trainer of {states} on a device of {device}."
+                f" Set {self.least:g} to {self.most:g}."
+            )
+
+
+def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int | None) -> DeviceShare | None:
+    """Return the share of the server on each device; None without one, or where the device is not known."""
+    if recipe.rl is None or not has_own_servers(recipe) or device is None or not stages:
+        return None
+    states, rollout = max(stage.states.total for stage in stages), stages[0].rollout
+    learning = max(stage.states.total + stage.activations.total for stage in stages)
+    longest = count_cache_bytes(recipe, recipe.data.sequence_length)
+    most, usual = (
+        math.floor(100 * (part * device - states - rollout.overhead) / device) / 100
+        for part in (1, 1 - HEADROOM)
+    )
+    least = math.ceil(100 * (rollout.weights + longest) / device) / 100
+    chosen = recipe.rl.rollout.mem_fraction_static or max(usual, min(least, most))
+    return DeviceShare(chosen, least, most, device, states, learning, rollout.weights)
+
+
+def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:
+    """Return the estimates with the cache that a server of that share has while answers are sampled."""
+    if share is None:
+        return tuple(stages)
+    cache = max(0, int(share.chosen * share.device) - share.server)
+    return tuple(stage._replace(rollout=stage.rollout._replace(transient=cache)) for stage in stages)

@@ -1,0 +1,32 @@
+"""The memory of a device that a trainer shares with a server."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+_MOST = 0.95  # of the free memory
+
+
+class TrainerMemory(NamedTuple):
+    """The memory of `device`; `needed` is what the trainer must be able to have while it learns [bytes]."""
+
+    device: torch.device
+    needed: int
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    def release_cache(self) -> None:
+        """Give back what no tensor uses, so that the server can have it."""
+        self._module.empty_cache()
+
+    def read_available(self) -> int:
+        """Return what is free and what the trainer has [bytes]."""
+        return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
+
+    def compute_free_part(self, part: float) -> float:
+        """Return how much of the free memory that part of all memory is: what SGLang counts in."""
+        self.release_cache()
+        free, total = self._module.mem_get_info(self.device)
+        return float(min(part * total / free, _MOST))

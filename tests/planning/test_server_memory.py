@@ -1,0 +1,119 @@
+"""A server on the trainer's device takes what the trainer leaves, and what does not fit is refused."""
+
+import json
+import sys
+
+import pytest
+
+from bundle.errors import ExitCode
+from bundle.planning.activations import ActivationBytes
+from bundle.planning.memory import MemoryEstimate, StateBytes
+from bundle.planning.rollout import RolloutBytes, count_cache_bytes
+from bundle.planning.server_memory import DeviceShare, add_cache, share_device
+from bundle.recipe import Recipe, load
+from tests.command import run_bundle
+
+GIB = 2**30
+SERVED = ["rl.rollout.engine=sglang"]
+
+
+def build(*overrides: str) -> Recipe:
+    return load("grpo-arithmetic-cpu", [*SERVED, *overrides])
+
+
+def estimate(states: float, activations: float, weights: float, stage: int = 0) -> MemoryEstimate:
+    rollout = RolloutBytes(int(weights * GIB), 0, 3 * GIB)
+    passing = ActivationBytes(0, 0, int(activations * GIB), (1,))
+    return MemoryEstimate(stage, StateBytes(parameters=int(states * GIB)), passing, rollout)
+
+
+def share(*overrides: str, states: float = 40, weights: float = 8, device: float = 140) -> DeviceShare:
+    stages = [estimate(states / 2, 30, weights), estimate(states, 20, weights, stage=1)]
+    shared = share_device(build(*overrides), stages, int(device * GIB))
+    assert shared is not None
+    return shared
+
+
+def list_keys(shared: DeviceShare) -> list[str]:
+    problems = list(shared.find_problems())
+    assert {problem.code for problem in problems} <= {ExitCode.ENVIRONMENT_UNFIT}
+    return [problem.text.partition(":")[0] for problem in problems]
+
+
+def test_the_server_gets_what_the_trainer_and_a_tenth_of_the_device_leave():
+    shared = share()
+    assert shared.chosen == pytest.approx(0.59)  # (0.9 * 140 - 40 - 3) / 140 = 0.592
+    assert shared.most == pytest.approx(0.69)  # (140 - 40 - 3) / 140 = 0.692
+    assert shared.least == pytest.approx(0.06)  # 8 / 140 = 0.057
+    assert (shared.states, shared.learning) == (40 * GIB, 60 * GIB)
+    assert list_keys(shared) == []
+
+
+def test_the_tenth_is_given_up_where_the_weights_need_it():
+    shared = share(states=110, weights=15)  # (126 - 113) / 140 = 0.09, and the weights are 0.107
+    assert (shared.least, shared.chosen, shared.most) == pytest.approx((0.11, 0.11, 0.19))
+    assert list_keys(shared) == []
+
+
+def test_the_least_share_has_room_for_the_longest_sequence():
+    longest = ["data.sequence_length=1048576", "model.config.max_position_embeddings=1048576"]
+    tokens = 2 * 2 * 2 * 16 * 4 * 1048576  # layers, keys and values, heads, dimensions, bytes
+    assert count_cache_bytes(build(*longest), 1048576) == tokens
+    assert share(*longest, weights=0, device=64).least == pytest.approx(
+        0.01 * (100 * tokens // (64 * GIB) + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "refused"), [("0.69", False), ("0.7", True), ("0.06", False), ("0.05", True)]
+)
+def test_a_share_that_does_not_fit_is_refused_with_those_that_do(fraction, refused, messages):
+    shared = share(f"rl.rollout.mem_fraction_static={fraction}")
+    assert list_keys(shared) == ["rl.rollout.mem_fraction_static"] * refused
+    if refused:
+        messages(next(shared.find_problems()).text)
+
+
+def test_a_server_that_fits_beside_no_trainer_is_refused(messages):
+    shared = share(states=130)
+    assert list_keys(shared) == ["rl.rollout.mem_fraction_static"]
+    messages(next(shared.find_problems()).text)
+
+
+def test_the_cache_stands_beside_the_trainer_while_answers_are_sampled():
+    stages = add_cache([estimate(40, 20, 8)], share())
+    assert stages[0].rollout.transient == pytest.approx((0.59 * 140 - 8) * GIB, abs=2)
+    assert stages[0].sampling == pytest.approx((40 + 3 + 0.59 * 140) * GIB, abs=2)
+    assert stages[0].learning == (40 + 8 + 3 + 20) * GIB
+    assert stages[0].total == stages[0].sampling
+    assert add_cache([estimate(40, 20, 8)], None) == (estimate(40, 20, 8),)
+
+
+def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
+    stages = [estimate(40, 20, 8)]
+    assert share_device(build(), stages, None) is None
+    assert share_device(build("rl.rollout.urls=['http://one:1']"), stages, GIB) is None
+    assert share_device(build(f"rl.rollout.path={tmp_path}"), stages, GIB) is None
+    assert share_device(load("grpo-arithmetic-cpu"), stages, GIB) is None
+
+
+@pytest.mark.processes
+def test_a_plan_and_its_job_have_the_share(tmp_path):
+    from bundle.launch import job as job_file
+
+    words = ["plan", "grpo-arithmetic-cpu", "--hardware=h200", "--backend=cuda", "--devices-per-node=1"]
+    words += [f"--set={override}" for override in (*SERVED, f"rl.rollout.weights_folder={tmp_path}")]
+    words += [f"--set=rl.rollout.python={sys.executable}", "--job", str(tmp_path / "job.json")]
+    run_bundle(*words, cwd=tmp_path, code=0)
+    job = job_file.load(tmp_path / "job.json")
+    assert job.mem_fraction_static is not None and 0.8 < job.mem_fraction_static < 0.9
+    stage = job.plan["stages"][0]["bytes"]
+    assert job.learning_bytes == stage["learning"] - stage["rollout_weights"] - stage["rollout_overhead"]
+    assert stage["sampling"] > 100 * GIB > stage["learning"]
+    assert job.recipe.rl and job.recipe.rl.rollout.mem_fraction_static is None
+    assert job.trained_recipe.rl
+    assert job.trained_recipe.rl.rollout.mem_fraction_static == job.mem_fraction_static
+    words[-2:] = ["--set=rl.rollout.mem_fraction_static=0.99", "--json"]
+    code = ExitCode.ENVIRONMENT_UNFIT
+    document = json.loads(run_bundle(*words, cwd=tmp_path, code=code).stdout)
+    assert any("mem_fraction_static" in problem["text"] for problem in document["problems"])

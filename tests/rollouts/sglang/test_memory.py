@@ -1,0 +1,35 @@
+"""A server gets its part of the whole device as a part of what is free when it starts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bundle.rollouts.sglang.memory import TrainerMemory
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device of 100 bytes: the trainer has 40, 10 of them for no tensor, and another process 20."""
+    state = SimpleNamespace(reserved=40)
+    module = SimpleNamespace(
+        empty_cache=lambda: setattr(state, "reserved", 30),
+        mem_get_info=lambda device: (80 - state.reserved, 100),
+        memory_reserved=lambda device: state.reserved,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return state
+
+
+def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
+    memory = TrainerMemory(torch.device("meta"), 1)
+    assert memory.compute_free_part(0.2) == 0.4  # 20 of 50
+    assert device.reserved == 30
+    assert memory.compute_free_part(0.9) == 0.95
+
+
+def test_the_trainer_can_have_what_is_free_and_what_it_has(device):
+    memory = TrainerMemory(torch.device("meta"), 1)
+    assert memory.read_available() == 80
+    memory.release_cache()
+    assert memory.read_available() == 80
