@@ -57,8 +57,9 @@ class PolicyObjective:
 
     Measures: `clip_fraction/low` and `/high`, the tokens whose gradient the clip removes (CISPO: bounds);
     `clip_fraction/dual`; `approx_kl`, k3 of the old policy against this one; `ratio/max`, the largest r;
-    `entropy` [nats]; `kl` from the reference. `mismatch/k3` and `mismatch/max_log_prob_difference` [nats] are
-    of the old log-probabilities against the rollout's: where there is but one kind, of the policy against it.
+    `entropy` [nats]; `kl` from the reference. `mismatch/k3`, `mismatch/log_prob_difference` (its mean amount)
+    and `mismatch/max_log_prob_difference` [nats] are of the old log-probabilities against the rollout's; of
+    the policy against them where there is but one kind.
     `correction/weight`, `/square` (of the weight), `/clip_fraction`, `/veto_fraction`.
     """
 
@@ -89,6 +90,7 @@ class PolicyObjective:
 
         mismatch = old - values["rollout_log_probs"] if "rollout_log_probs" in values else current
         measures["mismatch/k3"] = _estimate_k3(-mismatch)
+        measures["mismatch/log_prob_difference"] = mismatch.abs()
         measures["mismatch/max_log_prob_difference"] = mismatch.abs()
         if settings.correction:
             correction = compute_weights(settings.correction, mismatch, is_learned, sequences)
@@ -172,6 +174,7 @@ def _list_measures(settings: PolicyLoss) -> Mapping[str, Reduction]:
         "ratio/max": "maximum",
         "entropy": "mean",
         "mismatch/k3": "mean",
+        "mismatch/log_prob_difference": "mean",
         "mismatch/max_log_prob_difference": "maximum",
     }
     if settings.dual_clip is not None:

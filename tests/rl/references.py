@@ -118,6 +118,7 @@ def compute_answer(case: Case, answer: Answer) -> tuple[Tensor, dict[str, Tensor
     measures["approx_kl"] = torch.exp(change.detach()) - 1 - change.detach()
     gap = old - roll
     measures["mismatch/k3"] = torch.exp(gap) - 1 - gap
+    measures["mismatch/log_prob_difference"] = gap.abs()
     measures["mismatch/max_log_prob_difference"] = gap.abs()
     if case.correction:
         weight, clipped, vetoed = _correct(case, gap)

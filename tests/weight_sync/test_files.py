@@ -15,6 +15,7 @@ from bundle.pretrained.writing import OutputTensor
 from bundle.weight_sync.manifest import NameTable, declare_tensors, read_declared_tensors
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.families import CONFIGS
+from tests.rollouts.sglang.contract_server import wait_until
 
 TABLE = NameTable.from_architecture(from_config(CONFIGS["latent"]))
 EMPTY = NameTable({}, frozenset(), {})
@@ -110,13 +111,20 @@ def test_a_full_disk_names_the_key_takes_all_tensors_and_leaves_nothing(tmp_path
     assert [*old.parent.iterdir()] == [old]
 
 
+def find_written(folder: Path) -> Path:
+    """The first file of a version, when it is whole."""
+    files = "*/*/model-00001.safetensors"
+    wait_until(lambda: any(path.stat().st_size > 16 for path in folder.glob(files)))
+    return next(folder.glob(files))
+
+
 def test_files_that_change_before_they_are_read_again_are_refused(tmp_path):
     transport = FilesTransport(tmp_path, EMPTY, has_draft=False, file_bytes=1)
 
     def stream():
         yield "a", torch.ones(4)
         yield "b", torch.zeros(4)
-        first = next(tmp_path.glob("*/*/model-00001.safetensors"))
+        first = find_written(tmp_path)
         first.write_bytes(first.read_bytes()[:-1] + b"\1")
 
     with pytest.raises(JobFailed) as error:
@@ -126,7 +134,7 @@ def test_files_that_change_before_they_are_read_again_are_refused(tmp_path):
     def truncate():
         yield "a", torch.ones(4)
         yield "b", torch.zeros(4)
-        first = next(tmp_path.glob("*/*/model-00001.safetensors"))
+        first = find_written(tmp_path)
         first.write_bytes(first.read_bytes()[:-1])
 
     with pytest.raises(UsageError):

@@ -5,11 +5,13 @@ all servers have taken the new one, so that a server that dies in between can be
 """
 
 import fcntl
+import itertools
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,8 @@ from bundle.weight_sync.manifest import Manifest, NameTable, SentTensor, compute
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
 _PREFIX = "mcore-bundle-weights-"
-_FILE_BYTES = 2**30  # tensors that are in this process's memory before they are written
+_FILE_BYTES = 2**29
+_WRITERS = 4  # threads; each has the tensors of a file in memory
 
 
 class WrittenWeights(NamedTuple):
@@ -87,37 +90,58 @@ class FilesTransport:
             self._lock = None
 
     def _write_files(self, directory: Path, version: int, stream: Iterator[tuple[str, Tensor]]) -> Manifest:
-        sent: dict[str, SentTensor] = {}
+        """Write all tensors in files; copying them from a device, digests and files run in parallel."""
+        names: set[str] = set()
         left_out: dict[str, None] = {}
         repeated: list[str] = []
-        contents: dict[str, list[OutputTensor]] = {}
         pending: list[tuple[OutputTensor, memoryview]] = []
-        for name, tensor in stream:
-            if name in sent or name in left_out:
-                repeated.append(f"repeated: {name}")
-                continue
-            is_draft = name in self._table.draft
-            if is_draft and not self._has_draft:
-                left_out[name] = None
-                continue
-            host = tensor.detach().to("cpu").contiguous().reshape(-1)
-            values = memoryview(host.view(torch.uint8).numpy())
-            stored = OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            sent[name] = SentTensor(stored, "draft" if is_draft else "target", compute_digest(values))
-            pending.append((stored, values))
-            if sum(entry.bytes for entry, _ in pending) >= self._file_bytes:
-                _write_file(directory, contents, pending)
-        _write_file(directory, contents, pending)
+        writes: list[Future[dict[str, str]]] = []
+        stored: list[OutputTensor] = []
+        file_names: dict[str, str] = {}
+        with ThreadPoolExecutor(_WRITERS) as pool:
+
+            def write_pending() -> None:
+                nonlocal pending
+                name = f"model-{len(writes) + 1:05d}.safetensors"
+                file_names.update((entry.name, name) for entry, _ in pending)
+                writes.append(pool.submit(_write_file, directory / name, pending))
+                pending = []
+                if len(writes) > _WRITERS:  # no more tensors than that wait in memory
+                    writes[-1 - _WRITERS].result()
+
+            for name, tensor in stream:
+                if name in names:
+                    repeated.append(f"repeated: {name}")
+                    continue
+                names.add(name)
+                if name in self._table.draft and not self._has_draft:
+                    left_out[name] = None
+                    continue
+                stored.append(OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+                pending.append((stored[-1], _copy_to_host(tensor)))
+                if sum(entry.bytes for entry, _ in pending) >= self._file_bytes:
+                    write_pending()
+            if pending:
+                write_pending()
+            digests = {name: digest for write in writes for name, digest in write.result().items()}
         if repeated:
             raise JobFailed("rollout: tensors came more than once. Send each of them once.", repeated)
-        files.write_json(
-            directory / INDEX_FILE,
-            {
-                "metadata": {},
-                "weight_map": {entry.name: file for file in contents for entry in contents[file]},
-            },
-        )
+        files.write_json(directory / INDEX_FILE, {"metadata": {}, "weight_map": file_names})
+        sent = {
+            entry.name: SentTensor(
+                entry, "draft" if entry.name in self._table.draft else "target", digests[entry.name]
+            )
+            for entry in stored
+        }
         return Manifest(version, sent, tuple(left_out), self._table.copies)
+
+
+def _copy_to_host(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor; from a GPU through pinned memory, which torch keeps for the next ones."""
+    host = tensor.detach()
+    if host.is_cuda:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(host)
+    return memoryview(host.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _lock_folder(folder: Path) -> int | None:
@@ -140,36 +164,34 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _write_file(
-    directory: Path,
-    contents: dict[str, list[OutputTensor]],
-    pending: list[tuple[OutputTensor, memoryview]],
-) -> None:
-    """Write one more file with these tensors, and forget their values."""
-    if not pending:
-        return
-    name = f"model-{len(contents) + 1:05d}.safetensors"
-    contents[name] = [stored for stored, _ in pending]
-    writer = SafetensorsWriter(directory / name, contents[name])
+def _write_file(path: Path, tensors: Sequence[tuple[OutputTensor, memoryview]]) -> dict[str, str]:
+    """Write one file with these tensors; return the digest of each."""
+    writer = SafetensorsWriter(path, [stored for stored, _ in tensors])
     try:
-        for _, values in pending:
+        for _, values in tensors:
             writer.append(values)
         writer.close()
     finally:
         writer.discard()
-    pending.clear()
+    return {stored.name: compute_digest(values) for stored, values in tensors}
 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise JobFailed where the files do not hold what the manifest says."""
-    digests: list[tuple[str, str]] = []
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for name, entry in read_tensor_headers(path).items():
-                with memoryview(content)[entry.start : entry.stop] as values:
-                    digests.append((name, compute_digest(values)))
-    if changes := find_changed_digests(manifest, digests):
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        digests = list(pool.map(_read_digests, sorted(directory.glob("*.safetensors"))))
+    if changes := find_changed_digests(manifest, itertools.chain.from_iterable(digests)):
         raise JobFailed(
             f"{directory}: these files do not hold the tensors that were written. Look at the disk.",
             limit_violations(changes),
         )
+
+
+def _read_digests(path: Path) -> list[tuple[str, str]]:
+    """Return the name and the digest of each tensor in a file."""
+    digests = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for name, entry in read_tensor_headers(path).items():
+            with memoryview(content)[entry.start : entry.stop] as values:
+                digests.append((name, compute_digest(values)))
+    return digests
