@@ -4,9 +4,10 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args, get_origin
 
 from bundle.cli import options
 from bundle.environment import image
@@ -117,26 +118,38 @@ def plan_job(
     return PlannedJob(plan, request, fresh, record)
 
 
+def _list_options(group: Any) -> list[inspect.Parameter]:
+    """Return a parameter for each annotated field of a dataclass. typer takes a list in place of a tuple."""
+    parameters = []
+    for parameter in inspect.signature(group).parameters.values():
+        if get_origin(parameter.annotation) is Annotated:
+            value_type, option = get_args(parameter.annotation)
+            if get_origin(value_type) is tuple:
+                value_type = GenericAlias(list, get_args(value_type)[0])
+            parameters.append(parameter.replace(annotation=Annotated[value_type, option]))
+    return parameters
+
+
 def expand_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb for typer: a parameter that is one of the above becomes an option for each of its fields."""
+    """Return the verb for typer: for a parameter that is a dataclass, an option for each annotated field."""
     signature = inspect.signature(verb)
     groups: dict[str, Any] = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
-        if parameter.annotation in (JobRequest, Machines)
+        if is_dataclass(parameter.annotation)
     }
+    group_options = {name: _list_options(group) for name, group in groups.items()}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        group = groups.get(name)
-        parameters += inspect.signature(group).parameters.values() if group else [parameter]
+        parameters += group_options.get(name, [parameter])
+    tuple_names = [parameter.name for parameter in parameters if isinstance(parameter.default, tuple)]
 
     @functools.wraps(verb)
     def call_verb(**values: Any) -> None:
-        option_groups = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        verb(**values, **option_groups)
+        values |= {name: tuple(values[name]) for name in tuple_names}
+        for name, group in groups.items():
+            values[name] = group(**{option.name: values.pop(option.name) for option in group_options[name]})
+        verb(**values)
 
     keyword_parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     call_verb.__signature__ = signature.replace(parameters=keyword_parameters)  # type: ignore[attr-defined]
