@@ -1,6 +1,6 @@
 """Options that several verbs have in common, and what was said with them, as words for another verb."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +8,10 @@ import typer
 
 from bundle import log
 from bundle.environment import MOST_RANKS, hardware
+from bundle.targets.options import Preflight as Preflight
+from bundle.targets.options import Restarts as Restarts
+from bundle.targets.options import Spares as Spares
+from bundle.targets.options import allow_only as allow_only
 
 Recipe = Annotated[str, typer.Argument(help="A built-in recipe's name (see `recipes list`) or a file.")]
 Overrides = Annotated[
@@ -80,25 +84,6 @@ DevicesPerNode = Annotated[
     typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, max=MOST_RANKS, help="Machines; without it, the recipe's.")]
-Restarts = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="Start ranks again where that may mend what broke: N times without a new checkpoint between.",
-    ),
-]
-Spares = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="N",
-        help="Machines beyond --nodes: one takes the place of a machine that is lost or bad.",
-    ),
-]
-Preflight = Annotated[
-    bool, typer.Option("--preflight", help="First have every node do what the job will ask of it.")
-]
 NodeRank = Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")]
 Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")]
 Wait = Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")]
@@ -124,17 +109,6 @@ AllowDrift = Annotated[
     list[str] | None, typer.Option(metavar="ID", help="Go on although this patch drifted.")
 ]
 JSON = Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")]
-
-
-def allow_only(choices: Collection[str]) -> Callable[[str], str]:
-    """A callback that lets only these values of an option pass, or none where it has none."""
-
-    def check(value: str) -> str:
-        if value and value not in choices:
-            raise typer.BadParameter(f"choose one of {', '.join(choices)}")
-        return value
-
-    return check
 
 
 Hardware = Annotated[
