@@ -11,6 +11,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
@@ -23,6 +26,7 @@ from bundle.launch.orphans import prepare_death_signal
 from bundle.targets import devices
 from bundle.targets.client import run_client
 from bundle.targets.mounts import Mount
+from bundle.targets.options import Grace, Preflight, Rdma, Restarts
 from bundle.targets.states import JobState
 
 # Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
@@ -36,24 +40,32 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class DockerOptions:
-    """What the engine wants to know, beside the job.
+    """What the engine wants to know, beside the job: the image, and what its user chooses.
 
-    `mounts` are further paths, "SRC" or "SRC:DST" or "SRC:DST:ro"; the values of the variables `environment`
-    are handed on unseen. `restarts`: how often ranks are started again in place, without a new checkpoint
-    between; `preflight`: first every node does what the job will ask of it. `user` is who the container is,
-    "UID:GID", and who will own what it writes; `groups` are further groups of it.
+    The values of the variables `environment` are handed on unseen. `user` will own what the container writes.
     """
 
-    image: str
-    mounts: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-    user: str = ""
-    shared_memory: str = "64g"
-    rdma: bool = False
-    restarts: int = 0
-    preflight: bool = False
-    grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
-    groups: tuple[int, ...] = ()
+    image: str = ""
+    mounts: Annotated[
+        tuple[str, ...],
+        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="What it sees, beside here and the run."),
+    ] = ()
+    environment: Annotated[
+        tuple[str, ...],
+        typer.Option("--env", metavar="NAME", help="A variable of here that it gets: HF_TOKEN, ..."),
+    ] = ()
+    user: Annotated[
+        str, typer.Option(metavar="UID:GID", help="Who it is; without it, we, in the group of our images.")
+    ] = ""
+    groups: Annotated[
+        tuple[int, ...],
+        typer.Option("--group", min=0, metavar="GID", help="A further group of it; else that of the NPUs."),
+    ] = ()
+    shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of /dev/shm.")] = "64g"
+    rdma: Rdma = False
+    grace_seconds: Grace = None
+    restarts: Restarts = 0
+    preflight: Preflight = False
 
     def find_violations(self) -> Iterator[str]:
         """All that docker would not take, or would take for something else."""

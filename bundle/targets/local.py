@@ -23,6 +23,7 @@ from bundle.launch.command import Command
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.rendezvous import discover
 from bundle.targets.log_reader import tail_log
+from bundle.targets.options import Preflight, Restarts
 from bundle.targets.states import JobState, find_exit_code, poll_states
 
 LOG_NAME = "node.log"
@@ -34,15 +35,11 @@ _SHELL = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """How often ranks are started again in place, without a new checkpoint between; what runs them.
+    """What a node is started with; its ranks import `mcore` instead of the installed megatron-core."""
 
-    `mcore` is the megatron-core that they import instead of the installed one, as `train` takes it;
-    `preflight`: first every node does what the job will ask of it.
-    """
-
-    restarts: int = 0
+    restarts: Restarts = 0
+    preflight: Preflight = False
     mcore: str = ""
-    preflight: bool = False
     python: str = sys.executable
 
 

@@ -11,12 +11,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import typer
 
 from bundle import capabilities, files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
 from bundle.files import digest_json
+from bundle.launch.command import WAIT_SECONDS
 from bundle.launch.job import FILE_NAME, Job
+from bundle.targets.options import Preflight, Restarts
 from bundle.targets.states import JobState, find_exit_code, poll_states
 
 T = TypeVar("T")
@@ -29,18 +33,21 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RayOptions:
-    """`address` of the dashboard, which takes jobs, "http://127.0.0.1:8265"; what runs our driver there.
+    """What Ray wants to know, beside the job; `python` runs our driver there."""
 
-    `restarts`: how often ranks are started again, in place or, when a machine is lost, on another, without a
-    new checkpoint between; `wait`: the seconds until the machines are free; `preflight`: first every node
-    does what the job will ask of it.
-    """
-
-    address: str = ""
-    restarts: int = 0
-    wait: int = 1800
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Of a cluster's dashboard, which takes the job; without it, the cluster of this machine.",
+        ),
+    ] = ""
+    restarts: Restarts = 0
+    preflight: Preflight = False
+    wait: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long to wait for machines that are free.")
+    ] = WAIT_SECONDS
     python: str = sys.executable
-    preflight: bool = False
 
     def find_violations(self) -> Iterator[str]:
         """All that Ray would not take."""

@@ -55,7 +55,7 @@ def job() -> Job:
             ("ascend", "a3", 1, 4),
             DockerOptions("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,)),
         ),
-        ("cpu", ("cpu", "cpu", 1, 2), DockerOptions("bundle", ("/data",), ("HF_TOKEN",), "1000:0", "1g")),
+        ("cpu", ("cpu", "cpu", 1, 2), DockerOptions("bundle", ("/data",), ("HF_TOKEN",), "1000:0", (), "1g")),
     ],
 )
 def test_the_commands_are_the_golden_ones(name, machine, options):
@@ -87,7 +87,7 @@ def test_hostile_names_reach_docker_as_they_are(job, workdir, directory, mount):
 
 
 def test_all_that_cannot_be_written_is_refused_at_once(job, messages):
-    options = DockerOptions("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", "much")
+    options = DockerOptions("--privileged", ("data", "/a:/b:rw"), ("HF TOKEN", "A=B"), "", (), "much")
     with pytest.raises(UsageError) as refused:
         docker.build_command(replace(job, directory=Path("/runs/a:b")), options, Path("/work"))
     text = str(refused.value)

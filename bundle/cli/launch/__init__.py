@@ -1,6 +1,7 @@
 """`mcore-bundle launch`: hands a job to a cluster when it has been checked, and says what became of it.
 
-A module for what each target wants to know; what they have in common is `submission`.
+A module for each target, whose options its dataclass in `targets` lists; what they have in common is
+`submission`.
 """
 
 from typing import Annotated

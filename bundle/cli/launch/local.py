@@ -1,5 +1,6 @@
-"""`mcore-bundle launch local`: the options that only a launch on this machine has."""
+"""`mcore-bundle launch local`: runs a job on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,16 +22,16 @@ def local(
     recipe: options.Recipe,
     request: JobRequest,
     machines: Machines,
+    *,
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
-    restarts: options.Restarts = 0,
-    preflight: options.Preflight = False,
+    local_options: machine.LocalOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""
     job = decide_job_with_paths(recipe, request, machines, LOCAL, checks_paths=not machines.hardware)
-    local_options = machine.LocalOptions(restarts, request.mcore, preflight)
+    local_options = replace(local_options, mcore=request.mcore)
     if dry_run:
         print(machine.render_dry_run(job, local_options, rendezvous), end="")
         return

@@ -1,4 +1,4 @@
-"""`mcore-bundle launch ray`: the options that only Ray has."""
+"""`mcore-bundle launch ray`: runs a job on a Ray cluster."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,6 @@ from bundle.cli.request import LOCAL, JobRequest, Machines
 from bundle.environment import image
 from bundle.errors import UsageError
 from bundle.launch import job as job_file
-from bundle.launch.command import WAIT_SECONDS
 from bundle.launch.rendezvous import discover
 from bundle.runs.directory import find_newest_checkpoint
 from bundle.targets import ray as cluster
@@ -27,18 +26,12 @@ from bundle.targets import raycluster, raylets
 def ray(
     request: JobRequest,
     machines: Machines,
+    *,
     recipe: options.Recipe = "",
     record: options.ImageRecord = None,
     job: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, a job file: starts its nodes.")
     ] = None,
-    address: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            help="Of a cluster's dashboard, which takes the job; without it, the cluster of this machine.",
-        ),
-    ] = "",
     start: Annotated[
         bool,
         typer.Option(
@@ -46,22 +39,17 @@ def ray(
             help="With --job, where Slurm starts this on every machine: first make them a cluster.",
         ),
     ] = False,
-    restarts: options.Restarts = 0,
-    preflight: options.Preflight = False,
-    wait: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long to wait for machines that are free.")
-    ] = WAIT_SECONDS,
+    ray_options: cluster.RayOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what Ray is asked, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job on a Ray cluster, a machine for each node; shows what it writes and ends as it does."""
     if bool(recipe) is (job is not None):
         raise UsageError("say what to run: a recipe, or --job FILE, and not both")
-    if detach and not address:
+    if detach and not ray_options.address:
         raise UsageError("--detach: name the cluster that takes the job with --address")
-    if start and (job is None or address):
+    if start and (job is None or ray_options.address):
         raise UsageError("--start: say --job FILE with it, and no --address")
-    ray_options = cluster.RayOptions(address, restarts, wait, preflight=preflight)
     if job is None:
         image_record = image.read_record(record) if record else None
         planned_job = decide_job_with_paths(
@@ -76,7 +64,7 @@ def ray(
         if dry_run:
             print(cluster.render_dry_run(planned_job, ray_options, Path.cwd()), end="")
             return
-        if address:
+        if ray_options.address:
             follow_submitted_job(f"ray:{cluster.submit(planned_job, ray_options, Path.cwd())}", detach=detach)
             return
         job = cluster.write_job_file(planned_job)
@@ -91,5 +79,5 @@ def ray(
 
     if start:
         rendezvous = discover(os.environ, planned_nodes=loaded_job.nodes)
-        raise typer.Exit(raycluster.run(loaded_job, job_path, rendezvous, drive, wait))
+        raise typer.Exit(raycluster.run(loaded_job, job_path, rendezvous, drive, ray_options.wait))
     raise typer.Exit(drive())

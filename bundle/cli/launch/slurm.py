@@ -1,4 +1,4 @@
-"""`mcore-bundle launch slurm`: the options that only Slurm has."""
+"""`mcore-bundle launch slurm`: submits a job to Slurm."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,40 +17,16 @@ from bundle.cli.launch.submission import (
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import slurm as scheduler
 from bundle.targets.slurm import batch, containers
-from bundle.targets.slurm.options import CONTAINERS, SlurmOptions
+from bundle.targets.slurm.options import SlurmOptions
 
 
 def slurm(
     recipe: options.Recipe,
     request: JobRequest,
     machines: Machines,
+    *,
     record: options.ImageRecordOrNone = "",
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OPTION[=VALUE]", help="Of sbatch: partition=gpu, account=us, time=4:00:00, ..."
-        ),
-    ] = None,
-    container_image: Annotated[
-        str, typer.Option("--image", help="What it runs in; without it, this very environment.")
-    ] = "",
-    container: Annotated[
-        str,
-        typer.Option(callback=options.allow_only(CONTAINERS), help=f"One of {', '.join(CONTAINERS)}."),
-    ] = CONTAINERS[0],
-    mounts: Annotated[
-        list[str] | None,
-        typer.Option("--mount", metavar="SRC[:DST]", help="What a container sees, beside here and the run."),
-    ] = None,
-    rdma: Annotated[
-        bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")
-    ] = False,
-    restarts: options.Restarts = 0,
-    preflight: options.Preflight = False,
-    spares: options.Spares = 0,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster of this job's own.")
-    ] = False,
+    slurm_options: SlurmOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
@@ -59,23 +35,12 @@ def slurm(
         recipe,
         request,
         machines,
-        read_optional_record(container_image, record),
+        read_optional_record(slurm_options.image, record),
         checks_paths=not dry_run,
-        in_image=bool(container_image),
-    )
-    slurm_options = SlurmOptions(
-        sbatch=tuple(sbatch or ()),
-        image=container_image,
-        container=container,
-        mounts=tuple(mounts or ()),
-        restarts=restarts,
-        preflight=preflight,
-        spares=spares,
-        ray=ray,
-        rdma=rdma,
+        in_image=bool(slurm_options.image),
     )
     warn_unknown_steps(job, recipe)
-    if container_image:
+    if slurm_options.image:
         warn_hidden_inputs(
             job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"
         )

@@ -4,13 +4,13 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bundle.cli import ignore_lost_output
+from bundle.cli import ignore_lost_output, options
 from bundle.cli.disk_space import warn_disk_space
 from bundle.cli.request import ImageContents, JobRequest, Machines, plan_job
 from bundle.environment import image
@@ -35,14 +35,6 @@ Handle = Annotated[
         " ray:NUMBER@URL."
     ),
 ]
-Grace = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="SECONDS", help="From being told to save to the end, if not what that takes."
-    ),
-]
-Image = Annotated[str, typer.Option("--image", help="What it runs in; without it, the image of ours for it.")]
-Registry = Annotated[str, typer.Option(metavar="REGISTRY", help="Where our images are.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
 NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
@@ -58,27 +50,41 @@ _TARGETS: dict[str, tuple[Target, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class ContainerImage:
+    """The image that a job runs in, with the record of its packages; without a name, ours for the job."""
+
+    image: Annotated[str, typer.Option(help="What it runs in; without it, the image of ours for it.")] = ""
+    registry: Annotated[str, typer.Option(metavar="REGISTRY", help="Where our images are.")] = (
+        images.DEFAULT_REGISTRY
+    )
+    record: options.ImageRecordOrNone = ""
+
+    def choose_name(self, job: Job) -> str:
+        """Return the name of the image. Raise UsageError where none of ours is for the job."""
+        return self.image or images.choose_image(job, self.registry)
+
+    def read_record(self) -> ImageContents:
+        """Return what is in the image. Raise UsageError for an image that is none of ours and has no name."""
+        if not self.record:
+            return UNDECIDED
+        if self.record != _NOT_OURS:
+            return image.read_record(Path(self.record))
+        if not self.image:
+            raise UsageError(
+                "--image-record none: one that is none of ours is named by --image. Ours are",
+                [f"REGISTRY/{built_image.tag}" for built_image in images.load_images()],
+            )
+        return None
+
+
 def read_optional_record(container_image: str, record_name: str) -> ImageContents:
-    """What is in the image that a job runs in, if in one. Raises UsageError for a record of none."""
+    """Return what is in the image, None without one. Raise UsageError for a record of no image."""
     if record_name and not container_image:
         raise UsageError(
             f"--image-record {format_value(record_name)}: say what it is of with --image, or leave it out"
         )
-    return read_image_record(container_image, record_name) if container_image else None
-
-
-def read_image_record(container_image: str, record_name: str) -> ImageContents:
-    """The same for what runs in an image in any case: in one of ours, where nobody names one."""
-    if not record_name:
-        return UNDECIDED
-    if record_name != _NOT_OURS:
-        return image.read_record(Path(record_name))
-    if not container_image:
-        raise UsageError(
-            "--image-record none: one that is none of ours is named by --image. Ours are",
-            [f"REGISTRY/{built_image.tag}" for built_image in images.load_images()],
-        )
-    return None
+    return ContainerImage(container_image, record=record_name).read_record() if container_image else None
 
 
 def decide_job(

@@ -29,7 +29,6 @@ class Form(NamedTuple):
     api: str  # of the workload
     kind: str
     render: Callable[[Workload], list[dict[str, Any]]]
-    help_text: str  # in the words of --help
     read_outcome: Callable[[Mapping[str, Any]], WorkloadOutcome] = read_conditions  # of the workload's status
     topology: str | None = ""  # what --topology must be, as an expression; None: it has no such thing
     backends: tuple[str, ...] = ()  # empty: all
@@ -37,19 +36,16 @@ class Form(NamedTuple):
     extra: str = ""  # of ours that its image must have, and the images that we build have not
 
 
-# By the name that --form takes, the default first.
+# By the name that --form takes, as in FORM_HELP.
 FORMS = {
-    "jobset": Form(jobset.API, "JobSet", jobset.build_jobset, "starts all nodes again when one is lost"),
-    "job": Form(jobset.JOB_API, "Job", jobset.build_job, "ends then, and needs nothing installed"),
-    "trainjob": Form(trainer.API, "TrainJob", trainer.build_trainjob, "of Kubeflow Trainer"),
-    "volcano": Form(
-        volcano.API, "Job", volcano.build_job, "of Volcano", read_outcome=read_phase, topology="[1-9][0-9]*"
-    ),
+    "jobset": Form(jobset.API, "JobSet", jobset.build_jobset),
+    "job": Form(jobset.JOB_API, "Job", jobset.build_job),
+    "trainjob": Form(trainer.API, "TrainJob", trainer.build_trainjob),
+    "volcano": Form(volcano.API, "Job", volcano.build_job, read_outcome=read_phase, topology="[1-9][0-9]*"),
     "rayjob": Form(
         rayjob.API,
         "RayJob",
         rayjob.build_rayjob,
-        "of KubeRay",
         read_outcome=read_ray_status,
         most_characters=rayjob.MOST_CHARACTERS,
         extra="ray",
@@ -58,7 +54,6 @@ FORMS = {
         ascendjob.API,
         "AscendJob",
         ascendjob.build_ascendjob,
-        "of MindCluster",
         topology=None,
         backends=("ascend",),
     ),

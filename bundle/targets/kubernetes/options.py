@@ -4,9 +4,22 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from bundle.errors import format_value
+from bundle.targets.options import Grace, Preflight, allow_only
 
+# What each form of a job is, by the name that --form takes, the default first; FORMS says how they are made.
+FORM_HELP = {
+    "jobset": "starts all nodes again when one is lost",
+    "job": "ends then, and needs nothing installed",
+    "trainjob": "of Kubeflow Trainer",
+    "volcano": "of Volcano",
+    "rayjob": "of KubeRay",
+    "ascendjob": "of MindCluster",
+}
 DEFAULT_CLAIM = "runs"  # what the PersistentVolumeClaim of run directories is called, where nobody says
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -24,38 +37,64 @@ _ANNOTATION = re.compile(rf"{_QUALIFIED}=.*")
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What the cluster wants to know, beside the job.
+    """What the cluster wants to know, beside the job: the image, and what its user chooses.
 
-    `claim` is the PersistentVolumeClaim that all pods see, where the run directory lies, and `mounts` are
-    further ones, "CLAIM:/data". `device` is what the cluster calls a device, where that is not its vendor's
-    name; `resources` are further ones of each pod, "rdma/ib=1" or "memory=512Gi", both requested and the most
-    it gets; `selectors` are labels of the nodes, "KEY=VALUE", `annotations` those of the workload and of its
-    pods. The keys of `secret` become variables, `groups` are further groups of the pods' user. `queue` and
-    `topology` are those of who schedules the form; `preflight`: first every node does what the job will ask
-    of it.
+    The run directory lies in `claim`. A pod requests `resources`, and gets no more.
     """
 
-    image: str
-    claim: str
-    name: str = ""
-    form: str = "jobset"
-    namespace: str = ""
-    mounts: tuple[str, ...] = ()
-    device: str = ""
-    resources: tuple[str, ...] = ()
-    selectors: tuple[str, ...] = ()
-    annotations: tuple[str, ...] = ()
-    groups: tuple[int, ...] = ()
-    shared_memory: str = "64Gi"
-    rdma: bool = False
-    secret: str = ""
-    queue: str = ""
-    topology: str = ""
-    priority: str = ""
-    restarts: int = 10
-    preflight: bool = False
-    grace_seconds: int | None = None  # None: as long as the job's checkpoint takes
-    keep_seconds: int = 7 * 24 * 3600
+    image: str = ""
+    claim: Annotated[
+        str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
+    ] = DEFAULT_CLAIM
+    form: Annotated[
+        str,
+        typer.Option(
+            callback=allow_only(FORM_HELP),
+            help="; ".join(f"{name} {text}" for name, text in FORM_HELP.items()) + ".",
+        ),
+    ] = next(iter(FORM_HELP))
+    name: Annotated[str, typer.Option(help="Of the objects; without it, the recipe's.")] = ""
+    namespace: Annotated[str, typer.Option(help="Where they are made; without it, where kubectl is.")] = ""
+    mounts: Annotated[
+        tuple[str, ...],
+        typer.Option("--mount", metavar="CLAIM:/PATH", help="Another claim, of data or of a model."),
+    ] = ()
+    resources: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--resource", metavar="NAME=QUANTITY", help="Of each node: memory=512Gi, cpu=64, rdma/ib=8, ..."
+        ),
+    ] = ()
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="What the cluster calls a device, if not as its vendor.")
+    ] = ""
+    selectors: Annotated[
+        tuple[str, ...],
+        typer.Option("--selector", metavar="KEY=VALUE", help="A label of the nodes that it runs on."),
+    ] = ()
+    annotations: Annotated[
+        tuple[str, ...],
+        typer.Option("--annotation", metavar="KEY=VALUE", help="Of the workload and of its pods."),
+    ] = ()
+    groups: Annotated[
+        tuple[int, ...],
+        typer.Option("--group", min=0, metavar="GID", help="Of the pods: that of an NPU's device files."),
+    ] = ()
+    shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Size of /dev/shm.")] = "64Gi"
+    rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False
+    secret: Annotated[str, typer.Option(help="A Secret whose keys become variables.")] = ""
+    queue: Annotated[str, typer.Option(help="Of Kueue or Volcano, which start all pods or none.")] = ""
+    topology: Annotated[
+        str, typer.Option(help="The level that Kueue keeps all pods within, the tier that Volcano does.")
+    ] = ""
+    priority: Annotated[str, typer.Option(help="A PriorityClass.")] = ""
+    restarts: Annotated[int, typer.Option(min=0, help="How often all nodes are started again.")] = 10
+    preflight: Preflight = False
+    grace_seconds: Grace = None
+    keep_seconds: Annotated[
+        int,
+        typer.Option("--keep", min=0, metavar="SECONDS", help="How long the objects are kept after the end."),
+    ] = 7 * 24 * 3600
 
     def find_violations(self, name: str, nodes: int) -> Iterator[str]:
         """All that no cluster would take."""

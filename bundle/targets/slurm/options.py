@@ -4,8 +4,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from bundle.errors import format_value
+from bundle.targets.options import Preflight, Rdma, Restarts, Spares, allow_only
 
 CONTAINERS = ("pyxis", "apptainer")
 _OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
@@ -51,22 +55,30 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(
 class SlurmOptions:
     """What the cluster wants to know, beside the job: how the job is asked for, and what it runs in.
 
-    `sbatch`: further options of sbatch, "partition=gpu" or "exclusive", which win over ours; `mounts`: what a
-    container sees of the host, "SRC" or "SRC:DST", beside the working and the run directory; `restarts`: how
-    often ranks are started again in place, without a new checkpoint between; `preflight`: first every node
-    does what the job will ask of it; `spares`: nodes beyond those of the job, which take the place of others;
-    `ray`: its nodes are started through a Ray cluster of their own; `rdma`: with network cards for that.
+    What `sbatch` says wins over our options of sbatch.
     """
 
-    sbatch: tuple[str, ...] = ()
-    image: str = ""
-    container: str = CONTAINERS[0]
-    mounts: tuple[str, ...] = ()
-    restarts: int = 0
-    preflight: bool = False
-    spares: int = 0
-    ray: bool = False
-    rdma: bool = False
+    sbatch: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            metavar="OPTION[=VALUE]", help="Of sbatch: partition=gpu, account=us, time=4:00:00, ..."
+        ),
+    ] = ()
+    image: Annotated[str, typer.Option(help="What it runs in; without it, this very environment.")] = ""
+    container: Annotated[
+        str, typer.Option(callback=allow_only(CONTAINERS), help=f"One of {', '.join(CONTAINERS)}.")
+    ] = CONTAINERS[0]
+    mounts: Annotated[
+        tuple[str, ...],
+        typer.Option("--mount", metavar="SRC[:DST]", help="What a container sees, beside here and the run."),
+    ] = ()
+    rdma: Rdma = False
+    restarts: Restarts = 0
+    preflight: Preflight = False
+    spares: Spares = 0
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster of this job's own.")
+    ] = False
     python: str = sys.executable
 
     def find_violations(self) -> Iterator[str]:
