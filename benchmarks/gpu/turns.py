@@ -1,0 +1,240 @@
+"""GRPO on one GPU, a trainer and an SGLang server in turns, through `mcore-bundle train`.
+
+python -m benchmarks.gpu.turns CASE... --python PYTHON [--results DIRECTORY]
+
+PYTHON is that of an environment with SGLang. Cases:
+arithmetic: a Qwen3 of 8 layers learns to add; its accuracy, the mismatch of log-probabilities, the memory of
+    the device, and that the cache is released in every step.
+speed: Qwen3-4B, 64 questions with 8 answers of 512 tokens, three steps, and where their seconds go.
+kills: `kill -9` of the server, the trainer and the launcher; what is left after 20 s, and that the run
+    goes on.
+Ends with 1 where a claim does not hold.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RECIPE = str(HERE / "grpo.yaml")
+# Qwen3-4B.
+LARGE = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+# The run is killed at such a process: what its command line and its environment have.
+KILLED = {
+    "server": ("guard.py", ""),
+    "trainer": ("-m bundle", "LOCAL_RANK="),
+    "launcher": ("-m torch.distributed.run", ""),
+}
+
+
+def main() -> int:
+    """Run the cases that were named; return 1 where a claim does not hold."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--results", type=Path, default=Path(tempfile.mkdtemp()))
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    options = parser.parse_args()
+    failed = []
+    for case in options.cases:
+        print(f"== {case}", flush=True)
+        overrides = [f"rl.rollout.python={options.python}", *options.overrides]
+        failed += [f"{case}: {claim}" for claim in CASES[case](options.results / case, overrides)]
+    print(*(f"FAILED {claim}" for claim in failed), sep="\n")
+    return int(bool(failed))
+
+
+def start(directory: Path, overrides: Sequence[str]) -> subprocess.Popen[str]:
+    """Start the command; its output goes to a file beside the run directory."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    words = [word for override in overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "bundle", "train", RECIPE, "--run-directory", str(directory), *words]
+    with directory.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+
+def train(directory: Path, overrides: Sequence[str]) -> tuple[int, float]:
+    """Run the command to its end; return its code and seconds."""
+    started = time.monotonic()
+    code = start(directory, overrides).wait()
+    if code:
+        print(*directory.with_suffix(".log").read_text().splitlines()[-15:], sep="\n")
+    return code, time.monotonic() - started
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl."""
+    path = directory / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def list_values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """Return all values of a metric."""
+    return [line[key] for line in lines if line.get(key) is not None]
+
+
+def read_used_bytes() -> int:
+    """Return the bytes of the first GPU that are in use."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
+
+
+@contextmanager
+def watch_memory() -> Iterator[list[int]]:
+    """Yield a list that gets the used bytes of the GPU five times a second."""
+    samples: list[int] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            samples.append(read_used_bytes())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the claims of a run of the arithmetic task that do not hold."""
+    with watch_memory() as samples:
+        code, seconds = train(directory, overrides)
+    lines = read_metrics(directory)
+    accuracies = list_values(lines, "evaluation/accuracy")
+    mismatch = list_values(lines, "train/mismatch/log_prob_difference")
+    print(f"code {code}, {seconds:.0f} s, accuracy {accuracies}", flush=True)
+    print(f"mean |difference| of log-probabilities {[round(value, 5) for value in mismatch]}", flush=True)
+    stage = json.loads((directory / "job.json").read_text())["plan"]["stages"][0]["bytes"]
+    used = sorted(samples)
+    print(f"used: most {used[-1] / 2**30:.2f} GiB, plan {stage['sampling'] / 2**30:.2f} while it samples")
+    tenth = used[len(used) // 10] / 2**30
+    print(f"used: lowest tenth {tenth:.2f} GiB, plan {stage['learning'] / 2**30:.2f} at the peak of learning")
+    text = "".join(path.read_text(errors="replace") for path in directory.rglob("server-*.log"))
+    counts = [text.count(f"POST /{verb}_memory_occupation") for verb in ("release", "resume")]
+    print(f"released {counts[0]} times, resumed {counts[1]} times", flush=True)
+    if code:
+        yield f"ends with {code}"
+    if seconds > 480:
+        yield f"takes {seconds:.0f} s"
+    if not accuracies or accuracies[0] >= 0.4 or accuracies[-1] < 0.8:
+        yield f"accuracy {accuracies[:1]} to {accuracies[-1:]}"
+    if len(mismatch) > 10:
+        first, last = (sum(part) / len(part) for part in (mismatch[:10], mismatch[-10:]))
+        if max(mismatch) > 0.02 or last > 1.3 * first:
+            yield f"log-probabilities differ by {max(mismatch):.4f}, {first:.5f} at first, {last:.5f} at last"
+    if abs(used[-1] / stage["sampling"] - 1) > 0.05:
+        yield f"{used[-1] / 2**30:.1f} GiB are used while it samples"
+
+
+def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the claims of three steps of Qwen3-4B that do not hold."""
+    config = [f"model.config.{key}={json.dumps(value)}" for key, value in LARGE.items()]
+    sizes = [
+        "data.sequence_length=2048",
+        "data.packed=true",
+        "train.micro_batch_size=1",
+        "rl.evaluation=null",
+    ]
+    sizes += ["rl.rollout.max_completion_length=512", "rl.num_generations=8", "train.global_batch_size=512"]
+    sizes += ["rl.warm_start_steps=0", "train.steps=3", "train.log_interval=1", "rl.max_flat_steps=9"]
+    # Rewards that differ within a group, whatever a model without training answers.
+    reward = HERE / "rewards.py"
+    sizes += [
+        f'rl.rewards=[{{"kind": "python", "function": "{reward}:alternate"}}]',
+        "data.tokenizer=bytes",
+    ]
+    code, seconds = train(directory, [*overrides, *config, *sizes])
+    print(f"code {code}, {seconds:.0f} s")
+    for line in read_metrics(directory):
+        print({key: value for key, value in line.items() if "second" in key or key in ("step", "time")})
+    print(*directory.with_suffix(".log").read_text().splitlines()[-12:], sep="\n", flush=True)
+    if code:
+        yield f"ends with {code}"
+
+
+def find_processes(words: str, variable: str) -> list[int]:
+    """Return the processes with these words in their command lines and this in their environment."""
+    numbers = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if words in command and variable in (folder / "environ").read_bytes().decode(errors="replace"):
+                numbers.append(int(folder.name))
+    return sorted(numbers)
+
+
+def kill_processes(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Kill one process after the other while the run learns; yield what is left of each."""
+    overrides = [*overrides, "train.steps=120", "checkpoint.interval=10"]
+    for name, marks in KILLED.items():
+        before = len(read_metrics(directory))
+        process = start(directory, overrides)
+        deadline = time.monotonic() + 150
+        while (
+            len(read_metrics(directory)) < before + 3
+            and time.monotonic() < deadline
+            and process.poll() is None
+        ):
+            time.sleep(0.2)
+        victims = find_processes(*marks)
+        print(f"{name}: {len(read_metrics(directory))} lines, killing {victims[:1]}", flush=True)
+        if not victims:
+            yield f"there is no {name}"
+            continue
+        os.kill(victims[0], signal.SIGKILL)
+        if name == "server":  # the run starts another one and goes on
+            lines = len(read_metrics(directory))
+            deadline = time.monotonic() + 150
+            while len(read_metrics(directory)) < lines + 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            if len(read_metrics(directory)) < lines + 2:
+                yield "the run does not go on without its server"
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        time.sleep(20)
+        left = [pid for marks in KILLED.values() for pid in find_processes(*marks)]
+        used = read_used_bytes()
+        print(f"{name}: left {left}, {used / 2**20:.0f} MiB used, code {process.poll()}", flush=True)
+        if left or used > 2**30:
+            yield f"{name}: {len(left)} processes and {used / 2**20:.0f} MiB are left"
+    code, _ = train(directory, overrides)
+    print(f"again: code {code}, steps {[line['step'] for line in read_metrics(directory)]}", flush=True)
+    if code:
+        yield f"the same command ends with {code}"
+
+
+CASES: dict[str, Callable[[Path, Sequence[str]], Iterator[str]]] = {
+    "arithmetic": learn_arithmetic,
+    "speed": measure_speed,
+    "kills": kill_processes,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
