@@ -164,7 +164,7 @@ class Loader:
     def _draw_samples(self, consumed: int) -> Ints:
         return self._corpus.order.draw_samples(consumed, self._recipe.train.global_batch_size)
 
-    def read_all_samples(self) -> Iterator[list[SampleBatch]]:
+    def read_all_training_samples(self) -> Iterator[list[SampleBatch]]:
         """The micro-batches of every sample to train on, a global batch at a time, filled up with BLANK."""
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
         numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK)])

@@ -98,7 +98,7 @@ class Template:
         )
         _add_functions(environment, today)
         self._source, self._variables = source, variables
-        with _limit_time():  # constants are computed here
+        with _kill_after_cpu_time():  # constants are computed here
             self._template = environment.from_string(source)
         self._is_marked = is_marked(source)
 
@@ -188,7 +188,7 @@ class Template:
     def _generate(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
         """Return the text."""
         arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        with _limit_time():
+        with _kill_after_cpu_time():
             return _join_pieces(self._template.generate(**{**self._variables, **arguments}))
 
     @cached_property
@@ -208,7 +208,7 @@ class Template:
 
 
 @contextmanager
-def _limit_time() -> Iterator[None]:
+def _kill_after_cpu_time() -> Iterator[None]:
     """Let the system end this process where the body computes longer than `SECONDS`, in whatever code."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:

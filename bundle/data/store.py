@@ -374,8 +374,8 @@ class _StoreWriter:
         self._journal.unlink(missing_ok=True)
 
 
-def _read_journal(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What the journal says, and nothing where files lack any of it; `sizes` are those of their values."""
+def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the journal, an empty one where files lack any of it; `item_sizes` [bytes] of a value."""
     empty_entry = {"chunks": 0, "documents": {}, "errors": DataErrors("stop").dump()}
     journal = folder / "journal.json"
     if not journal.exists():
@@ -387,7 +387,7 @@ def _read_journal(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
         values, lengths_path = prefix.with_name(f"{name}.bin"), _build_lengths_path(prefix)
         lengths = _read_lengths(prefix, documents) if lengths_path.exists() else np.zeros(0, np.int64)
         is_complete = len(lengths) == documents and values.exists()
-        if not is_complete or values.stat().st_size < int(lengths.sum()) * sizes[name]:
+        if not is_complete or values.stat().st_size < int(lengths.sum()) * item_sizes[name]:
             _log.warning("%s: files are cut, all is made anew", folder)
             return empty_entry
         tokens += int(lengths.sum()) if name == "tokens" else 0

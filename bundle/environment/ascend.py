@@ -58,7 +58,7 @@ def find(machine: Machine) -> VendorDevices:
         unknown: DetectedValue[str] = DetectedValue(None, "no Ascend NPU")
         return VendorDevices("ascend", "NPU", 0, (), "no /dev/davinci<N>", unknown, unknown, unknown)
     answer = machine.run(INFO_COMMAND)
-    rows = parse_table(answer.value or "")
+    rows = parse_npu_smi_table(answer.value or "")
     generation = _find_generation(machine, rows, answer.reason)
     pool = [
         _build_device(position, number, rows, generation, answer.reason)
@@ -171,7 +171,7 @@ def _collect_notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[i
     return tuple(notes)
 
 
-def parse_table(text: str) -> tuple[TableRow, ...]:
+def parse_npu_smi_table(text: str) -> tuple[TableRow, ...]:
     """The devices of an `npu-smi info` table in its own order; none if the text is no such table.
 
     Columns and widths change with version and product; one device is one pair of rows. Seen: npu-smi 24.1 to

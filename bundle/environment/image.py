@@ -102,18 +102,18 @@ def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) 
         old, new = job_fields[key], own_fields[key]
         if not isinstance(old, dict):
             old, new = {key: old}, {key: new}
-        for name in _find_changes(old, new):
+        for name in _list_changed_keys(old, new):
             yield f"image, {name}: {old.get(name)} in the job, {new.get(name)} here"
 
 
 def find_drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
     """Every way in which what is installed now is not what the image was built with."""
     built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
-    for name in _find_changes(built, now):
+    for name in _list_changed_keys(built, now):
         yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
 
 
-def _find_changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+def _list_changed_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 

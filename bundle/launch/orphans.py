@@ -63,11 +63,11 @@ def kill_forks_on_exit() -> None:
         return
     bind, forking = prepare_parent_binding(), threading.local()
 
-    def remember_parent() -> None:
+    def note_forking_process() -> None:
         forking.parent = os.getpid() if threading.get_native_id() == os.getpid() else None
 
     def bind_child() -> None:
         if forking.parent is not None:
             bind(forking.parent)
 
-    os.register_at_fork(before=remember_parent, after_in_child=bind_child)
+    os.register_at_fork(before=note_forking_process, after_in_child=bind_child)

@@ -43,10 +43,10 @@ def set_group_score_topk(model: torch.nn.Module, score_topk: int) -> None:
     """
     for router in find_routers(model):
         if router.config.moe_router_topk // router.config.moe_router_group_topk != score_topk:
-            router.routing = _GroupRanking(router.routing, score_topk)
+            router.routing = _ExpertGroupRouting(router.routing, score_topk)
 
 
-class _GroupRanking:
+class _ExpertGroupRouting:
     """A router's choice in which each group's score is made of so many of its best."""
 
     def __init__(self, original: Callable[..., Any], score_topk: int) -> None:

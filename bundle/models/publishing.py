@@ -152,7 +152,7 @@ class PublishedWriter:
         )
         with self._capture_error():
             for entry, part in () if self._error else entries:
-                self._append_part(entry, part)
+                self._write_part(entry, part)
 
     def close(self) -> None:
         """Raises what went wrong on the way, when all is on the disk."""
@@ -164,15 +164,15 @@ class PublishedWriter:
         if self._error is not None:
             raise self._error
 
-    def _append_part(self, entry: OutputTensor | None, part: Tensor) -> None:
-        """The numbers of `entry`; None: more of what came last, which is a stack."""
-        if entry is not None:
+    def _write_part(self, new_tensor: OutputTensor | None, part: Tensor) -> None:
+        """Write values: the first of `new_tensor`; None: more of the tensor before, a stack."""
+        if new_tensor is not None:
             if not self._remaining:
                 self._finish()
                 path, self._remaining = self._pending_files.pop(0)
                 self._file = SafetensorsWriter(path, self._remaining)
-            assert self._remaining.pop(0) == entry
-            self._dtype = DTYPES[entry.dtype]
+            assert self._remaining.pop(0) == new_tensor
+            self._dtype = DTYPES[new_tensor.dtype]
         assert self._file is not None
         flat = part.to("cpu", self._dtype).contiguous().flatten()
         self._file.append(memoryview(flat.view(torch.uint8).numpy()))

@@ -91,7 +91,11 @@ def audit(
     ]
     reaching = [defect.entry.id for defect in audited if defect.reaches_jobs]
     return Audit(
-        core, packages, monkey_patches, tuple(audited), tuple(_find_upgrades(reaching, entries, core, table))
+        core,
+        packages,
+        monkey_patches,
+        tuple(audited),
+        tuple(_assess_later_releases(reaching, entries, core, table)),
     )
 
 
@@ -260,7 +264,7 @@ def _list_later_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
     return [release for release in releases if minor and (parse_minor_version(release) or minor) > minor]
 
 
-def _find_upgrades(
+def _assess_later_releases(
     reaching: Collection[str], entries: Collection[Entry], core: MegatronCore, table: ReviewTable
 ) -> Iterator[Upgrade]:
     """What later releases come to for the same job; nothing where it has nothing to gain."""

@@ -94,7 +94,7 @@ def parse_review_table(text: str) -> ReviewTable:
 
 
 @cache
-def load_commits() -> Mapping[str, Mapping[str, str]]:
+def load_commits_by_digest() -> Mapping[str, Mapping[str, str]]:
     """The code of single targets that was read in commits."""
     known: dict[str, dict[str, str]] = json.loads(COMMITS_FILE.read_text("utf-8"))
     return known
@@ -222,7 +222,7 @@ class DefectReader:
         """The releases, and the commits, in which what is there was reviewed."""
         return {
             target: self.table.find_references(target, value, by_signature=targets[target])
-            + tuple(load_commits().get(target, {}).get(value, "").split()[:1])
+            + tuple(load_commits_by_digest().get(target, {}).get(value, "").split()[:1])
             for target, value in fingerprints.items()
         }
 

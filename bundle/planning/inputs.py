@@ -87,7 +87,7 @@ def find_absent_inputs(recipe: Recipe) -> Iterator[Problem]:
     yield from (problem for problem in problems if problem.code is ExitCode.USAGE)
 
 
-class JobInput(NamedTuple):
+class LocalInput(NamedTuple):
     """What of a job's inputs is here: the key that names it, the name, and what that means."""
 
     key: str
@@ -95,7 +95,7 @@ class JobInput(NamedTuple):
     paths: tuple[Path, ...]
 
 
-def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[JobInput]:
+def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[LocalInput]:
     """The inputs of a job that are on this machine, `origin` being the checkpoint that it begins with."""
     kind, _, tokenizer = recipe.data.tokenizer.partition(":")
     lora = recipe.model.lora
@@ -109,13 +109,13 @@ def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[Jo
     )
     for key, value in named_values:
         if value and _is_present(Path(value)):
-            yield JobInput(key, value, (Path(value),))
+            yield LocalInput(key, value, (Path(value),))
     for key, data in _list_data(recipe).items():
         for value in data.path:
             index_path = find_index(value, data.source)
             paths = [index_path] if _is_present(Path(index_path)) else glob.glob(index_path, recursive=True)  # noqa: PTH207
             if paths and value != STDLIB:
-                yield JobInput(key, value, tuple(map(Path, paths)))
+                yield LocalInput(key, value, tuple(map(Path, paths)))
 
 
 def _is_present(path: Path) -> bool:

@@ -79,7 +79,7 @@ def list_parameters(
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
     table = Tensors(architecture, parallel.tp)
-    local = _list_local_experts(architecture, parallel)
+    local = _list_expert_numbers(architecture, parallel)
     tied = architecture.tied_embeddings
     chunk_parameters: list[Parameter] = []
 
@@ -125,7 +125,7 @@ def list_trained_parameters(
     if lora is None:
         chunk_parameters = list_parameters(architecture, parallel, chunk, traits)
         return tuple(parameter for parameter in chunk_parameters if not model.vision.freezes(parameter.name))
-    table, local = Tensors(architecture, parallel.tp), _list_local_experts(architecture, parallel)
+    table, local = Tensors(architecture, parallel.tp), _list_expert_numbers(architecture, parallel)
     layers = [table.build_layer(number, local) for number in chunk.layers]
     layers += [table.build_mtp_layer(depth, local) for depth in range(chunk.mtp_layers)]
     layers += [table.build_tower()] if chunk.embedding else []
@@ -143,7 +143,7 @@ def list_trained_parameters(
     )
 
 
-def _list_local_experts(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
+def _list_expert_numbers(architecture: Architecture, parallel: Parallel) -> Sequence[int]:
     return range(architecture.moe.num_experts // parallel.ep) if architecture.moe else ()
 
 

@@ -36,7 +36,7 @@ def find_violations(recipe: Recipe) -> list[Violation]:
         _check_vision,
         _check_delta_nets,
         _check_recomputation,
-        _check_arithmetic,
+        _check_precision_and_export,
         _check_adapters,
         _check_data,
         _check_training,
@@ -324,7 +324,7 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         yield "model.recompute.modules", "mlp, but the model has no dense layers"
 
 
-def _check_arithmetic(recipe: Recipe) -> Iterator[Violation]:
+def _check_precision_and_export(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
         yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
     family = recipe.architecture.model_type

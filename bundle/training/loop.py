@@ -54,7 +54,9 @@ class Batches:
 
     def iterate_once(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
         """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
-        for batches in chain(self._loader.read_all_samples(), self._loader.read_validation().values()):
+        for batches in chain(
+            self._loader.read_all_training_samples(), self._loader.read_validation().values()
+        ):
             yield batches, [self._build_micro_batch(batch) for batch in batches]
 
     def build_validation_batches(self) -> dict[str, list[MicroBatch]]:

@@ -246,7 +246,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         needs=("dist-checkpoint-serialization",),
     ),
     "restricted-unpickle": build_check(
-        "checkpoints:measure_unsafe_state", Gap(1.0), agreement=0.0
+        "checkpoints:measure_checkpoint_code", Gap(1.0), agreement=0.0
     ),  # the code ran
     "offload-stale-weights": build_check("gradients:measure_loaded_weights", Gap(0.5), agreement=0.0),
     "offload-resume-fp32": build_check(

@@ -226,7 +226,7 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
     seen, held = [], []
     for rank in range(2):
         loader = Loader(job, corpus, rank, 2)
-        found = [batch for batches in loader.read_all_samples() for batch in batches]
+        found = [batch for batches in loader.read_all_training_samples() for batch in batches]
         seen += [numbers for batch in found for numbers in batch.documents.reshape(-1, 2).tolist()]
         evaluated = loader.read_validation()["validation"]
         held += [numbers for batch in evaluated for numbers in batch.documents.reshape(-1, 2).tolist()]

@@ -2,7 +2,7 @@
 
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import Seam
-from bundle.patches.megatron_core import DefectReader, load_commits, load_review_table
+from bundle.patches.megatron_core import DefectReader, load_commits_by_digest, load_review_table
 from tests.patches.trees import Release, edited
 from tools.patches import review
 
@@ -38,7 +38,7 @@ def test_anything_else_is_not(release: Release):
 
 def test_only_targets_are_listed_and_nothing_that_a_release_has():
     by_code, by_signature = review.declared()
-    for target, known in load_commits().items():
+    for target, known in load_commits_by_digest().items():
         assert target in by_code | by_signature
         for fingerprint, said in known.items():
             commit, _, differs = said.partition(" ")

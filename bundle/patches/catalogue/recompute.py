@@ -39,7 +39,7 @@ def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Pres
 
 
 @detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
-def _passes_unknown_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
+def _passes_unaccepted_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
     if checkpointed is None:
         return Presence.from_matches(absent="_checkpointed_forward" not in forward.identifiers)
@@ -113,7 +113,7 @@ PATCHES = (
         range=">=0.18,<0.19",
         when=frozenset({"mtp", "recompute-full"}),
         assumes=NO_ASSUMPTION,
-        defect=_passes_unknown_mask,
+        defect=_passes_unaccepted_mask,
     ),
     Patch(
         id="recompute-reclaim",

@@ -106,7 +106,7 @@ def _build_servers(
     def read_memory_arguments() -> list[str]:
         if memory is None or settings.mem_fraction_static is None:
             return []
-        return ["--mem-fraction-static", f"{memory.compute_free_part(settings.mem_fraction_static):.4f}"]
+        return ["--mem-fraction-static", f"{memory.convert_to_free_part(settings.mem_fraction_static):.4f}"]
 
     return [
         ServerReplica(

@@ -25,8 +25,8 @@ class TrainerMemory(NamedTuple):
         """Return what is free and what the trainer has [bytes]."""
         return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
 
-    def compute_free_part(self, part: float) -> float:
-        """Return how much of the free memory that part of all memory is: what SGLang counts in."""
+    def convert_to_free_part(self, part_of_total: float) -> float:
+        """Return a part of all memory as a part of the free memory, in which SGLang counts."""
         self.release_cache()
         free, total = self._module.mem_get_info(self.device)
-        return float(min(part * total / free, _MOST))
+        return float(min(part_of_total * total / free, _MOST))

@@ -57,7 +57,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
         return measure_gap(seen, {**before, "numbers": numbers})
 
 
-def measure_unsafe_state(bench: Bench) -> float:
+def measure_checkpoint_code(bench: Bench) -> float:
     """1 if code in a checkpoint's common state ran, 0 if it was refused and honest state still loads."""
     witness = bench.directory / "it-ran"
     hostile = _write_common_state(bench.directory / "hostile", {"step": _HostileCode(witness)})

@@ -23,9 +23,9 @@ def device(monkeypatch):
 
 def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
     memory = TrainerMemory(torch.device("meta"), 1)
-    assert memory.compute_free_part(0.2) == 0.4  # 20 of 50
+    assert memory.convert_to_free_part(0.2) == 0.4  # 20 of 50
     assert device.reserved == 30
-    assert memory.compute_free_part(0.9) == 0.95
+    assert memory.convert_to_free_part(0.9) == 0.95
 
 
 def test_the_trainer_can_have_what_is_free_and_what_it_has(device):
