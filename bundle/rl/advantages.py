@@ -6,13 +6,14 @@ over a part of them is another number.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+T = TypeVar("T", bound=np.floating[Any])
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -87,10 +88,10 @@ def compute_advantages(
     else:
         totals = rewards if penalties is None else rewards - np.array([one.sum() for one in penalties])
         values = _compare_in_groups(kind, totals, owner, has_part, len(numbers))
-        tokens = _split_by_answer(np.repeat(values, sizes), sizes)
+        tokens = split_by_answer(np.repeat(values, sizes), sizes)
     if kind.startswith("reinforce"):
         tokens = _whiten(tokens, is_learned)
-    blanks = _split_by_answer(np.zeros(sizes.sum()), sizes)
+    blanks = split_by_answer(np.zeros(sizes.sum()), sizes)
     tokens = [
         one if has_loss else blank for one, has_loss, blank in zip(tokens, is_learned, blanks, strict=True)
     ]
@@ -181,9 +182,10 @@ def _compare_in_groups(
     return centred
 
 
-def _split_by_answer(values: Floats, sizes: NDArray[np.int64]) -> list[Floats]:
+def split_by_answer(values: NDArray[T], sizes: NDArray[np.int64]) -> list[NDArray[T]]:
     """Return for each answer its values [size] of values [tokens]."""
-    return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    ends = np.cumsum(sizes).tolist()
+    return [values[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _compute_returns(reward: float, length: int, penalty: Floats | None, discount: float) -> Floats:

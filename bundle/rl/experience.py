@@ -16,6 +16,7 @@ from bundle.engine.microbatch import from_packing
 from bundle.mcore.groups import Groups
 from bundle.packing.packing import Packing, compute_starts, concatenate_ranges
 from bundle.recipe import Recipe
+from bundle.rl.advantages import split_by_answer
 
 Floats = NDArray[np.float32]
 
@@ -54,7 +55,7 @@ class Experience:
 
     def split(self, values: Floats) -> list[Floats]:
         """Return the values of the answers, [answer tokens] for each sequence, out of `values` [tokens]."""
-        return np.split(values[self.label_places], np.cumsum(self.answer_lengths)[:-1])
+        return split_by_answer(values[self.label_places], self.answer_lengths)
 
     @cached_property
     def label_places(self) -> Ints:
