@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bundle.errors import JobFailed, format_bytes
+
 _MOST = 0.95  # of the free memory
 
 
@@ -26,7 +28,16 @@ class TrainerMemory(NamedTuple):
         return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
 
     def convert_to_free_part(self, part_of_total: float) -> float:
-        """Return a part of all memory as a part of the free memory, in which SGLang counts."""
+        """Return a part of all memory as a part of the free memory, in which SGLang counts.
+
+        Raise JobFailed where less is free: another process uses the device, such as a second run.
+        """
         self.release_cache()
         free, total = self._module.mem_get_info(self.device)
+        if part_of_total * total > free:
+            part = format_bytes(int(part_of_total * total))
+            raise JobFailed(
+                f"rl.rollout.mem_fraction_static: {part} of the device are the server's, and"
+                f" {format_bytes(free)} are free. End what else uses the device, or lower it."
+            )
         return float(min(part_of_total * total / free, _MOST))

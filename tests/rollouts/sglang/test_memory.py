@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bundle.errors import JobFailed
 from bundle.rollouts.sglang.memory import TrainerMemory
 
 
@@ -25,7 +26,14 @@ def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
     memory = TrainerMemory(torch.device("meta"), 1)
     assert memory.convert_to_free_part(0.2) == 0.4  # 20 of 50
     assert device.reserved == 30
-    assert memory.convert_to_free_part(0.9) == 0.95
+    assert memory.convert_to_free_part(0.49) == 0.95
+
+
+def test_a_device_that_another_process_uses_is_refused(device, messages):
+    with pytest.raises(JobFailed) as error:
+        TrainerMemory(torch.device("meta"), 1).convert_to_free_part(0.51)
+    assert str(error.value).partition(":")[0] == "rl.rollout.mem_fraction_static"
+    messages(error.value)
 
 
 def test_the_trainer_can_have_what_is_free_and_what_it_has(device):
