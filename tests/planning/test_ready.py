@@ -1,4 +1,4 @@
-"""The SFT jobs for published models: by their plan they run on the machines that they name."""
+"""The jobs for published models: by their plan they run on the machines that they name."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from bundle.environment.hardware import build_preset
 from bundle.planning import Plan, build_plan
 from bundle.recipe import Recipe, list_built_in, load
 
-READY = [name for name in list_built_in() if name.startswith("sft-")]
+READY = [name for name in list_built_in() if name.endswith(("-h200", "-a3"))]
 # Billions of parameters where the name does not say them.
 SIZES = {
     "deepseek-v2-lite": 15.7,
@@ -42,7 +42,8 @@ def test_a_ready_job_is_planned_without_a_problem(name: str) -> None:
     plan, machine = planned(name), build_preset(name.rpartition("-")[2])
     assert plan.recipe.name == name
     assert not plan.problems
-    assert plan.world == plan.recipe.devices.nodes * len(machine.devices)
+    devices = plan.recipe.devices
+    assert plan.world == devices.nodes * (devices.per_node or len(machine.devices))
     assert sum(lengths(plan.recipe)) == plan.recipe.architecture.num_layers
     # A tenth is left to what a plan does not count: kernels' workspaces, fragments.
     assert 0 < max(stage.total for stage in plan.memory) < 0.9 * (machine.device_memory.value or 0)
@@ -51,7 +52,7 @@ def test_a_ready_job_is_planned_without_a_problem(name: str) -> None:
 
 @pytest.mark.parametrize("name", READY)
 def test_its_model_has_the_published_size(name: str) -> None:
-    model, size = name.removeprefix("sft-").rpartition("-")[0], planned(name).size
+    model, size = name.partition("-")[2].rpartition("-")[0], planned(name).size
     total, active = (re.search(pattern, model) for pattern in (r"-(\d+)b\b", r"-a(\d+)b$"))
     said = SIZES.get(model) or float(total[1] if total else 0)
     table = Tensors(load(name).architecture)
