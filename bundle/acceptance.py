@@ -58,7 +58,7 @@ OPERATORS: Mapping[str, tuple[OperatorCheck, ...]] = {
         _build_operator_check("adamw", "adamw"),
     )
 }
-COLLECTIVES = "bundle.verification.measurements.collectives:measure_exchange"
+COLLECTIVES = "bundle.verification.measurements.collectives:measure_collective_errors"
 
 
 class AcceptancePart(NamedTuple):
@@ -126,7 +126,7 @@ def build_document(
     combination = None
     if passed:
         command = f"{COMMAND} --backend {hardware.backend}"
-        combination = compatibility.record_combination(
+        combination = compatibility.build_combination(
             installed_packages, hardware.backend, name, proven, command
         )
     return {

@@ -54,7 +54,7 @@ class Reference(NamedTuple):
     def _has_safe_name(self, name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in SAFE_PATTERNS[self.kind])
 
-    def is_downloaded(self, name: str) -> bool:
+    def is_selected_for_download(self, name: str) -> bool:
         """Return whether a file of the repository is downloaded."""
         is_inside = self.kind == "dataset" or "/" not in name
         return (
@@ -123,7 +123,7 @@ def pin(text: str, kind: Kind) -> str:
             f"{text} is no file or directory here, and the Hub needs huggingface_hub: pip install"
             " 'mcore-bundle[data]'"
         ) from error
-    if _COMMIT.fullmatch(reference.revision) and _find_cached(huggingface_hub, reference):
+    if _COMMIT.fullmatch(reference.revision) and _find_cached_commit(huggingface_hub, reference):
         return str(reference)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return _pin_from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
@@ -144,7 +144,9 @@ def pin(text: str, kind: Kind) -> str:
     sizes = {file.rfilename: file.size or 0 for file in getattr(info, "siblings", None) or ()}
     _check_files(pinned, list(sizes))
     _check_disk_space(
-        huggingface_hub, pinned, sum(size for name, size in sizes.items() if pinned.is_downloaded(name))
+        huggingface_hub,
+        pinned,
+        sum(size for name, size in sizes.items() if pinned.is_selected_for_download(name)),
     )
     try:
         snapshot = _download(huggingface_hub, reference)  # the branch is noted in the cache
@@ -169,7 +171,7 @@ def _download(library: Any, reference: Reference, *, is_offline: bool = False) -
     return snapshot
 
 
-def _find_cached(library: Any, reference: Reference) -> str:
+def _find_cached_commit(library: Any, reference: Reference) -> str:
     """Return the commit of what the cache has of a repository; "" where it does not have it whole."""
     try:
         return Path(_download(library, reference, is_offline=True)).name
@@ -178,7 +180,7 @@ def _find_cached(library: Any, reference: Reference) -> str:
 
 
 def _pin_from_cache(library: Any, reference: Reference, reason: str) -> str:
-    if commit := _find_cached(library, reference):
+    if commit := _find_cached_commit(library, reference):
         return str(reference._replace(revision=commit))
     repository = f"{reference.name} --repo-type {reference.kind}"
     raise EnvironmentUnfit(
@@ -190,7 +192,7 @@ def _pin_from_cache(library: Any, reference: Reference, reason: str) -> str:
 
 def _check_files(reference: Reference, names: Sequence[str]) -> None:
     """Raise UsageError for a repository without a file that may be read."""
-    if not any(map(reference.is_downloaded, names)):
+    if not any(map(reference.is_selected_for_download, names)):
         have = ", ".join(names)[:200] or "no files"
         read = ", ".join(SAFE_PATTERNS[reference.kind])
         raise UsageError(f"{reference}: none of its files can be read ({have}). Take one with {read}")
@@ -206,7 +208,7 @@ def _check_files(reference: Reference, names: Sequence[str]) -> None:
 def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
     """Raise EnvironmentUnfit where the disk of the cache has less room than the files may take."""
     cache = Path(library.constants.HF_HUB_CACHE)
-    if _find_cached(library, reference):
+    if _find_cached_commit(library, reference):
         return
     existing_path = next(path for path in (cache, *cache.parents) if path.exists())
     if size > (free := shutil.disk_usage(existing_path).free):

@@ -9,7 +9,7 @@ from torch.distributed import Store
 
 from bundle import backends, log
 from bundle.distributed import watchdog, world
-from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
+from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.distributed.world import agree_on_fields, share_decision
 from bundle.environment import image, packages
 from bundle.errors import ExitCode, Preempted, UsageError
@@ -82,7 +82,7 @@ def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -
         runtime = prepare_runtime(job.patches, job.backend, job.recipe)
     device = runtime.select_device(rendezvous.local_rank)
     with Watchdog(seconds, world_folder, rendezvous.rank, rendezvous.local_rank) as dog:
-        timeout = timedelta(seconds=compute_collective_seconds(seconds))
+        timeout = timedelta(seconds=compute_collective_timeout(seconds))
         world.initialize(rendezvous, store, runtime.collectives, timeout, device)
         with dog.extend_patience("importing megatron"), pause_collection():
             # Only now: it must meet the patches.

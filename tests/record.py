@@ -57,7 +57,7 @@ class _Recorder:
         command = said or " ".join(["python -m pytest", *_without_record(words)])
         here = packages.detect()
         rows = [
-            compatibility.record_combination(here, backend, device, whats, command, core=core).model_dump(
+            compatibility.build_combination(here, backend, device, whats, command, core=core).model_dump(
                 mode="json"
             )
             for (backend, device, core), whats in proven.items()

@@ -219,7 +219,7 @@ def test_files_that_the_disk_has_no_room_for_are_not_begun(server, tmp_path, mon
     library = pytest.importorskip("huggingface_hub")
     pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(library.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
-    monkeypatch.setattr(hub, "_find_cached", lambda *_: "")
+    monkeypatch.setattr(hub, "_find_cached_commit", lambda *_: "")
     with pytest.raises(EnvironmentUnfit, match="HF_HOME"):
         hub._check_disk_space(library, hub.Reference("model", "org/name", NEW), 2**80)
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.distributed import watchdog, world
-from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
+from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.environment import hardware
 from bundle.errors import ExitCode
 from bundle.launch import orphans, outcomes, process
@@ -141,7 +141,7 @@ def hang(kind: str) -> ExitCode:
         assert logs is not None
         place = world.choose_world_folder(store, rank, logs)
         outcomes.create_world_folder(place, where.node_rank, local)
-        patient = timedelta(seconds=compute_collective_seconds(HANG_SECONDS))
+        patient = timedelta(seconds=compute_collective_timeout(HANG_SECONDS))
         with Watchdog(HANG_SECONDS, place, rank, local) as dog:
             with dog.extend_patience("connecting"):
                 world.initialize(where, store, "gloo" if kind == "cpu" else "nccl", patient, device)

@@ -69,7 +69,7 @@ def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames)
     )
 
 
-def find_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
+def build_adapter_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
     """The adapter of each published weight that a tensor is made of, None for one that has none.
 
     () where no one has. A weight's module is a target if its published name is one, or ends with `.` and one
@@ -110,13 +110,13 @@ def is_target(module: str, target: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def find_unmatched(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
+def find_unmatched_targets(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
     """The targets that no weight of a model has."""
     modules = _find_adaptable_modules(table)
     return [target for target in targets if not any(is_target(module, target) for module in modules)]
 
 
-def find_projections(table: Iterable[Tensor]) -> list[str]:
+def list_all_linear_targets(table: Iterable[Tensor]) -> list[str]:
     """What the names of all modules that can have an adapter end with, and no other's: as short as can be.
 
     That is `q_proj`, but `attn.proj` beside a convolution `patch_embed.proj`, and `mlp.0` beside a block

@@ -26,7 +26,7 @@ _LOCAL_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(we
 _GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
-def fold_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def rename_folded_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a decoder layer whose names begin with `prefix`, in the order of registration."""
     tensors = {tensor.name: tensor for tensor in layer}
     folds = {
@@ -43,7 +43,7 @@ def fold_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tens
         yield tensor.name, tensor
 
 
-def group_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def rename_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The same with the experts of one rank as one module: all their first matrices, then the second ones."""
     experts = [(name, tensor) for name, tensor in named if is_expert(name)]
     for name, tensor in named:

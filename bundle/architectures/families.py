@@ -243,12 +243,12 @@ def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides
         key_head_dim=keys.read_integer("linear_key_head_dim", 128),
         value_head_dim=keys.read_integer("linear_value_head_dim", 128),
         convolution=keys.read_integer("linear_conv_kernel_dim", 4),
-        layers=_read_linear_layers(keys, base["num_layers"]),
+        layers=_read_delta_net_layers(keys, base["num_layers"]),
     )
     return base | {"delta_net": net if any(net.layers) else None}
 
 
-def _read_linear_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
+def _read_delta_net_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
     """Which layers have gated delta nets; all but every fourth, if nobody says."""
     interval, kinds = keys.read_integer("full_attention_interval", 4), keys.read_value("layer_types")
     if kinds is None:

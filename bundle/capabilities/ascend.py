@@ -23,7 +23,7 @@ _PLUGIN_SOURCE = (
 )
 
 
-def _is_event_before_exec(environment: Mapping[str, str]) -> bool:
+def _is_event_timeout_too_short(environment: Mapping[str, str]) -> bool:
     event, execution = (environment.get(f"HCCL_{phase}_TIMEOUT", "") for phase in ("EVENT", "EXEC"))
     return event.isdigit() and execution.isdigit() and 0 < int(event) <= int(execution)
 
@@ -150,7 +150,7 @@ ASCEND = Capabilities(
     ),
     conflicts=(
         VariableConflict(
-            _is_event_before_exec,
+            _is_event_timeout_too_short,
             "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT, where it is set: an event is waited for as"
             " long as a collective may take",
         ),

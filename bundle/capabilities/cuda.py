@@ -104,13 +104,13 @@ _ONE_QUEUE_REASON = (
 )
 
 
-def _packs_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
+def _has_narrow_values_on_hopper(recipe: "Recipe", generation: str | None) -> bool:
     """Whether packed values are narrower than their keys, on Hopper and on no more than one rank."""
     hopper = generation is not None and generation.startswith("9.")
     return hopper and recipe.parallel.cp == 1 and _has_narrow_values(recipe)
 
 
-def _divides_narrow_values(recipe: "Recipe", generation: str | None) -> bool:
+def _has_narrow_values_under_cp(recipe: "Recipe", generation: str | None) -> bool:
     return recipe.parallel.cp > 1 and _has_narrow_values(recipe)
 
 
@@ -131,13 +131,13 @@ CUDA = Capabilities(
     preferences=(
         KernelPreference(
             "fused",
-            _packs_narrow_values,
+            _has_narrow_values_on_hopper,
             "takes packed values narrower than keys as they are; padded to one width, as other kernels want"
             " them, a step of latent attention took 11 % longer on an H200",
         ),
         KernelPreference(
             "auto",
-            _divides_narrow_values,
+            _has_narrow_values_under_cp,
             "packed values narrower than keys are padded to one width: between ranks cuDNN was not seen to"
             " take them as they are",
         ),

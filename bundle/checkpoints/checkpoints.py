@@ -101,7 +101,7 @@ class Checkpoints:
                 damaged.append(f"{directory.name} is damaged and was left out: {'; '.join(reasons[:3])}")
                 continue
             loaded = self._read(directory)
-            new_names = run_on_rank_0(functools.partial(self.directory.go_back_to, step))
+            new_names = run_on_rank_0(functools.partial(self.directory.mark_newer_damaged, step))
             notes = [
                 f"{reason}; it lies in {name} now" for reason, name in zip(damaged, new_names, strict=True)
             ]

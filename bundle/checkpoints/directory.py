@@ -66,7 +66,7 @@ class CheckpointDirectory:
         for old in earlier_steps[keep - 1 :]:
             self._remove(self.get_path(old))
 
-    def go_back_to(self, step: int) -> list[str]:
+    def mark_newer_damaged(self, step: int) -> list[str]:
         """Takes the name from every checkpoint after `step`, where a run goes on; returns their new names.
 
         They are damaged. Under their old names they would count among the newest, which `publish` keeps.

@@ -58,13 +58,13 @@ class TaskSpec:
         return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:63] or self.task
 
     @property
-    def set_keys(self) -> list[str]:
+    def overridden_keys(self) -> list[str]:
         """The keys that the user sets."""
         return [override.partition("=")[0].strip() for override in self.request.overrides or ()]
 
     def leaves_open(self, key: str) -> bool:
         """Whether the user sets neither this key nor a section that it stands in."""
-        return not any(key == name or key.startswith(f"{name}.") for name in self.set_keys)
+        return not any(key == name or key.startswith(f"{name}.") for name in self.overridden_keys)
 
 
 class BuiltRecipe(NamedTuple):
@@ -112,7 +112,7 @@ def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyCho
     """Yield what is chosen here, the keys that the user sets, and the defaults that decide the training."""
     by_key = {choice.key: choice for choice in choices if spec.leaves_open(choice.key)}
     values = dict(flatten(recipe.dump()))
-    for name in dict.fromkeys(spec.set_keys):
+    for name in dict.fromkeys(spec.overridden_keys):
         keys = (key for key in values if key == name or key.startswith(f"{name}."))
         by_key |= {key: KeyChoice(key, values[key], "--set") for key in keys}
     for setting in list_settings(recipe.dump(), recipe.origins):
@@ -222,7 +222,7 @@ def _propose_layouts(
     """Yield ways to lay the model out, those that need the least exchange between devices first."""
     yield ()
     reason = "memory: the model does not fit otherwise"
-    if any(key.partition(".")[0] in ("parallel", "devices") for key in spec.set_keys):
+    if any(key.partition(".")[0] in ("parallel", "devices") for key in spec.overridden_keys):
         return
     full_recompute = KeyChoice("model.recompute", {"granularity": "full"}, reason)
     yield (full_recompute,)

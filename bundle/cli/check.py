@@ -15,7 +15,7 @@ from bundle.cli.check_questions import count_questions, decode_questions, format
 from bundle.cli.request import JobRequest, Machines, plan_job
 from bundle.errors import UsageError
 from bundle.planning.output import build_settings_json, format_disk, format_settings
-from bundle.recipe import Recipe, from_mapping, with_steps
+from bundle.recipe import Recipe, from_mapping, with_epochs_as_steps
 from bundle.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check(
         identity, counts = dict(corpus.identity), count_data(job, corpus)
         sample_texts, data_lines = decode_first_samples(job, corpus, samples), format_data_lines(job, counts)
         left_out_lines, size = list(list_left_out_rows(corpus)), len(corpus.training)
-    disk_space = run.estimate_disk(with_steps(job, size))
+    disk_space = run.estimate_disk(with_epochs_as_steps(job, size))
     if as_json:
         document = {"weights": initial_weights, "settings": build_settings_json(job), **counts}
         document |= {"disk": disk_space._asdict(), "samples": sample_texts}

@@ -46,7 +46,7 @@ def init(
         )
     request = JobRequest(overrides=overrides)
     built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware, request))
-    files.write_text(output, _HEAD + "".join(_format_comments(_build_tree(built.choices))))
+    files.write_text(output, _HEAD + "".join(_format_commented_yaml(_build_tree(built.choices))))
     shell_path = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")
     print("\n".join(f"next: mcore-bundle {verb} {shell_path}" for verb in ("plan", "check", "train")))
@@ -64,10 +64,10 @@ def _build_tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
     return tree
 
 
-def _format_comments(tree: Mapping[str, Any]) -> Iterator[str]:
+def _format_commented_yaml(tree: Mapping[str, Any]) -> Iterator[str]:
     """Yield YAML, a comment with the reason before each key."""
     for name, node in tree.items():
         if isinstance(node, KeyChoice):
             yield f"# {node.reason}\n{to_yaml({name: node.value})}"
         else:
-            yield f"{name}:\n{indent(''.join(_format_comments(node)), '  ')}"
+            yield f"{name}:\n{indent(''.join(_format_commented_yaml(node)), '  ')}"

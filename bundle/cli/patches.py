@@ -116,7 +116,7 @@ def verify(
             command = " ".join(
                 ["mcore-bundle patches verify", *(ids or ()), "--backend", local_hardware.backend]
             )
-            combination = compatibility.record_combination(
+            combination = compatibility.build_combination(
                 packages.detect(), local_hardware.backend, device, [f"patches {proven}"], command
             )
             extra_fields["combination"] = combination.model_dump(mode="json")

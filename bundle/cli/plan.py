@@ -82,7 +82,7 @@ def plan(
             ]
         run_command, start_command = (
             _format_run_command(job_plan, arguments, has_job_file=bool(job)),
-            _format_start_command(job_plan, arguments, directory),
+            _format_torchrun_command(job_plan, arguments, directory),
         )
     if as_json:
         print(json.dumps(to_json(job_plan) | {"run": run_command, "starts": start_command}, indent=2))
@@ -102,7 +102,7 @@ def _format_run_command(job_plan: Plan, arguments: list[str], *, has_job_file: b
     return shlex.join(["mcore-bundle", *arguments, *node_arguments, *rendezvous_arguments])
 
 
-def _format_start_command(job_plan: Plan, arguments: list[str], directory: Path) -> str:
+def _format_torchrun_command(job_plan: Plan, arguments: list[str], directory: Path) -> str:
     """What starts the ranks of the first node."""
     is_single_node = job_plan.nodes == 1
     rendezvous = Rendezvous(

@@ -10,7 +10,7 @@ from bundle.cli import ignore_lost_output, options
 from bundle.cli.building import BuiltRecipe, TaskSpec, build_recipe
 from bundle.cli.check import count_data, format_data_lines, list_left_out_rows, print_left_out_rows
 from bundle.cli.request import JobRequest, expand_options
-from bundle.cli.train import decide_job, import_named_megatron, run_job
+from bundle.cli.train import decide_job, put_megatron_on_path, run_job
 from bundle.errors import UsageError
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import discover
@@ -39,7 +39,7 @@ def build_app(task: str, help_text: str) -> typer.Typer:
 
 def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     """Build the recipe of a wish, train it on this machine's devices, and say where the result is."""
-    spec = replace(spec, request=import_named_megatron(spec.request))
+    spec = replace(spec, request=put_megatron_on_path(spec.request))
     rendezvous = discover(os.environ)
     if rendezvous.is_rank or rendezvous.nodes > 1:
         raise UsageError(

@@ -25,7 +25,7 @@ from bundle.launch import job as job_file
 from bundle.launch.job import Job
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.launch.restarts import run_with_restarts
-from bundle.launch.spares import SpareNodeRunner
+from bundle.launch.spares import NodeRunnerWithSpares
 from bundle.patches import megatron_core
 from bundle.planning import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.plan import refuse
@@ -78,7 +78,7 @@ def train(
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
         ignore_lost_output()  # the run directory has it all
-    request = import_named_megatron(request)
+    request = put_megatron_on_path(request)
 
     def discover_rendezvous(planned_nodes: int) -> Rendezvous:
         node_rendezvous = discover(
@@ -169,7 +169,7 @@ def run_job(
 ) -> None:
     """Run this node's ranks of a job to their end, or say that its run is finished."""
     run = RunDirectory(job.directory)
-    is_resumed = run.check_start(job.recipe, job.start)
+    is_resumed = run.decide_resume(job.recipe, job.start)
     with _announce(job, rendezvous, has_events=has_events):
         if is_resumed and run.is_finished(job.recipe):
             print(run.describe_finished(), file=sys.stderr if has_events else sys.stdout)
@@ -253,7 +253,7 @@ def _run_ranks(
         return find_newest_checkpoint(decided_job.directory)
 
     if spares:
-        SpareNodeRunner(rendezvous, spares, run.logs, wait=wait, most_restarts=restarts).run(
+        NodeRunnerWithSpares(rendezvous, spares, run.logs, wait=wait, most_restarts=restarts).run(
             start, get_progress, unfit_reason
         )
     else:
@@ -274,7 +274,7 @@ def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
     return rendezvous
 
 
-def import_named_megatron(request: JobRequest) -> JobRequest:
+def put_megatron_on_path(request: JobRequest) -> JobRequest:
     """Put the megatron-core of --mcore where this process and its ranks import it; return the other options.
 
     Raise UsageError for a version that is not installed, and for a tree that would not be imported.

@@ -73,9 +73,9 @@ def check(
         values = "values were not read"
     elif importlib.util.find_spec("torch") is not None:
         from bundle.architectures.tensors import Tensors
-        from bundle.models.finite_check import refuse_damaged
+        from bundle.models.finite_check import refuse_nonfinite_weights
 
-        refuse_damaged(weights)
+        refuse_nonfinite_weights(weights)
         pretrained.refuse_unequal_copies(weights, Tensors(architecture).map_copies())
         values = "every value is finite"
     print(f"{weights}: all of this {architecture.model_type} model, and no others; {values}")
@@ -121,9 +121,9 @@ def export_(
         model = PublishedModel.from_recipe(job)
     else:
         raise UsageError(f"{checkpoint}: no run of ours: say with --like DIR which model it is")
-    if like is None and model.missing_tokenizer:
+    if like is None and model.missing_tokenizer_reason:
         raise UsageError(
-            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer}; put"
+            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer_reason}; put"
             " it back, call this"
             " where the run was begun, or say with --like DIR where config and tokenizer are"
         )

@@ -24,7 +24,7 @@ from bundle.data.store import (
     build_partial_path,
     build_write_error,
     open_store,
-    write_megatron_store,
+    register_megatron_files,
     write_store,
 )
 from bundle.data.tokenization import Encoding
@@ -116,7 +116,7 @@ def _make_store(
     with _hold_store_lock(path, progress):
         if open_store(path) is None:
             if kind == MEGATRON:
-                write_megatron_store(
+                register_megatron_files(
                     path, source.path.with_suffix(""), recipe.architecture.vocab_size, progress
                 )
             else:

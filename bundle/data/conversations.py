@@ -70,7 +70,9 @@ def list_columns(fields: Fields) -> tuple[str, ...]:
     ]
     pair = (fields.chosen, fields.rejected)  # by which rows for DPO are known
     return tuple(
-        dict.fromkeys((*read, *list_shared_fields(fields), *list_tag_fields(fields), *pair, *UNREAD_FIELDS))
+        dict.fromkeys(
+            (*read, *list_shared_fields(fields), *list_kto_label_fields(fields), *pair, *UNREAD_FIELDS)
+        )
     )
 
 
@@ -87,9 +89,9 @@ def read_conversation(values: Values, data: Data) -> Conversation:
             f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
             f" one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
-    shared = (*list_shared_fields(fields), *list_tag_fields(fields))
+    shared = (*list_shared_fields(fields), *list_kto_label_fields(fields))
     format_, (messages, prompt_count) = read_row(values, formats, fields.format, shared)
-    for name in list_tag_fields(fields):
+    for name in list_kto_label_fields(fields):
         if values.get(name) is False:
             raise Corrupt(
                 f"field {name}: false marks a bad answer (KTO), which is not to be learned. Leave the row out"
@@ -102,14 +104,14 @@ def _is_pair(values: Values, fields: Fields) -> bool:
     return all(values.get(name) is not None for name in (fields.chosen, fields.rejected))
 
 
-def list_tag_fields(fields: Fields) -> tuple[str, ...]:
+def list_kto_label_fields(fields: Fields) -> tuple[str, ...]:
     """Return the fields that say whether an answer is a good one."""
     return (KTO_TAG, *filter(None, (fields.label,)))
 
 
-def is_tagged(values: Values, fields: Fields) -> bool:
+def has_kto_label(values: Values, fields: Fields) -> bool:
     """Return whether a row says of one answer whether it is good, as KTO takes it."""
-    return any(isinstance(values.get(name), bool) for name in list_tag_fields(fields))
+    return any(isinstance(values.get(name), bool) for name in list_kto_label_fields(fields))
 
 
 def build_conversation(

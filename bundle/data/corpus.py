@@ -31,10 +31,10 @@ from bundle.data.samples import (
 )
 from bundle.data.sources import MAX_REASONS
 from bundle.data.store import Progress, Store
-from bundle.data.tokenizers import ByteTokenizer, LossMask, NumberTokenizer, Tokenizer, Tokens, load_tokenizer
+from bundle.data.tokenizers import ByteTokenizer, LossMask, RawIdTokenizer, Tokenizer, Tokens, load_tokenizer
 from bundle.errors import UsageError
 from bundle.files import digest_json
-from bundle.recipe import Recipe, with_steps
+from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.recipe.data import BYTE_VOCABULARY
 from bundle.recipe.datafiles import MEGATRON, STDLIB, describe_interpreter, expand
 
@@ -234,7 +234,7 @@ def _build_identity(
     identity |= {"stdlib": describe_interpreter()} if STDLIB in recipe.data.path else {}
     identity |= {"tokens": _digest_tokens(stores), "order": ORDER}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
-        capacity, multiple = _compute_capacity(recipe)
+        capacity, multiple = _compute_document_capacity(recipe)
         most = "" if (max_length := _compute_max_length(recipe)) == capacity else f", of at most {max_length}"
         identity["packs (parallel.cp decides)"] = (
             f"{capacity} tokens, each sequence a multiple of {multiple}{most}"
@@ -255,7 +255,7 @@ def _digest_tokens(stores: Sequence[Store]) -> str:
     return digests[0] if len(digests) == 1 else digest_json(digests)
 
 
-def _compute_capacity(recipe: Recipe) -> tuple[int, int]:
+def _compute_document_capacity(recipe: Recipe) -> tuple[int, int]:
     """Tokens of a sample for each of its documents, and the multiple in which a pack gives room to each."""
     length = recipe.data.sequence_length
     if not recipe.data.packed:
@@ -268,7 +268,7 @@ def _compute_capacity(recipe: Recipe) -> tuple[int, int]:
 
 def _compute_max_length(recipe: Recipe) -> int:
     """Tokens that one sequence may have: positions begin anew in each, however long its pack is."""
-    return min(_compute_capacity(recipe)[0], recipe.architecture.max_position_embeddings)
+    return min(_compute_document_capacity(recipe)[0], recipe.architecture.max_position_embeddings)
 
 
 def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
@@ -299,7 +299,7 @@ def _build_samples(
     length, documents_per_sample = recipe.data.sequence_length, recipe.documents_per_sample
     samples: Samples
     if recipe.data.packed:
-        capacity, multiple = _compute_capacity(recipe)
+        capacity, multiple = _compute_document_capacity(recipe)
         sizes = (-(-spans.lengths // multiple) * multiple).reshape(-1, documents_per_sample).sum(1)
         packs = [
             list_sequences(pack, documents_per_sample)
@@ -387,8 +387,8 @@ class Inspection:
 
 
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
-    """The counts; nothing is read but what lies in the token store. Raises what `with_steps` raises."""
-    train, count = with_steps(recipe, len(corpus.training)).train, len(corpus.training)
+    """The counts, from the token store alone. Raises what `with_epochs_as_steps` raises."""
+    train, count = with_epochs_as_steps(recipe, len(corpus.training)).train, len(corpus.training)
     rows = recipe.micro_batch_rows // train.micro_batch_size
     sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
     held_out = sample_counts.pop(VALIDATION_NAME, 0)
@@ -434,19 +434,22 @@ def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str
     numbers = corpus.order.draw_samples(0, min(count, recipe.train.global_batch_size))
     # megatron's files do not say which tokenizer they were made with: bytes would show them as garbage.
     unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == ByteTokenizer.identity
-    decoder = NumberTokenizer() if unknown else corpus.tokenizer
-    return [mark_learned(corpus.training.build_batch(number), decoder) for number in numbers[:, None]]
+    decoder = RawIdTokenizer() if unknown else corpus.tokenizer
+    return [
+        decode_with_learned_brackets(corpus.training.build_batch(number), decoder)
+        for number in numbers[:, None]
+    ]
 
 
-def mark_learned(batch: SampleBatch, tokenizer: Tokenizer) -> str:
+def decode_with_learned_brackets(batch: SampleBatch, tokenizer: Tokenizer) -> str:
     """A sample [b, s] as text.
 
     What is learned between `LEARNED_BRACKETS`, a blank line between its sequences.
     """
-    return "\n\n".join(_mark_row(batch, row, tokenizer) for row in range(len(batch.ids)))
+    return "\n\n".join(_decode_row(batch, row, tokenizer) for row in range(len(batch.ids)))
 
 
-def _mark_row(batch: SampleBatch, row: int, tokenizer: Tokenizer) -> str:
+def _decode_row(batch: SampleBatch, row: int, tokenizer: Tokenizer) -> str:
     ids = batch.ids[row].tolist()
     learned = [False, *(batch.loss_mask[row, :-1] > 0).tolist()]
     ids.append(int(batch.labels[row, -1]))

@@ -69,7 +69,7 @@ def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]
 
     Raises Corrupt where two keys of a row name different ones.
     """
-    return {kind: _find_column(values, keys) for kind, keys in _map_media_keys(fields).items()}
+    return {kind: _find_media_by_keys(values, keys) for kind, keys in _map_media_keys(fields).items()}
 
 
 def _map_media_keys(fields: Fields) -> dict[str, tuple[str, ...]]:
@@ -77,7 +77,7 @@ def _map_media_keys(fields: Fields) -> dict[str, tuple[str, ...]]:
     return {kind: KEYS[kind] if name == KEYS[kind][0] else (name,) for kind, name in names.items() if name}
 
 
-def _find_column(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
+def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
     columns = [Column(key, media) for key in keys if (media := _to_list(values.get(key)))]
     for other in columns[1:]:
         if other.media != columns[0].media:

@@ -18,9 +18,9 @@ from bundle.data.conversations import (
     Conversation,
     Message,
     build_conversation,
-    is_tagged,
+    has_kto_label,
+    list_kto_label_fields,
     list_shared_fields,
-    list_tag_fields,
     read_answer,
     read_answered_messages,
     read_instruction,
@@ -50,7 +50,7 @@ def list_columns(fields: Fields) -> tuple[str, ...]:
         name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
     ]
     return tuple(
-        dict.fromkeys((*read, *list_shared_fields(fields), *list_tag_fields(fields), *UNREAD_FIELDS))
+        dict.fromkeys((*read, *list_shared_fields(fields), *list_kto_label_fields(fields), *UNREAD_FIELDS))
     )
 
 
@@ -60,7 +60,7 @@ def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversat
     Raises Corrupt saying which field is wrong, and how.
     """
     fields, formats = data.fields, _list_formats(data.fields)
-    if is_tagged(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
+    if has_kto_label(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
             "has one answer and whether it is good (KTO), and DPO compares two answers. Make rows with"
             f" {fields.chosen} and {fields.rejected}, or set task: sft, which learns the good ones"

@@ -20,7 +20,7 @@ from bundle.recipe.datafiles import DataFile, expand
 from bundle.recipe.rl import RL
 from bundle.recipe.rl_rules import find_room
 from bundle.recipe.rules import explain_unfit_source
-from bundle.rewards.pool import find_missing_reference
+from bundle.rewards.pool import describe_missing_reference
 
 # Rows whose tokens are made at once.
 ROWS_TOGETHER = 256
@@ -95,7 +95,7 @@ def prepare_questions(recipe: Recipe) -> Questions:
     data, settings = recipe.data, recipe.rl.evaluation
     encoder = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
     reader = _Reader(recipe, recipe.rl, encoder)
-    stop = reader.find_stops()
+    stop = reader.list_answer_end_ids()
     training = reader.read_sets(data, data.data_sets, "data.path", is_learned=True)
     evaluation = None
     if settings is not None:
@@ -116,7 +116,7 @@ class _Reader:
         self._writer: Any = chat.build_writer(recipe.data, encoder)
         self._room = find_room(recipe)
 
-    def find_stops(self) -> tuple[int, ...]:
+    def list_answer_end_ids(self) -> tuple[int, ...]:
         """Return the ids that end an answer: those of the template, then those of rl.rollout.stop."""
         ends = list(Prompts(self._encoder, self._writer, lambda: None).end_tokens)
         texts = self._rl.rollout.stop
@@ -189,7 +189,7 @@ class _Reader:
             )
         if conversation.media:
             raise Corrupt(f"has {conversation.media[0].kind}s, and questions are text")
-        if reason := find_missing_reference(self._rl.rewards, row, self._data.fields.response):
+        if reason := describe_missing_reference(self._rl.rewards, row, self._data.fields.response):
             raise Corrupt(reason)
         question = self._writer.write_prompt(conversation.messages[:-1])
         if not (is_learned and self._rl.warm_start_steps):

@@ -178,7 +178,7 @@ class Template:
 
     def _render(self, messages: list[Message], tools: Tools, *, prompt: bool = False) -> Rendering:
         if self._joins_arguments:
-            messages = [_with_text(message) for message in messages]
+            messages = [_with_json_arguments(message) for message in messages]
         return (
             _split_marks(self._generate(messages, tools, prompt))
             if self._is_marked
@@ -204,7 +204,7 @@ class Template:
             except (TypeError, TemplateError):
                 return False
 
-        return not writes(call) and writes(_with_text(call))
+        return not writes(call) and writes(_with_json_arguments(call))
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def _with_thoughts(message: Message) -> Message:
     return message if thoughts is None else {**dict.fromkeys(THOUGHT_KEYS[:2], thoughts), **message}
 
 
-def _with_text(message: Message) -> Message:
+def _with_json_arguments(message: Message) -> Message:
     """Return the message with the arguments of its calls as JSON, and no content where it is blank."""
     if "tool_calls" not in message:
         return message

@@ -67,8 +67,8 @@ class IndexedWriter:
         (self._type,) = (number for number, name in DTYPES.items() if name == dtype)
         self.path = prefix.with_name(f"{prefix.name}.bin")
         self.lengths: list[int] = _read_lengths(prefix, document_count).tolist()
-        self._file = self._open_at(self.path, sum(self.lengths) * self._dtype.itemsize)
-        self._lengths_file = self._open_at(_build_lengths_path(prefix), len(self.lengths) * 8)
+        self._file = self._open_and_truncate(self.path, sum(self.lengths) * self._dtype.itemsize)
+        self._lengths_file = self._open_and_truncate(_build_lengths_path(prefix), len(self.lengths) * 8)
 
     def add(self, values: NDArray[Any]) -> None:
         """Appends one document, of one sequence."""
@@ -93,7 +93,7 @@ class IndexedWriter:
         index = self._prefix.with_name(f"{self._prefix.name}.idx")
         index.write_bytes(header + b"".join(column.tobytes() for column in columns))
 
-    def _open_at(self, path: Path, size: int) -> BinaryIO:
+    def _open_and_truncate(self, path: Path, size: int) -> BinaryIO:
         """A file to append to behind its first `size` bytes."""
         file = path.open("r+b" if size else "wb")
         file.seek(size)
@@ -395,7 +395,7 @@ def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]
     return entry
 
 
-def write_megatron_store(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
+def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
     """Looks through somebody's PREFIX.bin once, and writes its store `directory`, which holds no tokens.
 
     `progress` is told how many tokens were seen so far. Raises UsageError for files that megatron would not

@@ -228,7 +228,7 @@ def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[s
 def _encode_in_processes(
     encoding: Encoding, chunks: Iterator[_PlacedRows], workers: int
 ) -> Iterator[RowChunk]:
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoding,))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker, (encoding,))
     under_way: deque[Future[RowChunk]] = deque()
     try:
         for rows in chunks:
@@ -249,7 +249,7 @@ def _encode_in_processes(
 _encode: Any = None  # of a worker process: what it does with rows
 
 
-def _start_worker(encoding: Encoding) -> None:
+def _initialize_worker(encoding: Encoding) -> None:
     global _encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
     threading.Thread(target=_end_with_parent, daemon=True).start()

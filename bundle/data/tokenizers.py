@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bundle import files, hub
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.pretrained.directory import explain_unread_tokenizer
+from bundle.pretrained.directory import explain_tiktoken_tokenizer
 from bundle.recipe.data import BYTE_VOCABULARY
 
 Tokens = NDArray[np.uint32]
@@ -59,7 +59,7 @@ class ByteTokenizer:
         return parts.decode(errors="replace")
 
 
-class NumberTokenizer(ByteTokenizer):
+class RawIdTokenizer(ByteTokenizer):
     """Ids shown as numbers: those of a tokenizer that nobody has named."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,7 +75,7 @@ class HuggingFaceTokenizer:
             raise UsageError(
                 f"data.tokenizer: {directory} is no directory; hf: takes a local tokenizer directory"
             )
-        if reason := explain_unread_tokenizer(
+        if reason := explain_tiktoken_tokenizer(
             directory
         ):  # transformers 5 would make one with other cuts of it
             raise UsageError(f"data.tokenizer: {reason}")

@@ -32,7 +32,7 @@ _RECORDER_NAMES = ("_dump_nccl_trace", "_dump_fr_trace")
 _RECORD_ENTRIES = "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
 
 
-def keep_records() -> None:
+def enable_flight_recorder() -> None:
     """Has torch record the collectives of this process; called before the first group is made."""
     newer = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     os.environ.setdefault(

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 1.0
 PATIENCE_SECONDS = 3600
 
 
-def compute_collective_seconds(seconds: int) -> int:
+def compute_collective_timeout(seconds: int) -> int:
     """Returns how long a collective waits where the watchdog allows `seconds`: longer than that ever does.
 
     The watchdog knows what hangs and how long it may take. A collective would fail inside a patience already,
@@ -76,7 +76,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(min(max(0.05, self._get_seconds_left()), _LOOK_SECONDS)):
             if self._get_seconds_left() <= 0 or outcomes.is_hang_noticed():
-                outcomes.notice_hang()
+                outcomes.announce_hang()
                 self._end_process()
 
     def _get_seconds_left(self) -> float:

@@ -78,7 +78,7 @@ def initialize(
     rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
 ) -> None:
     """Makes the default process group; `collectives` is the backend's name for torch.distributed."""
-    rank_snapshot.keep_records()
+    rank_snapshot.enable_flight_recorder()
     dist.init_process_group(
         collectives,
         store=PrefixStore("world", store),

@@ -281,7 +281,7 @@ class Engine:
     def _forward(
         self, micro_batch: MicroBatch, chunk: torch.nn.Module, objective: Objective | None
     ) -> torch.Tensor:
-        self._tap.expect_micro_batch(micro_batch, objective)
+        self._tap.set_micro_batch(micro_batch, objective)
         number = self.chunks.index(chunk)
         with (
             self.replay.replay_forward(number, micro_batch),

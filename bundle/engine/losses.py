@@ -303,10 +303,10 @@ class LossTap:
             model.compute_language_model_loss = self._compute_loss
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
 
-    def expect_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
+    def set_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Says which micro-batch the model is about to run, and what its main loss is (None: its own)."""
         self._micro_batch, self._objective = micro_batch, objective
-        self._find_measures(objective)  # on all ranks alike, with a head or without
+        self._ensure_measure_sums(objective)  # on all ranks alike, with a head or without
 
     def compute_total(
         self, micro_batch: MicroBatch, output: Tensor, factors: LossFactors | None = None
@@ -378,7 +378,7 @@ class LossTap:
         for sums in self._measures:
             sums.clear()
 
-    def _find_measures(self, objective: Objective | None) -> MeasureSums | None:
+    def _ensure_measure_sums(self, objective: Objective | None) -> MeasureSums | None:
         """Return where the measures of an objective are added up; None for one without measures."""
         reductions = dict(getattr(objective, "measures", None) or {})
         if not reductions:
@@ -409,7 +409,7 @@ class LossTap:
         """`labels` [b, s] and `logits` [s, b, vocabulary / tp] -> the loss of each token [b, s]."""
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
-        self._hide_padding(logits)
+        self._mask_padded_vocabulary(logits)
         if labels is self._labels:
             labels, factor = self._mask_unknown_labels(labels, micro_batch.loss_mask)
             if self._objective is None or micro_batch.is_blank:
@@ -417,7 +417,7 @@ class LossTap:
                 return main
             scores = score_labels(logits, labels, self._tp_group, micro_batch.temperature)
             result = self._objective(micro_batch, Scores(scores.log_probs * factor, scores.entropy * factor))
-            sums = self._find_measures(self._objective)
+            sums = self._ensure_measure_sums(self._objective)
             if sums is None:
                 return result
             sums.add(result[1:], micro_batch.loss_mask)
@@ -444,7 +444,7 @@ class LossTap:
         """Which of them are tokens."""
         return (ids >= 0) & (ids < self._vocabulary)
 
-    def _hide_padding(self, logits: Tensor) -> None:
+    def _mask_padded_vocabulary(self, logits: Tensor) -> None:
         """Takes the padding rows of the vocabulary out of every softmax, in place.
 
         Unseen by autograd, which would copy the gradient for it: that of a logit without share is 0 already.

@@ -177,7 +177,7 @@ def build_forced_routes(
     if not layers or (routes is None and not padded):
         return None
 
-    spread = _spread_experts(packing.valid, routing)
+    spread = _assign_padding_experts(packing.valid, routing)
     if routes is None:
         rows = to_router_rows(~packing.valid, part, parts)
         experts = to_router_rows(spread, part, parts)[:, None].expand(-1, len(layers), -1)
@@ -206,7 +206,7 @@ def from_router_rows(x: Tensor, packing: Packing) -> Tensor:
     return packing.unpack(by_position.transpose(1, 2).flatten(0, 1))
 
 
-def _spread_experts(valid: Tensor, routing: Routing) -> Tensor:
+def _assign_padding_experts(valid: Tensor, routing: Routing) -> Tensor:
     """Experts [b, s/cp, k] for padding rows, no expert getting two rows more than another."""
     place = (~valid).flatten().cumsum(0).view(valid.shape) - 1
     choice = torch.arange(routing.topk, device=valid.device)

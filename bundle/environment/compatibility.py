@@ -170,7 +170,7 @@ def list_tested_versions(
     return {seen.packages[package]: seen for seen in sorted(tested, key=lambda seen: seen.date)}
 
 
-def record_combination(
+def build_combination(
     stack: InstalledPackages,
     backend: str,
     device: str,

@@ -20,7 +20,7 @@ from bundle.environment.machine import DetectedValue, Finding, Hardware, Machine
 from bundle.environment.packages import (
     InstalledPackages,
     Package,
-    check_triton_import,
+    detect_triton_requirement,
     get_triton_distribution,
     parse_minor_version,
 )
@@ -256,7 +256,7 @@ def _check_megatron(stack: InstalledPackages, extra: str) -> Iterator[Finding]:
             " patch was reviewed for it"
         )
         yield warn("megatron-core", cause, "see `mcore-bundle patches plan`, or install a supported release")
-    needs_triton, evidence = check_triton_import(megatron.core.root, version)
+    needs_triton, evidence = detect_triton_requirement(megatron.core.root, version)
     if needs_triton and stack.find_package("triton") is None:
         cause = f"not installed, and megatron-core {core.version} imports it on every machine ({evidence})"
         yield fail("triton", cause, f"pip install {get_triton_distribution(extra)}")

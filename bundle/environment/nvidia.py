@@ -38,7 +38,11 @@ class _Gpu(NamedTuple):
 def find(machine: Machine) -> VendorDevices:
     """The NVIDIA side of a machine; `present` is 0 where there is none, with the reason."""
     answer = machine.run(QUERY_COMMAND)
-    gpus = _from_query(answer) or _from_proc(machine, answer.reason) or _from_nodes(machine, answer.reason)
+    gpus = (
+        _from_query(answer)
+        or _from_proc(machine, answer.reason)
+        or _from_device_nodes(machine, answer.reason)
+    )
     if not gpus:
         nodes = "no /dev/nvidia<N>" if not _list_device_nodes(machine) else "device nodes without a driver"
         return _report_no_gpu(f"{nodes}; {answer.reason}")
@@ -120,7 +124,7 @@ def _from_proc(machine: Machine, reason: str) -> list[_Gpu]:
     return gpus[:MOST_DEVICES]
 
 
-def _from_nodes(machine: Machine, reason: str) -> list[_Gpu]:
+def _from_device_nodes(machine: Machine, reason: str) -> list[_Gpu]:
     """GPUs of which only the device node is known; used where the driver itself is there."""
     if machine.read("/proc/driver/nvidia/version").value is None:
         return []

@@ -207,7 +207,7 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def check_triton_import(root: Path | None, version: Version) -> tuple[bool, str]:
+def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool, str]:
     """Whether a megatron-core imports triton on every machine, and what says so.
 
     Its source in `root`, which holds `megatron`; else its number.
@@ -308,7 +308,7 @@ def detect() -> InstalledPackages:
     return InstalledPackages(search.build_worker_path())
 
 
-def detect_importable() -> InstalledPackages:
+def detect_process_packages() -> InstalledPackages:
     """The stack that this very process imports from, as its search path stands now."""
     return InstalledPackages(search.build_process_path())
 

@@ -203,10 +203,12 @@ def read_distribution(directory: Path | None) -> Distribution | None:
     name, version = headers["Name"], headers["Version"]
     if not name or not version:
         return None
-    return Distribution(name, version, _parse_direct_url(files.read_text(directory / "direct_url.json")))
+    return Distribution(
+        name, version, _parse_direct_url_commit(files.read_text(directory / "direct_url.json"))
+    )
 
 
-def _parse_direct_url(record: str | None) -> str | None:
+def _parse_direct_url_commit(record: str | None) -> str | None:
     """What a PEP 610 direct_url.json says; somebody's broken record is as good as none."""
     try:
         commit = json.loads(record or "{}")["vcs_info"]["commit_id"]

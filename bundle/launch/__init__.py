@@ -10,13 +10,13 @@ from bundle.errors import UsageError
 LOCK_FILE = ".lock"  # in the run directory; it is held for as long as ranks write there
 
 
-def _refuse_null(path: Path) -> Path:
+def _refuse_null_character(path: Path) -> Path:
     if "\0" in str(path):
         raise ValueError("no name of a file: it holds a null character")
     return path
 
 
-FilePath = Annotated[Path, AfterValidator(_refuse_null)]
+FilePath = Annotated[Path, AfterValidator(_refuse_null_character)]
 
 
 class Start(BaseModel):

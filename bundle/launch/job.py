@@ -86,7 +86,7 @@ class Job:
     plan: dict[str, Any]  # for people and programs: nothing of it is executed
 
     @cached_property
-    def trained_recipe(self) -> Recipe:
+    def effective_recipe(self) -> Recipe:
         """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention

@@ -185,7 +185,7 @@ class NodeRegistry:
             token for token in tokens if self._known_nodes.get(token, _UNSEEN_NODE)[0].exit_code is not None
         }
 
-    def has_seen(self, tokens: Iterable[str]) -> bool:
+    def has_seen_any_heartbeat(self, tokens: Iterable[str]) -> bool:
         """Whether any of them has lived since this node came: what never did is of an earlier start."""
         return any(
             token == self.own_entry.token or self._known_nodes.get(token, _UNSEEN_NODE)[2] for token in tokens

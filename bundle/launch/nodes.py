@@ -25,7 +25,7 @@ from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.node_registry import get_poll_interval
 from bundle.launch.outcomes import NODES_FOLDER
 from bundle.launch.rendezvous import Rendezvous
-from bundle.launch.verdict import Verdict, get_echo_level, is_restartable, parse
+from bundle.launch.verdict import Verdict, get_consequence_level, is_restartable, parse
 
 # That a node has to say how it ended, after one that has ended: its launcher may take its time to notice.
 VERDICT_SECONDS = 20.0
@@ -64,7 +64,7 @@ def agree_on_verdict(
                 rank: _read_node_name(folder, rank) if is_final and rank not in verdicts else ""
                 for rank in ranks
             }
-            joined = join_verdicts(own_verdict, verdicts, node_names, is_final=is_final)
+            joined = choose_common_verdict(own_verdict, verdicts, node_names, is_final=is_final)
             if joined is not None and joined.node_rank in verdicts:
                 return replace(parse(_read_json(folder / _name_verdict_file(joined))), silent=joined.silent)
             if joined is not None:
@@ -73,7 +73,7 @@ def agree_on_verdict(
     return own_verdict
 
 
-def join_verdicts(
+def choose_common_verdict(
     own_verdict: Verdict, verdicts: Mapping[int, Verdict], node_names: Mapping[int, str], *, is_final: bool
 ) -> Verdict | None:
     """The verdict that all nodes have together; None where it is still to be waited for.
@@ -82,7 +82,7 @@ def join_verdicts(
     more.
     """
     broken = [verdict for verdict in verdicts.values() if verdict.code != ExitCode.OK]
-    first = min(broken, key=lambda verdict: get_echo_level(verdict.kind), default=own_verdict)
+    first = min(broken, key=lambda verdict: get_consequence_level(verdict.kind), default=own_verdict)
     silent = sorted(set(node_names) - set(verdicts))
     if not silent or not _needs_other_verdicts(first):
         return first
@@ -93,14 +93,14 @@ def join_verdicts(
     them = "it" if len(silent) == 1 else "them"
     reason = f"no word from {them} within {VERDICT_SECONDS:.0f} s after the others ended"
     return replace(
-        build_lost_verdict([node_names[rank] for rank in silent], reason),
+        build_lost_node_verdict([node_names[rank] for rank in silent], reason),
         node_rank=silent[0],
         nodes=own_verdict.nodes,
         evidence=(f"{own_verdict.node}: {own_verdict.sentence}",),
     )
 
 
-def build_lost_verdict(node_names: Sequence[str], reason: str) -> Verdict:
+def build_lost_node_verdict(node_names: Sequence[str], reason: str) -> Verdict:
     """The verdict on nodes that are lost; `reason` is by what that is known."""
     return Verdict(
         ExitCode.JOB_FAILED,
@@ -148,7 +148,7 @@ def _needs_other_verdicts(verdict: Verdict) -> bool:
 
 def _may_blame_another_node(verdict: Verdict) -> bool:
     """Whether a verdict may be about another node."""
-    return bool(get_echo_level(verdict.kind)) or verdict.kind is FailureKind.HANG
+    return bool(get_consequence_level(verdict.kind)) or verdict.kind is FailureKind.HANG
 
 
 def _name_verdict_file(verdict: Verdict) -> str:

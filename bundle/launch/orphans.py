@@ -18,22 +18,22 @@ from bundle.launch import outcomes
 _PR_SET_PDEATHSIG = 1
 
 
-def prepare_death_signal(number: int) -> Callable[[], object]:
+def prepare_parent_death_signal(number: int) -> Callable[[], object]:
     """What a process calls to get this signal when its parent ends.
 
-    Loaded here, as `prepare_parent_binding` is.
+    Loaded here, as `prepare_death_with_parent` is.
     """
     if sys.platform != "linux":
         return lambda: None
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def prepare_parent_binding() -> Callable[[int], None]:
+def prepare_death_with_parent() -> Callable[[int], None]:
     """What a process calls with the number of its parent, to be killed with it: at once where it has ended.
 
     Loaded here, so that it can be called between fork and exec.
     """
-    die_with_it = prepare_death_signal(signal.SIGKILL)
+    die_with_it = prepare_parent_death_signal(signal.SIGKILL)
 
     def bind(parent: int) -> None:
         die_with_it()
@@ -51,7 +51,7 @@ def die_with_parent() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         folder = outcomes.get_launch_folder()
         agent = (folder / outcomes.AGENT_PID_FILE).read_text(encoding="utf-8") if folder else os.getppid()
-        prepare_parent_binding()(int(agent))
+        prepare_death_with_parent()(int(agent))
 
 
 def kill_forks_on_exit() -> None:
@@ -61,7 +61,7 @@ def kill_forks_on_exit() -> None:
     """
     if sys.platform != "linux":
         return
-    bind, forking = prepare_parent_binding(), threading.local()
+    bind, forking = prepare_death_with_parent(), threading.local()
 
     def note_forking_process() -> None:
         forking.parent = os.getpid() if threading.get_native_id() == os.getpid() else None

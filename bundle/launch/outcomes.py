@@ -110,7 +110,7 @@ def find_world_folder(folder: Path) -> Path | None:
     return Path(path) if path else None
 
 
-def notice_hang() -> None:
+def announce_hang() -> None:
     """Has all ranks of this node write down where they stand."""
     if folder := get_launch_folder():
         with suppress(OSError):  # a hang on a full disk is still a hang

@@ -169,7 +169,7 @@ def _build_line_printer(launch: Launch) -> Callable[[str], None]:
 
 def _prepare_agent(parent: int, folder: Path) -> Callable[[], None]:
     """What the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
-    die_with = orphans.prepare_parent_binding()
+    die_with = orphans.prepare_death_with_parent()
 
     def bind() -> None:
         die_with(parent)
@@ -280,7 +280,7 @@ def _forward_stop_signals(
     def stop(number: int, _: object) -> None:
         is_repeated = "by" in first_signal
         first_signal.setdefault("by", number)
-        if is_repeated or not node_wait.is_over or not _can_save(folder):
+        if is_repeated or not node_wait.is_over or not _can_ranks_survive_sigterm(folder):
             # No more patience, or nothing to save. The ranks die with their agent, which writes no traceback.
             agent.kill()
         else:
@@ -304,7 +304,7 @@ def handle_stop_signals(handler: Callable[[int, Any], object]) -> Iterator[None]
             signal.signal(number, previous)
 
 
-def _can_save(folder: Path) -> bool:
+def _can_ranks_survive_sigterm(folder: Path) -> bool:
     """Return whether no rank would end by a request to save; one that is not there yet finds it later."""
     running = [outcome.pid for outcome in outcomes.read(folder) if outcome.code is None]
     return not any(map(_ends_by_sigterm, running))

@@ -32,7 +32,7 @@ FOLDER = "roster"
 _SLEEP_SECONDS = 0.1
 
 
-class SpareNodeRunner:
+class NodeRunnerWithSpares:
     """This node among those that were started for a job, more of them by `spares` than it needs.
 
     `where`: where it stands among all of them; they meet in the run directory's logs. `wait`: seconds that
@@ -117,7 +117,9 @@ class SpareNodeRunner:
                 registry.send_heartbeat()
                 if self._stop_signal is not None:
                     raise LaunchFailed(self._build_stop_verdict(self._stop_signal, last))
-                if has_polled and self._advance_round(last, last_verdict, time.monotonic() - began):
+                if has_polled and self._begin_round_unless_ended(
+                    last, last_verdict, time.monotonic() - began
+                ):
                     return None
                 time.sleep(_SLEEP_SECONDS)
 
@@ -129,10 +131,12 @@ class SpareNodeRunner:
         rank = last.members.index(self._registry.own_entry.token)
         return self._rendezvous._replace(nodes=self._nodes, node_rank=rank, address=first.address)
 
-    def _advance_round(self, last: Round | None, last_verdict: Verdict | None, waited: float) -> bool:
+    def _begin_round_unless_ended(
+        self, last: Round | None, last_verdict: Verdict | None, waited: float
+    ) -> bool:
         """Makes the next round where it can be; whether the job has ended well. Raises Ended."""
         registry, members = self._registry, last.members if last else ()
-        is_own_start, exit_codes = registry.has_seen(members), registry.read_exit_codes(members)
+        is_own_start, exit_codes = registry.has_seen_any_heartbeat(members), registry.read_exit_codes(members)
         lost = registry.find_lost_nodes(members)
         gone = lost | registry.find_ended_nodes(members)
         for token, code in exit_codes.items():
@@ -154,7 +158,7 @@ class SpareNodeRunner:
         if is_own_start and is_round_over(last, live_nodes, gone) and len(fit) < self._nodes:
             reason = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
             lost_names = registry.format_names(token for token in members if token in lost)
-            raise LaunchFailed(last_verdict or nodes.build_lost_verdict([lost_names], reason))
+            raise LaunchFailed(last_verdict or nodes.build_lost_node_verdict([lost_names], reason))
         if not is_own_start and len(live_nodes) >= self._rendezvous.nodes and len(fit) < self._nodes:
             raise LaunchFailed(self._build_refusal(live_nodes))
         if not is_own_start and waited > self._wait:
@@ -194,7 +198,7 @@ class SpareNodeRunner:
 
     def _build_stop_verdict(self, number: int, last: Round | None) -> Verdict:
         """That this node was told to end while no rank of it ran."""
-        if last is not None and self._registry.has_seen(last.members):
+        if last is not None and self._registry.has_seen_any_heartbeat(last.members):
             cause = "this node has no part in the job at present, and ends as told"
             return self._build_verdict(
                 ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART

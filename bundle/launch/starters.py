@@ -200,7 +200,7 @@ def read_torchrun(env: VariableReader) -> Claim | None:
     world, rank = env.read_count("WORLD_SIZE", 1), env.read_count("RANK")
     nodes, node_rank = env.read_count("GROUP_WORLD_SIZE", 1), env.read_count("GROUP_RANK")
     if per_node and world and nodes is None:
-        nodes = _divide_ranks(env, world, per_node)
+        nodes = _derive_node_count(env, world, per_node)
     if per_node and rank and node_rank is None:
         node_rank = SourcedValue(rank.value // per_node.value, "RANK / LOCAL_WORLD_SIZE")
     return build_claim(
@@ -230,7 +230,7 @@ def read_ascend_operator(env: VariableReader) -> Claim | None:
     return build_claim(
         "ascend-operator",
         "LOCAL_RANK is a list of devices: this process stands for a node",
-        nodes=_divide_ranks(env, world, per_node) if world and per_node else None,
+        nodes=_derive_node_count(env, world, per_node) if world and per_node else None,
         node_rank=env.read_count("RANK"),
         per_node=per_node,
         address=env.read_host("MASTER_ADDR", "the service of the first pod"),
@@ -334,7 +334,7 @@ def remove_starter_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not _STARTER_VARIABLES.fullmatch(name)}
 
 
-def _divide_ranks(
+def _derive_node_count(
     env: VariableReader, world: SourcedValue[int], per_node: SourcedValue[int]
 ) -> SourcedValue[int] | None:
     nodes, rest = divmod(world.value, per_node.value)

@@ -135,7 +135,9 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
     ):
         if (verdict := detect(launch, ended)) is not None:
             return verdict
-    broken = sorted(_judge_broken_ranks(launch, ended), key=lambda verdict: get_echo_level(verdict.kind))
+    broken = sorted(
+        _judge_broken_ranks(launch, ended), key=lambda verdict: get_consequence_level(verdict.kind)
+    )
     return broken[0] if broken else _judge_failed_start(launch)
 
 
@@ -144,7 +146,7 @@ def has_seen_death(agent_log: str) -> bool:
     return _FIRST_DEATH.search(agent_log) is not None
 
 
-def get_echo_level(kind: FailureKind) -> int:
+def get_consequence_level(kind: FailureKind) -> int:
     """0 for what can only be a cause; more for what may be the echo of one."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
 

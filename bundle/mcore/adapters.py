@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
         multiply = _make_multiply(x, counts)
         a = torch.cat([self._stack_matrices("a", number) for number in self._adapted_indices], 1)
         if self._is_expert and self._dim == 0:
-            a = sum_gradient(a, self._group)
+            a = sum_gradient_in_backward(a, self._group)
         low = self._exchange(self._project_down(x, a, multiply) * self._scale)
         parts = dict(zip(self._adapted_indices, low.chunk(len(self._adapted_indices), -1), strict=True))
         pieces = []
@@ -88,7 +88,7 @@ class Adapter(torch.nn.Module):
             if number in parts:
                 b = self._stack_matrices("b", number)
                 if self._is_expert and self._dim == 1:
-                    b = sum_gradient(b, self._group)
+                    b = sum_gradient_in_backward(b, self._group)
                 pieces.append(multiply(parts[number], b).unflatten(-1, (self._repeats, width)))
             else:
                 pieces.append(low.new_zeros(()).expand(*low.shape[:-1], self._repeats, width))
@@ -206,7 +206,7 @@ def require_output_grad(embedding: torch.nn.Module) -> None:
     embedding.register_forward_hook(require_grad)
 
 
-def set_zero_gradient(embedding: torch.Tensor) -> None:
+def attach_placeholder_gradient(embedding: torch.Tensor) -> None:
     """Has the first and the last stage add up a zero in the place of a frozen embedding's gradient.
 
     0.12 adds up that of an embedding that both hold without asking whether it has one.
@@ -252,7 +252,7 @@ class _SummedGradient(torch.autograd.Function):
         return total, None
 
 
-def sum_gradient(parameter: Tensor, group: ProcessGroup) -> Tensor:
+def sum_gradient_in_backward(parameter: Tensor, group: ProcessGroup) -> Tensor:
     """The parameter itself; its gradient is the sum of the gradients of all ranks of the group."""
     if group.size() == 1:
         return parameter

@@ -26,7 +26,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from bundle.mcore import filter_keywords, unpickling
-from bundle.mcore.gpt import enter_chunk
+from bundle.mcore.gpt import set_current_chunk
 from bundle.mcore.groups import get_dp_cp_group
 
 # Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
@@ -87,7 +87,7 @@ def load(
     Raises what megatron and torch raise, UnpicklingError for a file that holds more than data.
     """
     loaded = _load(directory, models, _collect_state(models, optimizer, sharding_type, is_loading=True))
-    with _detach_steps(optimizer):
+    with _remove_steps_while_loading(optimizer):
         for index, part in enumerate(_list_optimizers(optimizer)):
             tensors = loaded["optimizer"][index]["param_state"]
             if not isinstance(part, DistributedOptimizer):
@@ -131,7 +131,9 @@ def _collect_weights(models: Sequence[torch.nn.Module], content: dict[str, Any])
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
     weights = {}
     for number, (name, model) in enumerate(_name_models(models)):
-        enter_chunk(number if len(models) > 1 else None)  # 0.12 counts layers from those of the one it is in
+        set_current_chunk(
+            number if len(models) > 1 else None
+        )  # 0.12 counts layers from those of the one it is in
         weights[name] = model.sharded_state_dict(metadata=dict(content))
     return weights
 
@@ -272,7 +274,7 @@ def _allocate_state(optimizer: MegatronOptimizer) -> None:
 
 
 @contextmanager
-def _detach_steps(optimizer: MegatronOptimizer) -> Iterator[None]:
+def _remove_steps_while_loading(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Takes `step` out of torch's Adam while megatron fills in its tensors, and puts it back.
 
     Megatron copies every tensor of the state from the checkpoint, where there is no step (KeyError); and it
@@ -334,7 +336,7 @@ def write(state: dict[str, Any], directory: Path) -> None:
     dist_checkpointing.save(state, str(directory))
 
 
-def write_shared(state: dict[str, Any], directory: Path) -> None:
+def write_in_parallel(state: dict[str, Any], directory: Path) -> None:
     """Writes as `write` does, every rank its share of what all ranks hold, as Megatron-LM does by default."""
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy())
     dist_checkpointing.save(state, str(directory), strategy)

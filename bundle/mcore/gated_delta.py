@@ -141,7 +141,7 @@ def _normalize_l2(x: Tensor) -> Tensor:
     return (values * (values.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
 
 
-def build_delta_net(config: TransformerConfig) -> torch.nn.Module:
+def build_small_delta_net(config: TransformerConfig) -> torch.nn.Module:
     """A net of four heads by itself, of which this rank has its part: [s, b, h] -> [s, b, h]."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules

@@ -234,7 +234,7 @@ def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_eng
     return Specs(decoder, mtp)
 
 
-def enter_chunk(chunk: int | None) -> None:
+def set_current_chunk(chunk: int | None) -> None:
     """Tells megatron's global state which model chunk is being built or run; None without interleaving."""
     if chunk is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
@@ -271,7 +271,7 @@ def build_model(
         **filter_keywords(GPTModel, vp_stage=stage),
     )
     built.model_type = ModelType.encoder_or_decoder
-    drop_unread_head(built)
+    tie_head_to_mtp_embedding(built)
     if hasattr(built, "embedding"):
         built.embedding.register_forward_hook(_give_usual_strides)
     _mark_sinks(built)
@@ -283,7 +283,7 @@ def build_model(
     if architecture.moe is not None and architecture.moe.groups is not None:
         routers.set_group_score_topk(built, architecture.moe.group_score_topk)
     if architecture.mla is not None:
-        _set_norm_epsilon(built, architecture.mla.norm_epsilon)
+        _set_latent_norm_epsilon(built, architecture.mla.norm_epsilon)
     return built
 
 
@@ -351,7 +351,7 @@ def merge_images(
     return placed[0], placed[1:]
 
 
-def drop_unread_head(built: Any) -> None:
+def tie_head_to_mtp_embedding(built: Any) -> None:
     """Leaves to a tied head behind the first stage the copy of the embedding that MTP has there.
 
     Megatron allocates another one beside it, which no pass reads: it refuses to save a model that has it, and
@@ -364,7 +364,7 @@ def drop_unread_head(built: Any) -> None:
         built.shared_embedding_or_output_weight = lambda: built.embedding.word_embeddings.weight
 
 
-def _set_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
+def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
     """Gives the norms between the projections of every attention of a new GPTModel their own epsilon.
 
     Raises EnvironmentUnfit where megatron-core keeps them elsewhere.

@@ -108,12 +108,12 @@ def build_optimizer(
         **_build_state_options(options),
         **megatron_options,
     )
-    with _split_groups_by_rate(recipe, chunks):
+    with _split_param_groups_by_lr(recipe, chunks):
         return get_megatron_optimizer(config, list(chunks))
 
 
 @contextmanager
-def _split_groups_by_rate(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Inside, megatron's groups of parameters are divided by learning rates, on every rank alike.
 
     The recipe's own comes first. By `lr_mult` megatron knows a group when it loads a checkpoint, in every
@@ -286,7 +286,7 @@ def forward_backward(
     return results
 
 
-def build_hybrid_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def build_offloaded_adam(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Adam on the host over parameters of any dtype, its steps in fp32."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -299,7 +299,7 @@ def build_hybrid_optimizer(parameters: Sequence[torch.nn.Parameter]) -> torch.op
     return optimizer
 
 
-def list_stepped_parameters(optimizer: Any) -> list[torch.Tensor]:
+def list_sub_optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
     """What the parts of an offloaded optimizer step, copies or not, in their order."""
     distributed = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [

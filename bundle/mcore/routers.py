@@ -28,7 +28,7 @@ def map_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
     }
 
 
-def give_native_routes(router: torch.nn.Module, routes: torch.Tensor) -> None:
+def set_megatron_replay(router: torch.nn.Module, routes: torch.Tensor) -> None:
     """Has a router take these experts [t, k] from now on, by `moe_enable_routing_replay` (since 0.16)."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 

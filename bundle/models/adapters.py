@@ -20,9 +20,9 @@ from bundle.mcore.adapters import (
     Adapter,
     LowRankPair,
     attach,
+    attach_placeholder_gradient,
     require_output_grad,
     set_parallel_attributes,
-    set_zero_gradient,
 )
 from bundle.mcore.groups import Groups, get_dp_cp_group, get_expert_dp_group
 from bundle.models import naming
@@ -43,7 +43,7 @@ class Adapters(torch.nn.Module):
     def add(self, layer: torch.nn.Module, weights: Sequence[tuple[NamedTensor, tensors.Tensor]]) -> None:
         """Puts a new adapter beside the layer that these are the weights of, where one is a target."""
         lora = self._lora
-        pairs = [adapters.find_pairs(tensor, lora.targets, lora.rank) for _, tensor in weights]
+        pairs = [adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) for _, tensor in weights]
         if not any(pairs):
             return
         weight, tensor = weights[0]
@@ -166,7 +166,7 @@ def add_adapters(
             )
         for weight in weights.values():
             if weight.name == tensors.EMBEDDING:
-                set_zero_gradient(weight.parameter)
+                attach_placeholder_gradient(weight.parameter)
         if hasattr(chunk, "embedding"):
             require_output_grad(chunk.embedding)
         chunk.add_module(naming.ADAPTERS, chunk_adapters)

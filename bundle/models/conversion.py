@@ -25,8 +25,14 @@ from bundle.models import loading
 from bundle.models.exporting import find_copies
 from bundle.models.finite_check import FiniteCheck
 from bundle.models.mapped_files import MappedFiles
-from bundle.models.merging import AdapterBase, MergedTensors
-from bundle.models.publishing import DTYPES, PublishedWriter, list_stored_tensors, plan_files, split_tensor
+from bundle.models.merging import AdapterBaseModel, MergedTensors
+from bundle.models.publishing import (
+    DTYPES,
+    PublishedWriter,
+    list_stored_tensors,
+    plan_files,
+    split_into_published,
+)
 from bundle.pretrained import PretrainedWeights, refuse_unequal_copies, replacing, writing
 from bundle.pretrained.directory import FP8, MXFP4, SCALE_SUFFIX, limit_violations
 from bundle.pretrained.writing import PublishedModel, WeightFormat
@@ -103,7 +109,7 @@ class PublishedTensors:
             part
             for tensor in self._tensors_by_name[name]
             for published, part in zip(
-                tensor.written_names, split_tensor(tensor, self.read_tensor(tensor)), strict=True
+                tensor.written_names, split_into_published(tensor, self.read_tensor(tensor)), strict=True
             )
             if published == name
         ]
@@ -221,7 +227,7 @@ def to_hugging_face(
     model: PublishedModel,
     directory: Path,
     numbers: WeightFormat,
-    base: AdapterBase | None = None,
+    base: AdapterBaseModel | None = None,
 ) -> None:
     """Writes a directory that transformers opens, in the place of one that has that name.
 

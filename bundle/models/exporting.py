@@ -19,8 +19,8 @@ from bundle.architectures.adapters import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     build_adapter_config,
+    build_adapter_pairs,
     build_adapter_tensor,
-    find_pairs,
 )
 from bundle.architectures.tensors import Tensors
 from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
@@ -95,7 +95,7 @@ def find_copies(directory: Path, model: PublishedModel) -> list[str]:
 
     Those are what no family publishes, and what the model's source has and the model itself has not.
     """
-    source, table = model.find_source_names(), Tensors(model.architecture)
+    source, table = model.read_source_tensor_names(), Tensors(model.architecture)
     copies = table.find_copies(source)
     if any(not tensor.published_names for tensor in table):
         _log.warning(
@@ -124,7 +124,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     assert lora is not None
     local_tensors = {named.name: named for named in adapters.list_matrices(chunks)}
     model = Tensors(recipe.architecture)
-    all_pairs = (find_pairs(tensor, lora.targets, lora.rank) for tensor in model)
+    all_pairs = (build_adapter_pairs(tensor, lora.targets, lora.rank) for tensor in model)
     table = {
         matrix.name: matrix for tensor_pairs in all_pairs for pair in tensor_pairs if pair for matrix in pair
     }

@@ -82,7 +82,7 @@ def is_finite(stored: Tensor) -> bool:
     return True
 
 
-def refuse_damaged(weights: PretrainedWeights) -> None:
+def refuse_nonfinite_weights(weights: PretrainedWeights) -> None:
     """Raise UsageError with every tensor of a directory that has values which are not finite."""
     check, files = FiniteCheck(weights), MappedFiles()
     ordered = sorted(weights.entries.items(), key=lambda item: (item[1].file, item[1].start))

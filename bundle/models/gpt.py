@@ -37,7 +37,7 @@ def build_chunks(
     chunks = []
     for index in range(groups.vpp):
         stage = index if groups.vpp > 1 else None
-        gpt.enter_chunk(stage)
+        gpt.set_current_chunk(stage)
         chunk = gpt.build_model(
             config,
             runtime.build_specs(recipe, config, stage),

@@ -22,7 +22,7 @@ from bundle.recipe.recipe import LoRA
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterBase:
+class AdapterBaseModel:
     """What adapters are trained beside: every weight of the model, in the kind of numbers of the training."""
 
     weights: PretrainedWeights
@@ -30,7 +30,7 @@ class AdapterBase:
     lora: LoRA
 
 
-def find_base(recipe: Recipe) -> AdapterBase | None:
+def find_base(recipe: Recipe) -> AdapterBaseModel | None:
     """Return what a recipe's adapters are trained beside; None where it trains the weights themselves.
 
     Raise UsageError for weights that cannot be loaded, and for random ones.
@@ -44,18 +44,19 @@ def find_base(recipe: Recipe) -> AdapterBase | None:
             "model.lora: the adapters were trained beside random weights, which no file holds. Have the run"
             " write the model (checkpoint.export: hf)"
         )
-    return AdapterBase(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
+    return AdapterBaseModel(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
 
 
 class MergedTensors:
     """The tensors of a table: W + alpha / rank * B A where the checkpoint has an adapter."""
 
-    def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors, base: AdapterBase) -> None:
+    def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors, base: AdapterBaseModel) -> None:
         """Raise UsageError with every matrix that the checkpoint lacks or has in another shape."""
         self._checkpoint, self._base = checkpoint, base
         self._files, self._check = MappedFiles(), FiniteCheck(base.weights)
         self._pairs = {
-            tensor.name: adapters.find_pairs(tensor, base.lora.targets, base.lora.rank) for tensor in table
+            tensor.name: adapters.build_adapter_pairs(tensor, base.lora.targets, base.lora.rank)
+            for tensor in table
         }
         matrices = (matrix for pairs in self._pairs.values() for pair in pairs if pair for matrix in pair)
         mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)

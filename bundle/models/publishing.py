@@ -20,7 +20,7 @@ from bundle.pretrained.writing import (
     SafetensorsWriter,
     WeightFormat,
     build_file_names,
-    is_quantized,
+    is_exported_in_fp8,
     split_into_files,
 )
 
@@ -76,7 +76,7 @@ def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterat
     All of a stack is written for its first entry.
     """
     for name, shape in () if tensor.stack and tensor.stack.entry else tensor.list_published_shapes():
-        if numbers == "fp8" and is_quantized(tensor.name):
+        if numbers == "fp8" and is_exported_in_fp8(tensor.name):
             yield OutputTensor(name, FP8, shape)
             yield OutputTensor(f"{name}{SCALE_SUFFIX}", "F32", count_blocks(shape, FP8_BLOCK))
         elif numbers == "fp32" or tensors.is_buffer(tensor.name):
@@ -87,12 +87,12 @@ def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterat
 
 def encode_values(tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> Iterator[Tensor]:
     """The numbers of all that is `list_stored_tensors` of a tensor; of a stack those of its own entry."""
-    in_fp8 = numbers == "fp8" and is_quantized(tensor.name)
-    for part in split_tensor(tensor, full_tensor):
+    in_fp8 = numbers == "fp8" and is_exported_in_fp8(tensor.name)
+    for part in split_into_published(tensor, full_tensor):
         yield from quantize_blocks(part, FP8_BLOCK) if in_fp8 else (part,)
 
 
-def split_tensor(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterator[Tensor]:
+def split_into_published(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterator[Tensor]:
     """The numbers of everything that is written of a tensor: views where nothing is put together.
 
     Of a stack its own entry.

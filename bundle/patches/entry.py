@@ -188,7 +188,7 @@ class Replacement(NamedTuple):
     function: str
     optional: bool = False  # some of the releases do not have this target: replaced where it is
     exclusive: bool = False  # does not call the original: no other patch may stand on the target
-    by_signature: bool = False  # reviewed by parameters and decorators, see `replace_by_signature`
+    by_signature: bool = False  # reviewed by parameters and decorators, see `build_signature_replacement`
 
     @property
     def wrapper(self) -> str:
@@ -196,7 +196,7 @@ class Replacement(NamedTuple):
         return f"bundle.replacements.{self.function}"
 
 
-def replace_by_signature(
+def build_signature_replacement(
     target: str, function: str, *, optional: bool = False, exclusive: bool = False
 ) -> Replacement:
     """A replacement that depends on how its target is called, and not on what the body does."""

@@ -45,7 +45,7 @@ def enable(
     somebody has imported what is to be replaced by value.
     """
     patch_survey, patch_plan = plan_patches(
-        packages.detect_importable(),
+        packages.detect_process_packages(),
         features,
         vouched=vouched,
         allowed=allowed,

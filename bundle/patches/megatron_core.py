@@ -54,7 +54,7 @@ class ReviewTable(NamedTuple):
         """What was found in a reference; UNKNOWN for an entry that the reference was not read for."""
         return Presence(_find_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
 
-    def find_references(
+    def find_reviewed_versions(
         self, target: str, fingerprint: str, *, by_signature: bool = False
     ) -> tuple[str, ...]:
         """The references in which this code, or signature, of the target was reviewed."""
@@ -221,7 +221,7 @@ class DefectReader:
     ) -> Mapping[str, tuple[str, ...]]:
         """The releases, and the commits, in which what is there was reviewed."""
         return {
-            target: self.table.find_references(target, value, by_signature=targets[target])
+            target: self.table.find_reviewed_versions(target, value, by_signature=targets[target])
             + tuple(load_commits_by_digest().get(target, {}).get(value, "").split()[:1])
             for target, value in fingerprints.items()
         }

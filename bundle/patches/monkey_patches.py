@@ -156,7 +156,7 @@ def _iter_bound_names(target: str, megatron: Definitions) -> Iterator[tuple[str,
 def _read_source_files(package: Package) -> list[_SourceFile]:
     """The Python files of a package."""
     assert package.path is not None
-    top = _find_root(package.path)
+    top = _find_import_root(package.path)
     source_files, size = [], 0
     for number, file in enumerate(sorted(package.path.rglob("*.py"))):
         data = files.read_text(file, _MAX_FILE_BYTES) or ""
@@ -171,7 +171,7 @@ def _read_source_files(package: Package) -> list[_SourceFile]:
     return source_files
 
 
-def _find_root(package: Path) -> Path:
+def _find_import_root(package: Path) -> Path:
     """The directory that its modules are named from: megatron.bridge lies one deeper than others."""
     return package.parents[1] if package.parent.name == "megatron" else package.parent
 
@@ -287,7 +287,7 @@ def _resolve_method_target(
 
     Who says `isinstance(model, GPTModel)`, or calls a function of the file that does, has one in hand.
     """
-    function = _find_enclosing(statement)[1]
+    function = _find_outermost_function(statement)[1]
     if function is None:
         return None
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -296,7 +296,7 @@ def _resolve_method_target(
         (call.args[1], other.scope)
         for other in source_file.statements
         if isinstance(other.node, ast.If)
-        and getattr(_find_enclosing(other)[1], "name", None) in function_names
+        and getattr(_find_outermost_function(other)[1], "name", None) in function_names
         for call in ast.walk(other.node.test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "isinstance" and len(call.args) == 2
     ]
@@ -322,7 +322,7 @@ def _find_code(value: ast.expr, scope: _Scope, source_file: _SourceFile, package
         return None
     module, _, name = dotted.rpartition(".")
     try:
-        definition = Definitions(SourceTree(_find_root(package.path)))[f"{module}:{name}"]
+        definition = Definitions(SourceTree(_find_import_root(package.path)))[f"{module}:{name}"]
     except UnreadableSource:
         return None
     codes = [node for node in definition.nodes if isinstance(node, CodeNode)] if definition else []
@@ -354,7 +354,7 @@ def _trace_calls(
     statement: _Statement, source_file: _SourceFile, source_files: list[_SourceFile]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(conditions, places of the calls) on the way to a statement; no places where an import leads to it."""
-    conditions, function = _find_enclosing(statement)
+    conditions, function = _find_outermost_function(statement)
     if function is None:
         return conditions, ()
     calls = _find_calls(function.name, source_file, source_files)
@@ -366,7 +366,7 @@ def _trace_calls(
         ), ()
     call_sites = tuple(f"{file.path}:{call.node.lineno}" for call, file in calls)
     for hop in range(_MAX_HOPS):
-        callers = [(*_find_enclosing(call), file) for call, file in calls]
+        callers = [(*_find_outermost_function(call), file) for call, file in calls]
         nearest, function, source_file = min(callers, key=lambda way: (len(way[0]), way[1] is not None))
         if hop == 0 or function is None:
             conditions = (*nearest, *conditions)
@@ -378,7 +378,7 @@ def _trace_calls(
     return tuple(dict.fromkeys(conditions)), call_sites
 
 
-def _find_enclosing(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
+def _find_outermost_function(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
     """(conditions, the outermost function) around a statement; None at the top of its module."""
     conditions, function = statement.conditions, None
     for scope in statement.scope.iter_enclosing():

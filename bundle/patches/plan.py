@@ -69,7 +69,8 @@ def survey_patches(
     job = replace(
         job,
         mindspeed=(
-            job.mindspeed or _predict_commit(core.version, trains_with_mindspeed=trains_with_mindspeed)
+            job.mindspeed
+            or _predict_mindspeed_commit(core.version, trains_with_mindspeed=trains_with_mindspeed)
         )
         if may_have_mindspeed
         else None,
@@ -104,7 +105,7 @@ def build_context(
     )
 
 
-def _predict_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
+def _predict_mindspeed_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
     """The commit of the MindSpeed that a job of ours would have where none is installed."""
     branch = mindspeed.find_branch(version) if trains_with_mindspeed and version else None
     return (branch.commit,) if branch else None

@@ -360,7 +360,9 @@ def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
     layers += [table.build_mtp_layer(depth, [0]) for depth in range(a.mtp_layers)]
     matrices: dict[str, AdaptedMatrix] = {}
     for tensor in filter(adapters.is_adaptable, chain.from_iterable(layers)):
-        pairs = [pair for pair in adapters.find_pairs(tensor, lora.targets, lora.rank) if pair is not None]
+        pairs = [
+            pair for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) if pair is not None
+        ]
         *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
         if pairs:
             narrow = pairs[0].a
@@ -379,14 +381,15 @@ def estimate_activations(
     chunks = layout.stages[stage]
     in_flight_counts = count_in_flight(len(layout.stages), stage, len(chunks), layout.microbatches)
     sizes = [
-        _count_chunk_bytes(layer_bytes, chunk) + _count_output_bytes(layer_bytes, chunk) for chunk in chunks
+        _count_chunk_bytes(layer_bytes, chunk) + _count_chunk_output_bytes(layer_bytes, chunk)
+        for chunk in chunks
     ]
     return ActivationBytes(
         microbatch_bytes=sum(sizes),
         saved=sum(size * count for size, count in zip(sizes, in_flight_counts, strict=True)),
         transient=max(
             max(_count_recomputed_bytes(layer_bytes, chunk), _count_logit_bytes(layer_bytes, chunk))
-            + _count_embedding_bytes(layer_bytes, chunk)
+            + _count_frozen_embedding_bytes(layer_bytes, chunk)
             for chunk in chunks
         ),
         in_flight=in_flight_counts,
@@ -421,14 +424,14 @@ def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     )
 
 
-def _count_output_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_chunk_output_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     """What goes on to the next chunk, of the trunk and of each MTP layer: schedules hold it until backward,
     as `deallocate_pipeline_outputs` is left off.
     """
     return 0 if chunk.head else (1 + chunk.mtp_layers) * layer_bytes.stream_bytes
 
 
-def _count_embedding_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
+def _count_frozen_embedding_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
     """A frozen embedding's outputs and their gradients, which stay from one micro-batch to the next one's:
     what is asked for a gradient that nothing before it takes (`mcore.adapters.require_output_grad`).
     """
@@ -532,12 +535,19 @@ def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:
     training, lora = recipe.model.vision, recipe.model.lora
     if lora is not None:  # all of it is frozen; to adapters of a part of it gradients go as to its weights
         table = Tensors(recipe.architecture).build_tower()
-        adapted = any(adapters.find_pairs(tensor, lora.targets, lora.rank) for tensor in table)
+        adapted = any(adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) for tensor in table)
         training = VisionSection(freeze_tower=not adapted, freeze_projector=not adapted)
-    return tokens * vision.patches_per_embedding * count_patch_bytes(vision, element_bytes, training) + added
+    return (
+        tokens
+        * vision.patches_per_embedding
+        * count_activation_bytes_per_patch(vision, element_bytes, training)
+        + added
+    )
 
 
-def count_patch_bytes(vision: VisionArchitecture, element_bytes: int, training: VisionSection) -> int:
+def count_activation_bytes_per_patch(
+    vision: VisionArchitecture, element_bytes: int, training: VisionSection
+) -> int:
     """What a tower keeps of one patch for what is trained of it; a number has `element_bytes` bytes.
 
     Read off the tensors that autograd saves in transformers' towers, with torch's own operations and

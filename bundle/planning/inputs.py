@@ -14,7 +14,7 @@ from bundle.errors import ExitCode, UsageError
 from bundle.planning.problems import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.rewards import find_reward_problems, list_reward_files
 from bundle.planning.servers import find_rollout_problems
-from bundle.pretrained.directory import explain_unread_tokenizer
+from bundle.pretrained.directory import explain_tiktoken_tokenizer
 from bundle.recipe import Recipe
 from bundle.recipe.data import Data
 from bundle.recipe.datafiles import STDLIB, expand, find_index, needs_pyarrow
@@ -159,7 +159,7 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
         yield to_recipe_problem(
             f"data.tokenizer: {location} is no directory. Name one, or a repository of the Hub: hf:ORG/NAME"
         )
-    elif reason := explain_unread_tokenizer(directory):
+    elif reason := explain_tiktoken_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {reason}")
     elif not has_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {location} holds no tokenizer (tokenizer.json, ...)")

@@ -45,10 +45,10 @@ class RankAxis:
 
     def list_group_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a group with `rank`, in the group's order."""
-        first = rank - self.find_group_index(rank) * self.stride
+        first = rank - self.find_rank_in_group(rank) * self.stride
         return tuple(first + i * self.stride for i in range(self.size))
 
-    def find_group_index(self, rank: int) -> int:
+    def find_rank_in_group(self, rank: int) -> int:
         """The place of `rank` in its group."""
         return rank // self.stride % self.size
 
@@ -73,7 +73,7 @@ class RankLayout(NamedTuple):
 
     def find_chunks(self, rank: int) -> tuple[ModelChunk, ...]:
         """The model chunks that `rank` holds."""
-        return self.stages[self.find_axis("pp").find_group_index(rank)]
+        return self.stages[self.find_axis("pp").find_rank_in_group(rank)]
 
     @property
     def bubble(self) -> float:

@@ -266,7 +266,7 @@ class StateBuffers(NamedTuple):
     def compute_rank_bytes(self, rank: int) -> StateBytes:
         """The bytes of one rank."""
         pp = self.layout.find_axis("pp")
-        stage, rank_in_stage = pp.find_group_index(rank), rank % pp.stride
+        stage, rank_in_stage = pp.find_rank_in_group(rank), rank % pp.stride
         *_, sizes = (sizes for first, *sizes in self._list_shares(stage) if first <= rank_in_stage)
         return self._compute_bytes(stage, *sizes)
 

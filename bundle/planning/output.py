@@ -120,7 +120,7 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
         ("attention", list(_format_attention(plan))),
         ("operators", list(_format_operators(plan))),
         ("layout", list(_format_layout(plan))),
-        ("length", [_format_length(plan)]),
+        ("length", [_format_training_length(plan)]),
         ("settings", format_settings(plan.recipe)),
         ("validation", [_format_validation(plan.recipe)]),
         ("step", [_format_step(plan), *_format_bubble(plan.layout)]),
@@ -223,7 +223,7 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
         yield f"pipeline bubble: stages wait {layout.bubble:.0%} of a step ({schedule}, even stages)"
 
 
-def _format_length(plan: Plan) -> str:
+def _format_training_length(plan: Plan) -> str:
     """How long the job is, as far as that is known before its data is read."""
     train = plan.recipe.train
     if train.epochs is not None:

@@ -212,7 +212,7 @@ def assemble_plan(
     traits = can.choose_layer_traits(recipe, hardware.generation.value)
     stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
     device = hardware.device_memory
-    device_share = share_device(recipe, stages, device.value)
+    device_share = None if recipe.rl is None else share_device(recipe, stages, device.value)
     stages = add_cache(stages, device_share)
     extra_notes = (
         describe_tight_memory(stages, device),
@@ -338,7 +338,7 @@ def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVer
 def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
     """Whose triton a megatron-core imports where that is not the one of the same name."""
     brings = packages.get_triton_distribution(can.backend)
-    imports, evidence = packages.check_triton_import(patch_survey.core.root, megatron.release)
+    imports, evidence = packages.detect_triton_requirement(patch_survey.core.root, megatron.release)
     if brings == "triton" or not imports:
         return ""
     return (

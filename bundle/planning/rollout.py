@@ -47,7 +47,7 @@ def estimate_rollout(recipe: Recipe, world_size: int) -> RolloutBytes:
     rows = min(MOST_ROWS, -(-rl.prompts_per_step // world_size) * rl.num_generations)
     if rl.evaluation is not None:  # the number of its questions is not known yet
         rows = MOST_ROWS
-    cache = count_cache_bytes(recipe, rows * recipe.data.sequence_length)
+    cache = count_kv_cache_bytes(recipe, rows * recipe.data.sequence_length)
     logits = rows * architecture.vocab_size * size + min(rows * architecture.vocab_size, FLOAT64_LOGITS) * 16
     # A sync builds the next weights while the old ones still exist.
     return RolloutBytes(weights, max(weights, cache + logits))
@@ -59,14 +59,14 @@ def has_own_servers(recipe: Recipe) -> bool:
     return rollout is not None and rollout.engine == "sglang" and not rollout.urls and rollout.path is None
 
 
-def count_cache_bytes(recipe: Recipe, tokens: int) -> int:
+def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
     """Return the bytes that keys and values of so many tokens take on a device."""
     assert recipe.rl is not None
     values = tokens * _count_cache_values(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
     return -(-values // (recipe.rl.rollout.tp if has_own_servers(recipe) else 1))
 
 
-def count_folder_bytes(recipe: Recipe) -> int:
+def count_weights_folder_bytes(recipe: Recipe) -> int:
     """Return the bytes of the versions that lie in the folder of a sync at once."""
     return _VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
-from bundle.planning.rollout import count_cache_bytes, has_own_servers
+from bundle.planning.rollout import count_kv_cache_bytes, has_own_servers
 from bundle.recipe import Recipe
 
 
@@ -48,7 +48,7 @@ def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int |
         return None
     states, rollout = max(stage.states.total for stage in stages), stages[0].rollout
     learning = max(stage.states.total + stage.activations.total for stage in stages)
-    longest = count_cache_bytes(recipe, recipe.data.sequence_length)
+    longest = count_kv_cache_bytes(recipe, recipe.data.sequence_length)
     most, usual = (
         math.floor(100 * (part * device - states - rollout.overhead) / device) / 100
         for part in (1, 1 - HEADROOM)

@@ -11,7 +11,7 @@ from packaging.version import Version
 from bundle import files
 from bundle.errors import format_bytes
 from bundle.planning.problems import Problem, to_hardware_problem
-from bundle.planning.rollout import OLDEST_SGLANG, count_folder_bytes
+from bundle.planning.rollout import OLDEST_SGLANG, count_weights_folder_bytes
 from bundle.recipe import Recipe
 
 
@@ -36,7 +36,7 @@ def find_rollout_problems(recipe: Recipe) -> Iterator[Problem]:
         yield to_hardware_problem(
             f"rl.rollout.python: {rollout.python} is no program. Name the Python of an environment."
         )
-    needed, folder = count_folder_bytes(recipe), Path(rollout.weights_folder or ".")
+    needed, folder = count_weights_folder_bytes(recipe), Path(rollout.weights_folder or ".")
     if (free := files.find_free_bytes(folder)) < needed:
         yield to_hardware_problem(
             f"rl.rollout.weights_folder: {folder} has {format_bytes(free)} free, and two versions of the"

@@ -92,9 +92,9 @@ def list_parameters(
         weights = [tensor for tensor in tensors if not is_buffer(tensor.name)]
         named = [(tensor.name, tensor) for tensor in weights]
         if traits.fused_norms:
-            named = list(checkpoint_names.fold_norms(prefix, weights))
+            named = list(checkpoint_names.rename_folded_norms(prefix, weights))
         if traits.grouped_experts:
-            named = list(checkpoint_names.group_experts(named))
+            named = list(checkpoint_names.rename_grouped_experts(named))
         chunk_parameters.extend(build_parameter(tensor, name) for name, tensor in named)
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
@@ -137,7 +137,7 @@ def list_trained_parameters(
             matrix.is_expert,
         )
         for tensor in chain.from_iterable(layers)
-        for pair in adapters.find_pairs(tensor, lora.targets, lora.rank)
+        for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank)
         if pair is not None
         for matrix in pair
     )

@@ -20,7 +20,7 @@ from bundle.recipe.recipe import Model
 _PIXEL_INPUT, _LOOKUP_TABLE = ".patch_embed.", ".pos_embed."
 
 
-class TowerSize(NamedTuple):
+class TowerFlops(NamedTuple):
     """FLOPs of a forward and a backward pass, for one of each, and what tells how many there are."""
 
     patch_flops: int
@@ -47,7 +47,7 @@ class TowerSize(NamedTuple):
         )
 
 
-def compute_tower_size(architecture: Architecture, model: Model) -> TowerSize | None:
+def compute_tower_flops(architecture: Architecture, model: Model) -> TowerFlops | None:
     """What the tower of a model costs, of which is trained what `model` says; None where there is none."""
     vision = architecture.vision
     if vision is None:
@@ -57,7 +57,7 @@ def compute_tower_size(architecture: Architecture, model: Model) -> TowerSize | 
     adapted = [
         tower_tensor.name
         for tower_tensor in table
-        if lora and adapters.find_pairs(tower_tensor, lora.targets, lora.rank)
+        if lora and adapters.build_adapter_pairs(tower_tensor, lora.targets, lora.rank)
     ]
     learns = {
         projector: any(is_projector(name) == projector for name in adapted)
@@ -77,6 +77,6 @@ def compute_tower_size(architecture: Architecture, model: Model) -> TowerSize | 
             embedding_flops += passes * multiplied
         else:
             patch_flops += passes * multiplied
-    return TowerSize(
+    return TowerFlops(
         patch_flops, embedding_flops, (3 if learns[False] else 1) * 4 * vision.hidden_size, vision
     )

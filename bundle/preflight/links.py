@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from bundle.preflight import ProbeResult
-from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, list_distances, parse_report
+from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, list_partner_offsets, parse_report
 
 _COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
 # Bytes that are reduced, and a quarter of which a link carries: as large as a bandwidth needs to be seen.
@@ -72,7 +72,7 @@ class LinkMeasurement:
         if per_node > 1:
             ahead, behind = ((local + step) % per_node for step in (1, -1))
             self._measure_link(node * per_node + ahead, node * per_node + behind)
-        for distance in list_distances(self.node_count):
+        for distance in list_partner_offsets(self.node_count):
             ahead, behind = ((node + step) % self.node_count for step in (distance, -distance))
             self._measure_link(ahead * per_node + local, behind * per_node + local)
         self._measure_collectives()

@@ -121,13 +121,13 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
         for rank, report in reports.items()
         if report.waits_for is not None
     ]
-    wrong |= _find_cover([pair for pair in silent if not set(pair) & set(wrong)])
+    wrong |= _find_blamed_nodes([pair for pair in silent if not set(pair) & set(wrong)])
     if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
         wrong |= dict.fromkeys(participants, f"its time was over in {' and '.join(stuck)}")
     return wrong or _find_slow_nodes(reports, node_of_rank)
 
 
-def _find_cover(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
+def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
     """The nodes without which no link is silent, as few as come of taking the worst first."""
     wrong: dict[int, str] = {}
     remaining = list(silent)
@@ -160,7 +160,7 @@ def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int])
     }
 
 
-def list_distances(nodes: int) -> Iterator[int]:
+def list_partner_offsets(nodes: int) -> Iterator[int]:
     """How many nodes away from each node its partners are: 1, 2, 4, ... as long as there are so many."""
     distance = 1
     while distance < nodes:

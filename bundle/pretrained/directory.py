@@ -127,7 +127,7 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
     return PretrainedWeights(directory, tensors)
 
 
-def explain_unread_tokenizer(directory: Path) -> str | None:
+def explain_tiktoken_tokenizer(directory: Path) -> str | None:
     """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
     paths = sorted(path for pattern in _TIKTOKEN_PATTERNS for path in directory.glob(pattern))
     if not paths or files.is_file(directory / "tokenizer.json"):

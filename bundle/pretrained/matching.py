@@ -156,7 +156,7 @@ def _to_published_layout(weights: PretrainedWeights, config: Mapping[str, Any]) 
     ):
         return weights
     with suppress(UsageError):  # of whatever else it asks for there is no need here
-        return _transpose_stacks(weights, Tensors(from_config(config)))
+        return _mark_transposed_stacks(weights, Tensors(from_config(config)))
     return weights
 
 
@@ -171,7 +171,7 @@ def _match_weights(
 ) -> PretrainedWeights:
     weights, violations = _with_quantization(weights, config)
     if table.names.has_both_stack_orders:
-        weights = _transpose_stacks(weights, table)
+        weights = _mark_transposed_stacks(weights, table)
     violations = [*config_changes, *(violations or _find_mismatches(weights, table, mtp_depths, mtp_remedy))]
     if violations:
         raise UsageError(f"{weights.directory}: {failure}", limit_violations(violations))
@@ -249,7 +249,7 @@ def _find_mismatches(
             optional.update(tensor.published_names)
     expected |= {copy: expected[original] for copy, original in copies.items()}
     missing = [name for name in expected if name not in entries and name not in optional]
-    yield from (f"{name} is missing{more}" for name, more in _group_names(missing))
+    yield from (f"{name} is missing{more}" for name, more in _summarize_similar_names(missing))
     mtp_names = {
         name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
     }
@@ -262,7 +262,7 @@ def _find_mismatches(
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
     if ignored_prefix := table.names.ignored_prefix:
         extra = [name for name in extra if not name.startswith(ignored_prefix)]
-    yield from (f"{name} is no tensor of this model{more}" for name, more in _group_names(extra))
+    yield from (f"{name} is no tensor of this model{more}" for name, more in _summarize_similar_names(extra))
     for name, shape in expected.items():
         if name in entries:
             yield from _find_misfit(
@@ -296,7 +296,7 @@ def _find_misfit(
         yield f"{name} is {entry.dtype} and has a {SCALE_SUFFIX}, which only {FP8} needs"
 
 
-def _transpose_stacks(weights: PretrainedWeights, table: Tensors) -> PretrainedWeights:
+def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> PretrainedWeights:
     """The weights with all stacks as they are published, if they lie turned in these files.
 
     A square matrix does not say it; of a layer's two at most one is square.
@@ -320,10 +320,10 @@ def _transpose_stacks(weights: PretrainedWeights, table: Tensors) -> PretrainedW
 
 def summarize_names(names: Iterable[str]) -> Iterator[str]:
     """Yield one of the names that differ in numbers alone, and how many more there are."""
-    yield from (f"{name}{more}" for name, more in _group_names(names))
+    yield from (f"{name}{more}" for name, more in _summarize_similar_names(names))
 
 
-def _group_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _summarize_similar_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """The first of the names that differ in numbers alone (layers, experts), and how many more there are."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -407,7 +407,7 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
     optional: set[str] = set()
     table = Tensors(recipe.architecture)
     for tensor in table:
-        for pair in filter(None, adapters.find_pairs(tensor, lora.targets, lora.rank)):
+        for pair in filter(None, adapters.build_adapter_pairs(tensor, lora.targets, lora.rank)):
             matrices = [
                 adapters.build_adapter_tensor(matrix.name, matrix.shape, table.names) for matrix in pair
             ]

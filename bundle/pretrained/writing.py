@@ -83,7 +83,7 @@ class PublishedModel:
             recipe.data.template_text,
         )
 
-    def find_source_names(self) -> list[str]:
+    def read_source_tensor_names(self) -> list[str]:
         """Return the names of the tensors in `source`; none where it holds none that can be read."""
         return list(read_published_names(self.source)) if self.source else []
 
@@ -93,7 +93,7 @@ class PublishedModel:
         return [*self.extra_directories, *([self.tokenizer] if self.tokenizer else [])]
 
     @property
-    def missing_tokenizer(self) -> str | None:
+    def missing_tokenizer_reason(self) -> str | None:
         """Why it would be written without a tokenizer; None where there is one, or none was named."""
         if self.tokenizer is None or has_tokenizer(self.tokenizer):
             return None
@@ -207,7 +207,7 @@ def write_config(directory: Path, model: PublishedModel, weight_format: WeightFo
     files.write_json(directory / "config.json", config)
 
 
-def is_quantized(name: str) -> bool:
+def is_exported_in_fp8(name: str) -> bool:
     """Whether an FP8 export has this tensor of the table in FP8: the linear layers, without routers."""
     path, _, kind = name.rpartition(".")
     linear = path.rpartition(".")[2].startswith("linear_") and kind == "weight"
@@ -220,7 +220,7 @@ def _build_quantization_config(tensors: Iterable[Tensor]) -> dict[str, Any]:
         name.removesuffix(".weight")
         for tensor in tensors
         if len(tensor.shape) == 2
-        and not is_quantized(tensor.name)
+        and not is_exported_in_fp8(tensor.name)
         and not tensor.name.startswith("embedding.")
         for name in tensor.published_names
     ]
@@ -247,8 +247,10 @@ def write_remaining_files(
     """
     write_index(directory, tensors_by_file)
     write_config(directory, model, weight_format)
-    if model.missing_tokenizer:
-        _log.warning("a model is written without tokenizer and chat template: %s", model.missing_tokenizer)
+    if model.missing_tokenizer_reason:
+        _log.warning(
+            "a model is written without tokenizer and chat template: %s", model.missing_tokenizer_reason
+        )
     copy_extra_files(model, directory)
     _add_end_tokens(directory, end_tokens)
 

@@ -6,7 +6,7 @@ from bundle.recipe.loading import (
     from_mapping,
     list_built_in,
     load,
-    with_steps,
+    with_epochs_as_steps,
 )
 from bundle.recipe.recipe import Recipe, RecipeDifference, flatten, list_differences
 from bundle.recipe.sections import Parallel
@@ -22,5 +22,5 @@ __all__ = [
     "list_built_in",
     "list_differences",
     "load",
-    "with_steps",
+    "with_epochs_as_steps",
 ]

@@ -45,7 +45,7 @@ def complete(values: dict[str, Any]) -> dict[str, str]:
     if draft.get("model.lora") is True:
         draft.set("model.lora", {}, "")
     path = draft.get("model.path")
-    if isinstance(path, str) and draft.names_tokenizer(Path(hub.find_local_path(path))):
+    if isinstance(path, str) and draft.needs_model_tokenizer(Path(hub.find_local_path(path))):
         draft.fill("data.tokenizer", f"hf:{path}", "model.path")
     kind, _, tokenizer = str(draft.get("data.tokenizer")).partition(":")
     task = TASKS.get(str(draft.get("task") or "pretrain"), Task())
@@ -132,7 +132,7 @@ class _Draft:
             value = default.choose(self.parameters) if default.by_size else default.value
             self.set(key, value, origin)
 
-    def names_tokenizer(self, path: Path) -> bool:
+    def needs_model_tokenizer(self, path: Path) -> bool:
         """Return whether the tokenizer is that of the model's directory, or must be named."""
         reads_bytes = self.get("model.config.vocab_size") == BYTE_VOCABULARY
         return has_tokenizer(path) or (self.loads_weights and not reads_bytes)

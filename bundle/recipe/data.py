@@ -6,7 +6,7 @@ from pydantic import Field
 
 from bundle.recipe.chat_template import NAMES as TEMPLATE_NAMES
 from bundle.recipe.chat_template import NO_TEMPLATE, PLAIN_TEMPLATE
-from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Section, make_optional
+from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Section, make_default_section
 
 # 256 bytes, end of text, padding.
 BYTE_VOCABULARY = 258
@@ -203,9 +203,9 @@ class Data(Section):
         default="error",
         description="SFT, DPO: rows of more tokens than a sample: corrupt, left out, or cut on that side.",
     )
-    fields: Fields = make_optional("Names of the fields of a row.")
-    images: ImagesSection = make_optional("How images of rows are read.")
-    videos: VideosSection = make_optional("How videos of rows are read.")
+    fields: Fields = make_default_section("Names of the fields of a row.")
+    images: ImagesSection = make_default_section("How images of rows are read.")
+    videos: VideosSection = make_default_section("How videos of rows are read.")
     template: str = Field(
         default=PLAIN_TEMPLATE,
         min_length=1,

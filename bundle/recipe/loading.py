@@ -74,7 +74,7 @@ def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: S
     return _build_recipe(document, origin)
 
 
-def with_steps(recipe: Recipe, samples: int) -> Recipe:
+def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
     """The recipe with as many steps as its epochs over `samples` samples are; unchanged where it has none.
 
     Raises UsageError where these steps break a rule, such as a warm-up that is longer.
@@ -155,7 +155,7 @@ def _with_targets(recipe: Recipe) -> Recipe:
     if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL_LINEAR,):
         return recipe
     values = recipe.dump()
-    values["model"]["lora"]["targets"] = adapters.find_projections(Tensors(recipe.architecture))
+    values["model"]["lora"]["targets"] = adapters.list_all_linear_targets(Tensors(recipe.architecture))
     return Recipe.model_validate(values)
 
 

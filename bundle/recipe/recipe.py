@@ -29,7 +29,7 @@ from bundle.recipe.section import (
     VariableName,
     VariableValue,
     add_null,
-    make_optional,
+    make_default_section,
 )
 from bundle.recipe.sections import (
     Checkpoint,
@@ -246,9 +246,11 @@ class Model(Section):
         default=False,
         description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
     )
-    vision: VisionSection = make_optional("What is trained of the vision tower; of a model that sees images.")
-    mtp: MTP = make_optional("Multi-token prediction.")
-    moe: Experts = make_optional("Balancing of experts.")
+    vision: VisionSection = make_default_section(
+        "What is trained of the vision tower; of a model that sees images."
+    )
+    mtp: MTP = make_default_section("Multi-token prediction.")
+    moe: Experts = make_default_section("Balancing of experts.")
 
     @model_validator(mode="before")
     @staticmethod
@@ -321,28 +323,28 @@ class Recipe(CompletedSection):
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: what the machine has."
     )
-    backend_options: BackendOptions = make_optional("What one backend has.")
+    backend_options: BackendOptions = make_default_section("What one backend has.")
     seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
     )
-    devices: Devices = make_optional("How many devices the job takes.")
+    devices: Devices = make_default_section("How many devices the job takes.")
     model: Model = Field(description="What is trained.")
-    parallel: Parallel = make_optional("Sizes of the parallel groups.")
+    parallel: Parallel = make_default_section("Sizes of the parallel groups.")
     data: Data = Field(description="What is trained on.")
     train: Train = Field(description="How long and in which portions.")
-    optimizer: Optimizer = make_optional("The optimizer and its schedule.")
-    distributed: Distributed = make_optional("How ranks exchange gradients and weights.")
+    optimizer: Optimizer = make_default_section("The optimizer and its schedule.")
+    distributed: Distributed = make_default_section("How ranks exchange gradients and weights.")
     dpo: DPO | None = Field(
         default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
     )
     rl: RL | None = Field(default=None, description="Reinforcement learning; null: none. Task rl needs it.")
-    checkpoint: Checkpoint = make_optional("When to save, and how much to keep.")
+    checkpoint: Checkpoint = make_default_section("When to save, and how much to keep.")
     environment: dict[VariableName, VariableValue | None] = Field(
         default={},
         description="Variables of the ranks, such as NCCL_DEBUG: instead of what the plan has, or beside it;"
         " null: left as it is where ranks are started. None that names a file.",
     )
-    metrics: MetricsSection = make_optional("Where numbers go.")
+    metrics: MetricsSection = make_default_section("Where numbers go.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @classmethod

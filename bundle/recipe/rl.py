@@ -19,7 +19,7 @@ from bundle.recipe.section import (
     Positive,
     Section,
     add_null,
-    make_optional,
+    make_default_section,
 )
 
 # The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
@@ -162,7 +162,7 @@ class RLReward(CompletedSection):
     )
 
     @property
-    def needs_reference(self) -> bool:
+    def needs_right_answer(self) -> bool:
         """Whether a row must have what answers are judged by; then 1 means a right answer."""
         return self.kind in ("exact", "math", "code")
 
@@ -263,7 +263,7 @@ class RL(Section):
         default=1,
         description="How often all answers of a step are learned, in updates of train.global_batch_size.",
     )
-    rollout: RLRollout = make_optional("How answers are sampled.")
+    rollout: RLRollout = make_default_section("How answers are sampled.")
     evaluation: RLEvaluation | None = Field(default=None, description="Questions to evaluate with.")
     rewards: Annotated[tuple[RLReward, ...], AS_TUPLE] = Field(
         description="What judges the answers, a list of at least one."
@@ -274,7 +274,7 @@ class RL(Section):
     discount: float = Field(
         default=1.0, gt=0, le=1, description="reinforce_plus_plus: what a later token's reward counts for."
     )
-    loss: RLLoss = make_optional("The loss of the policy.")
+    loss: RLLoss = make_default_section("The loss of the policy.")
     old_log_probs: Literal["rollout", "trainer"] = Field(
         default="rollout",
         description="Whose log-probabilities the ratio starts from: the rollout engine's, or the trainer's,"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bundle import hub
 from bundle.architectures import from_config
-from bundle.architectures.adapters import find_projections, find_unmatched
+from bundle.architectures.adapters import find_unmatched_targets, list_all_linear_targets
 from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
@@ -14,7 +14,7 @@ from bundle.recipe import chat_template, rl_rules
 from bundle.recipe.data import BYTE_VOCABULARY, DataKind
 from bundle.recipe.recipe import Recipe
 from bundle.recipe.sections import Parallel
-from bundle.recipe.stages import ChunkContents, count_rounds, find_misplaced
+from bundle.recipe.stages import ChunkContents, count_rounds, find_stage_violations
 from bundle.recipe.tasks import TASKS
 
 # Experts of all layers, undivided: above any model known, and planned in a second or two.
@@ -28,11 +28,11 @@ def find_violations(recipe: Recipe) -> list[Violation]:
     """Every rule that the recipe breaks."""
     broken_rules: list[Violation] = []
     for rule in (
-        _check_tensors,
+        _check_tensor_parallel,
         _check_experts,
         _check_pipeline,
         _check_sequences,
-        _check_prediction,
+        _check_mtp,
         _check_vision,
         _check_delta_nets,
         _check_recomputation,
@@ -47,7 +47,7 @@ def find_violations(recipe: Recipe) -> list[Violation]:
     return broken_rules
 
 
-def _check_tensors(recipe: Recipe) -> Iterator[Violation]:
+def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
     a, tp = recipe.architecture, recipe.parallel.tp
     sizes = {"num_attention_heads": a.num_attention_heads}
     if a.mla is None:
@@ -124,7 +124,7 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     if has_layout:
         for key in ends:
             yield f"parallel.{key}", f"{_LAYOUT_KEY} says what every stage holds: leave one of them out"
-        yield from _check_layout(recipe)
+        yield from _check_pipeline_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
             yield f"parallel.{key}", "there is one stage: needs pp > 1"
@@ -143,7 +143,7 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
         yield "parallel.pp", _explain_uneven_stages(parallel, layers)
 
 
-def _check_layout(recipe: Recipe) -> Iterator[Violation]:
+def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     """What is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
@@ -155,7 +155,9 @@ def _check_layout(recipe: Recipe) -> Iterator[Violation]:
         yield _LAYOUT_KEY, str(error)
         return
     depth = architecture.mtp_layers
-    for reason in find_misplaced(layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth):
+    for reason in find_stage_violations(
+        layout, parallel.pp, layers=architecture.num_layers, mtp_layers=depth
+    ):
         yield _LAYOUT_KEY, reason
     chunks = count_rounds(layout, parallel.pp)
     if chunks is not None and (parallel.vpp or 1) != chunks:
@@ -208,7 +210,7 @@ def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _check_prediction(recipe: Recipe) -> Iterator[Violation]:
+def _check_mtp(recipe: Recipe) -> Iterator[Violation]:
     depth = recipe.architecture.mtp_layers
     for key in ("detach_trunk", "detach_embeddings"):
         if getattr(recipe.model.mtp, key) and not depth:
@@ -344,8 +346,8 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
             )
         return
     table = Tensors(recipe.architecture)
-    if missing := find_unmatched(table, lora.targets):
-        known = ", ".join(find_projections(table))
+    if missing := find_unmatched_targets(table, lora.targets):
+        known = ", ".join(list_all_linear_targets(table))
         yield "model.lora.targets", f"no projection is called {', '.join(missing)}; there are {known}"
     if model.fp8 is not None:
         yield "model.lora", "adapters are not computed beside FP8 products: leave model.fp8 out"
@@ -368,7 +370,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             "data.tokenizer",
             f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
         )
-    elif data.tokenizer == "bytes" and recipe.model.is_pretrained and not _reads_bytes(recipe):
+    elif data.tokenizer == "bytes" and recipe.model.is_pretrained and not _is_byte_model(recipe):
         yield (
             "data.tokenizer",
             f"the weights in {recipe.model.path} were trained with another tokenizer than bytes. Leave"
@@ -394,7 +396,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             yield "data.date", f"{data.date}: {error}"
 
 
-def _reads_bytes(recipe: Recipe) -> bool:
+def _is_byte_model(recipe: Recipe) -> bool:
     """Return whether a pretrained model reads bytes: it has as many tokens, and no other tokenizer."""
     path = Path(hub.find_local_path(recipe.model.path or ""))
     return recipe.architecture.vocab_size == BYTE_VOCABULARY and not has_tokenizer(path)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-def make_optional(description: str) -> Any:
+def make_default_section(description: str) -> Any:
     """A section that the recipe's own validator makes where it is left out, its keys at their defaults."""
     return Field(default={}, validate_default=True, description=description)
 

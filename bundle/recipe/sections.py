@@ -24,7 +24,7 @@ from bundle.recipe.stages import (
     assign_stages,
     count_rounds,
     divide_evenly,
-    find_misplaced,
+    find_stage_violations,
     parse_layout,
 )
 
@@ -128,7 +128,7 @@ class Parallel(CompletedSection):
             layout = self.layout
         except ValueError:
             return None
-        if any(find_misplaced(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
+        if any(find_stage_violations(layout, self.pp, layers=layers, mtp_layers=mtp_layers)):
             return None
         return assign_stages(layout, self.pp)
 

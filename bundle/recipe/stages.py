@@ -75,7 +75,7 @@ def count_rounds(stages: Sequence[str], pp: int) -> int | None:
 
 
 def assign_stages(stages: Sequence[str], pp: int) -> tuple[tuple[ChunkContents, ...], ...]:
-    """What each rank's chunks hold, for stages that `find_misplaced` has nothing against."""
+    """What each rank's chunks hold, for stages that `find_stage_violations` has nothing against."""
     contents = [
         ChunkContents(
             layers=stage.count("t"), embedding="E" in stage, mtp_layers=stage.count("m"), head="L" in stage
@@ -100,7 +100,7 @@ def divide_evenly(
     )
 
 
-def find_misplaced(stages: Sequence[str], pp: int, *, layers: int, mtp_layers: int) -> Iterator[str]:
+def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_layers: int) -> Iterator[str]:
     """Everything against stages of a model with `layers` in its decoder and `mtp_layers` behind them."""
     letters = "".join(stages)
     if count_rounds(stages, pp) is None:

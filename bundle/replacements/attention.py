@@ -20,7 +20,7 @@ from bundle.replacements.mla import keeps_full_tables, sum_over_ranks
 
 
 @make_wrapper
-def count_every_sink(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def mark_sinks_as_split(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `DotProductAttention.__init__` that marks learned sinks as one rank's share: one for a head."""
     original(self, *args, **kwargs)
     sinks = getattr(self, "softmax_offset", None)
@@ -71,7 +71,7 @@ def _bind_group(layer: Any, group: Any) -> Any:
 
 
 @make_wrapper
-def sum_output_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def sum_output_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `GatedDeltaNet.__init__` whose output norm gets its gradient from the heads of all ranks.
 
     Under sequence parallelism megatron sums it at the end of a step.

@@ -124,7 +124,7 @@ def count_whole_weights_once(
 
 
 @make_wrapper
-def count_expert_weights(
+def mark_expert_weights_as_split(
     original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
 ) -> None:
     """Returns TEGroupedLinear's `__init__` that marks every expert's weights as one rank's share (to 0.18).

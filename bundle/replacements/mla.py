@@ -15,7 +15,7 @@ keeps_full_tables = Slot(False)  # those of rotary positions, in `keep_full_tabl
 
 
 @make_wrapper
-def pad_value(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def pad_value_heads(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MultiLatentAttention.__init__` that gives packed values the width of the queries.
 
     Flash kernels take packed input only with one width for all heads. The padding is cut off again
@@ -136,7 +136,7 @@ def provide_duplicated_linear(original: Any) -> type:
 
 
 @make_wrapper
-def sum_rotary_key(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MLASelfAttention.__init__` whose rotary keys get their gradient from the heads of all ranks.
 
     By a hook on the down projection, where each rank makes the whole of it. The compressed part behind the
@@ -160,7 +160,7 @@ def sum_rotary_key(original: Function, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 @make_wrapper
-def share_out_query_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+def divide_query_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Returns `MLASelfAttention.__init__` whose norm of compressed queries has one rank's part of a gradient.
 
     The sum over the ranks, which is to come, then is the whole. A norm that is part of a projection goes by

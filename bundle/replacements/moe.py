@@ -127,14 +127,14 @@ def sum_copy(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any
 
 
 @make_wrapper
-def mark_window_loss(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Returns `TopKRouter._apply_global_aux_loss` in which `rescale_window_counts` is at work."""
+def mark_global_balancing_loss(original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Returns `TopKRouter._apply_global_aux_loss` in which `rescale_global_loss_counts` is at work."""
     with _is_window_loss.set(True):
         return original(*args, **kwargs)
 
 
 @make_wrapper
-def rescale_window_counts(
+def rescale_global_loss_counts(
     original: Function,
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
@@ -174,7 +174,7 @@ def disable_te_gemm(original: Any) -> None:
 
 
 @make_wrapper
-def release_graph(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def detach_dispatcher_tensors(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns `MoELayer.forward` whose token dispatcher keeps no part of the autograd graph.
 
     It keeps the router's probabilities until its next forward pass, and with them the leaves of the graph
@@ -193,7 +193,7 @@ def _is_in_graph(value: Any) -> bool:
 
 
 @make_wrapper
-def replay_expert_choice(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def replay_recorded_routes(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns `TopKRouter.routing` that takes its experts from `context.router_choices`, where that is set.
 
     The gradient still flows through the scores of the experts that are used.
@@ -201,12 +201,12 @@ def replay_expert_choice(original: Function, self: Any, *args: Any, **kwargs: An
     choices = context.router_choices.get()
     if choices is None:
         return original(self, *args, **kwargs)
-    with _ExpertChoice(self, choices):
+    with _RouteReplayMode(self, choices):
         return original(self, *args, **kwargs)
 
 
 @make_wrapper
-def replay_native_choice(
+def override_native_replay(
     original: Function, self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Returns `RouterReplay.get_replay_topk` that takes its experts from `context.router_choices`, where set.
@@ -236,7 +236,7 @@ def keep_routes_on_recompute(original: Function, self: Any, *args: Any, **kwargs
         self.router_replay_action = action
 
 
-class _ExpertChoice(TorchFunctionMode):
+class _RouteReplayMode(TorchFunctionMode):
     """Answers for the one top-k of a router that chooses the experts, and lets all others through.
 
     It is the first over [tokens, experts] with k experts. Before it, group-limited routing looks for the

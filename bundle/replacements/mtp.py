@@ -26,7 +26,7 @@ def roll_over_ranks(original: Function, tensor: torch.Tensor, shifts: int = -1, 
 
 
 @make_wrapper
-def count_over_ranks(
+def average_rolled_token_count(
     original: Function, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **kwargs: Any
 ) -> Any:
     """Returns `roll_tensor` whose token count is that of a rank on average (0.14 and later).
@@ -41,7 +41,7 @@ def count_over_ranks(
 
 
 @make_wrapper
-def count_mask_over_ranks(original: Function, *args: Any, **kwargs: Any) -> Any:
+def average_mask_token_count(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Returns `process_mtp_loss` whose token count before the roll is a rank's average too (0.17 and later).
 
     It scales the loss by that count over the count after the roll. The token that rolling removes is
@@ -130,7 +130,9 @@ def predict_only_with_labels(original: Function, self: Any, *args: Any, **kwargs
 
 
 @make_wrapper
-def keep_objects(original: Function, self: Any, forward_func: Function, *args: Any, **kwargs: Any) -> Any:
+def bind_non_tensor_arguments(
+    original: Function, self: Any, forward_func: Function, *args: Any, **kwargs: Any
+) -> Any:
     """Returns `MultiTokenPredictionLayer._checkpointed_forward` that takes packed sequences (0.16, 0.17).
 
     mcore hands every argument to `save_for_backward`, which takes tensors and None only.

@@ -191,7 +191,7 @@ def label_runs(runs: Sequence[RunReport]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({at + 1})" for at, name in enumerate(names)]
 
 
-def group_names(names: Iterable[str]) -> dict[str, list[str]]:
+def group_metrics_by_chart(names: Iterable[str]) -> dict[str, list[str]]:
     """The numbers on each chart, in the order of `CHARTS`; others under their own name."""
     groups: dict[str, list[str]] = {title: [] for title in CHARTS}
     for name in sorted(names):
@@ -204,7 +204,7 @@ def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
     """Title and HTML of each chart. A colour is a number, a dash is a run."""
     import plotly.graph_objects as go
 
-    for title, numbers in group_names({name for run in runs for name in run.curves}).items():
+    for title, numbers in group_metrics_by_chart({name for run in runs for name in run.curves}).items():
         figure = go.Figure(layout={"height": 320, "margin": {"l": 60, "r": 10, "t": 10, "b": 40}})
         for colour, number in enumerate(numbers):
             for dash, (run, label) in enumerate(zip(runs, label_runs(runs), strict=True)):

@@ -68,7 +68,7 @@ def load_function(file: str, name: str) -> Callable[[list[str], list[Any]], Any]
     return function
 
 
-def check_value(value: Any) -> Any:
+def to_verdict(value: Any) -> Any:
     """Return the verdict for what a function returned for an answer: a number, None, or a failure."""
     if value is None:
         return None
@@ -93,7 +93,7 @@ def call_function(function: Callable[..., Any], answers: list[str], rows: list[A
             count = "more" if len(values) > len(answers) else len(values)
             failure = ["wrong_count", f"returned {count} rewards for {len(answers)} answers"]
             return [failure] * len(answers)
-        return [check_value(value) for value in values]
+        return [to_verdict(value) for value in values]
     except BaseException as error:  # noqa: BLE001  # SystemExit too
         return [["raised", describe_error(error)]] * len(answers)
 

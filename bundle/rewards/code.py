@@ -88,7 +88,7 @@ def end_children() -> None:
         time.sleep(0.002)
 
 
-def find_user() -> int | None:
+def choose_program_user() -> int | None:
     """Return the user that programs run as, this process's own one of them; None where that is this user."""
     if os.geteuid() != 0:
         return None
@@ -117,7 +117,7 @@ class CodeJudge:
         """
         ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
         self._seconds, self._memory_bytes = seconds, int(memory_gib * 2**30)
-        self._user, self._runner = find_user(), (_FOLDER / "runner.py").read_text()
+        self._user, self._runner = choose_program_user(), (_FOLDER / "runner.py").read_text()
         self._readable = list_readable_paths()
         self._is_isolated, self.notice = True, ""
         try:

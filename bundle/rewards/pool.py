@@ -11,27 +11,29 @@ from bundle.recipe.rl import RLReward
 from bundle.recipe.rl_rules import split_function
 from bundle.rewards.exact import ExactJudge
 from bundle.rewards.judging import Judgement, Verdict, judge_all
-from bundle.rewards.process import run_until
+from bundle.rewards.process import receive_while_busy
 from bundle.rewards.references import GROUND_TRUTH, MissingReference, find_reference, find_tests
 from bundle.rewards.workers import WorkerJudge
 
 _log = logging.getLogger(__name__)
 
 
-def list_fields(reward: RLReward, response: str) -> tuple[str, ...]:
+def list_reference_fields(reward: RLReward, response: str) -> tuple[str, ...]:
     """Return where a row may have the right answer; `response` is data.fields.response."""
     return (reward.field,) if reward.field is not None else (GROUND_TRUTH, response)
 
 
-def find_missing_reference(rewards: Sequence[RLReward], row: Mapping[str, Any], response: str) -> str | None:
+def describe_missing_reference(
+    rewards: Sequence[RLReward], row: Mapping[str, Any], response: str
+) -> str | None:
     """Return why a reward cannot judge answers to a row, behind its key; None where all can."""
     for number, reward in enumerate(rewards):
         key = "tests" if reward.tests is not None else "field"
         try:
             if reward.tests is not None:
                 find_tests(row, reward.tests)
-            elif reward.needs_reference:
-                find_reference(row, list_fields(reward, response), reward.pattern)
+            elif reward.needs_right_answer:
+                find_reference(row, list_reference_fields(reward, response), reward.pattern)
         except MissingReference as error:
             key = "pattern" if "does not match" in str(error) else key
             return f"rl.rewards.{number}.{key}: {error}"
@@ -66,7 +68,7 @@ class RewardPool:
         self._judges: list[ExactJudge | WorkerJudge] = []
         try:
             for reward in rewards:
-                fields = list_fields(reward, response)
+                fields = list_reference_fields(reward, response)
                 self._judges.append(
                     ExactJudge(fields, reward.pattern)
                     if reward.kind == "exact"
@@ -83,7 +85,7 @@ class RewardPool:
 
     def _wait_for_loading(self) -> None:
         processes = [process for worker in self._workers for process in worker.processes]
-        run_until(processes, lambda process: process.is_loading)
+        receive_while_busy(processes, lambda process: process.is_loading)
         violations = []
         for number, (reward, judge) in enumerate(zip(self._rewards, self._judges, strict=True)):
             processes = [*judge.processes] if isinstance(judge, WorkerJudge) else []
@@ -120,7 +122,7 @@ class RewardPool:
             if isinstance(judge, ExactJudge)
         }
         processes = [process for worker in workers for process in worker.processes]
-        run_until(processes, lambda process: process.has_open_answers)
+        receive_while_busy(processes, lambda process: process.has_open_answers)
         for name, judge in zip(self.names, self._judges, strict=True):
             if isinstance(judge, WorkerJudge):
                 columns[name] = judge.collect()

@@ -154,7 +154,9 @@ class RewardProcess:
         self._stop()
 
 
-def run_until(processes: Collection[RewardProcess], is_busy: Callable[[RewardProcess], bool]) -> None:
+def receive_while_busy(
+    processes: Collection[RewardProcess], is_busy: Callable[[RewardProcess], bool]
+) -> None:
     """Take the messages of all processes until none is busy any more, whatever becomes of them."""
     while busy := {process.connection: process for process in processes if is_busy(process)}:
         rest = min(process.deadline for process in busy.values()) - time.monotonic()

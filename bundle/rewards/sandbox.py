@@ -74,7 +74,7 @@ def change_root(root: str, readable: list[str]) -> None:
     os.rmdir("/old")  # noqa: PTH106
 
 
-def take_user(user: int | None) -> None:
+def switch_user(user: int | None) -> None:
     """Become another user, where this one is root and another one exists."""
     if user is not None and os.geteuid() == 0:
         os.setgroups([])
@@ -87,7 +87,7 @@ def enter_namespaces(user: int | None) -> None:
     try:
         call("unshare", _NAMESPACES)
     except PermissionError:
-        take_user(user)
+        switch_user(user)
         call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
         identity = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
         call("unshare", _NAMESPACES | _NEW_USERS)
@@ -101,7 +101,7 @@ def write_text(path: str, text: str) -> None:
         file.write(text)
 
 
-def count_threads() -> int:
+def count_user_threads() -> int:
     """Return the threads of this user: the kernel counts them all against the limit of processes."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
@@ -141,7 +141,7 @@ def become_program(setting: dict[str, Any]) -> None:
     os.chdir(setting["folder"])
     with suppress(OSError):  # a user without capabilities has none to lose
         call("prctl", _SET_SECURE_BITS, _NO_ROOT, 0, 0, 0)
-    take_user(setting["user"])
+    switch_user(setting["user"])
     call("prctl", _SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     limit_processes(setting["processes"])
@@ -183,7 +183,7 @@ def main() -> None:
             os._exit(1)
         with suppress(OSError):  # where memory runs out, the trainer shall live
             write_text("/proc/self/oom_score_adj", "1000")
-        setting["processes"] = PROCESSES + (count_threads() if setting["is_user_shared"] else 0)
+        setting["processes"] = PROCESSES + (count_user_threads() if setting["is_user_shared"] else 0)
         if setting["is_isolated"]:
             enter_namespaces(setting["user"])
             call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # another user: it is forgotten

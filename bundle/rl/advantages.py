@@ -120,7 +120,7 @@ def compute_penalties(
     ]
 
 
-def compute_overlong_penalties(lengths: ArrayLike, longest: int, buffer: int) -> Floats:
+def compute_overlong_reward_terms(lengths: ArrayLike, longest: int, buffer: int) -> Floats:
     """Return what is added to the reward of long answers, [answers] in [-1, 0] (DAPO, arXiv 2503.14476).
 
     0 up to `longest` - `buffer` tokens, from there falling to -1 at `longest`, and -1 beyond. Raises

@@ -42,6 +42,6 @@ def evaluate(
 def find_right_answers(batch: AnswerBatch, rewards: Sequence[RLReward]) -> NDArray[np.bool_]:
     """Return whether each answer is right (`evaluate`), [answers]."""
     for name, reward in zip(name_rewards(rewards), rewards, strict=True):
-        if reward.needs_reference:
+        if reward.needs_right_answer:
             return np.equal(batch.judgement.values[name], 1)
     return np.greater(batch.judgement.rewards, 0)

@@ -17,7 +17,7 @@ def train(trainer: "PolicyTrainer") -> None:
     if session.progress.step == 0 and not rl.warm_start_steps:
         trainer.report_evaluation()
     while session.progress.step < rl.warm_start_steps:
-        warm_start_result = trainer.learn_row_answers()
+        warm_start_result = trainer.make_warm_start_update()
         if session.is_due(recipe.train.log_interval):
             session.report(warm_start_result)
         if session.progress.step == rl.warm_start_steps:

@@ -19,7 +19,7 @@ from bundle.rl.corrections import LOG_RATIO_LIMIT, Correction, compute_weights
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLossSettings:
     """The settings of a policy's loss.
 
     `clip` are the distances (low, high) of the bounds of r from 1; a low of 1 is no lower bound. `dual_clip`
@@ -63,7 +63,7 @@ class PolicyObjective:
     `correction/weight`, `/square` (of the weight), `/clip_fraction`, `/veto_fraction`.
     """
 
-    def __init__(self, settings: PolicyLoss, groups: Groups) -> None:
+    def __init__(self, settings: PolicyLossSettings, groups: Groups) -> None:
         self._settings, self._cp = settings, groups.cp
         self.measures: Mapping[str, Reduction] = _list_measures(settings)
 
@@ -166,7 +166,7 @@ def _estimate_k3(distance: Tensor) -> Tensor:
     return torch.expm1(-distance) + distance
 
 
-def _list_measures(settings: PolicyLoss) -> Mapping[str, Reduction]:
+def _list_measures(settings: PolicyLossSettings) -> Mapping[str, Reduction]:
     measures: dict[str, Reduction] = {
         "clip_fraction/low": "mean",
         "clip_fraction/high": "mean",

@@ -29,15 +29,15 @@ from bundle.rl import loop, rollout_files
 from bundle.rl.advantages import (
     Advantages,
     compute_advantages,
-    compute_overlong_penalties,
+    compute_overlong_reward_terms,
     compute_penalties,
 )
 from bundle.rl.answers import AnswerBatch, AnswerSampler, join_batches
 from bundle.rl.corrections import Correction
 from bundle.rl.evaluation import evaluate
 from bundle.rl.experience import BatchBuilder, Experience, Floats, find_places
-from bundle.rl.objectives import PolicyLoss, PolicyObjective
-from bundle.rollouts import AbsentRollout, Rollout, Sampling
+from bundle.rl.objectives import PolicyLossSettings, PolicyObjective
+from bundle.rollouts import Rollout, Sampling, SyncOnlyRollout
 from bundle.rollouts.sglang.building import build_rollout
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.transformers import TransformersRollout
@@ -126,7 +126,7 @@ class PolicyTrainer:
         recipe, directory = builder.recipe, builder.directory
         if self.settings.rollout.engine == "sglang":
             if dist.get_rank() > 0:
-                return AbsentRollout()
+                return SyncOnlyRollout()
             return build_rollout(recipe, directory.logs / "rollout", directory.root, self._shared_memory)
         return TransformersRollout(
             recipe.model.config,
@@ -141,7 +141,7 @@ class PolicyTrainer:
 
     # What the loop calls, in its order.
 
-    def learn_row_answers(self) -> StepResult:
+    def make_warm_start_update(self) -> StepResult:
         """Make one update of SFT on the answers in the rows (rl.warm_start_steps); return its result."""
         session, size = self.session, self.session.recipe.train.global_batch_size
         questions = self.questions.draw(session.progress.consumed_samples, size)
@@ -344,7 +344,7 @@ class PolicyTrainer:
         rl, rewards = self.settings, np.array(batch.judgement.rewards)
         if rl.overlong_buffer:
             longest = rl.rollout.max_completion_length
-            rewards = rewards + compute_overlong_penalties(batch.lengths, longest, rl.overlong_buffer)
+            rewards = rewards + compute_overlong_reward_terms(batch.lengths, longest, rl.overlong_buffer)
         return compute_advantages(
             rl.advantage,
             rewards,
@@ -439,9 +439,9 @@ def _start_on_ranks(start: Callable[[], T]) -> T:
     return started[0]
 
 
-def _build_loss(rl: Any) -> PolicyLoss:
+def _build_loss(rl: Any) -> PolicyLossSettings:
     loss, correction = rl.loss, rl.loss.correction
-    return PolicyLoss(
+    return PolicyLossSettings(
         kind=loss.kind,
         clip=loss.clip,
         dual_clip=loss.dual_clip,

@@ -76,7 +76,7 @@ class Answer:
     finish_reason: FinishReason
 
 
-class AbsentRollout:
+class SyncOnlyRollout:
     """What a rank has whose questions another rank asks: it takes part in syncs (`Rollout`)."""
 
     version: int | None = None

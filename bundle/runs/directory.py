@@ -94,7 +94,7 @@ class RunDirectory:
         status = self.job.stat()
         return status.st_ino, status.st_mtime_ns
 
-    def check_start(self, recipe: Recipe, start: Start) -> bool:
+    def decide_resume(self, recipe: Recipe, start: Start) -> bool:
         """Whether there is a run to go on with; looks only, and changes nothing.
 
         An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
@@ -127,9 +127,9 @@ class RunDirectory:
         return True
 
     def find_problems(self, recipe: Recipe, start: Start) -> tuple[Problem, ...]:
-        """Everything for which `check_start` would refuse a run here."""
+        """Everything for which `decide_resume` would refuse a run here."""
         try:
-            self.check_start(recipe, start)
+            self.decide_resume(recipe, start)
         except UsageError as error:
             return tuple(to_problems(error))
         return ()
@@ -180,7 +180,7 @@ class RunDirectory:
             return base._replace(description="the run's own newest checkpoint")
         try:
             again = not start.fresh and self.read_origin() == Origin.from_start(start)
-            checkpoint = self.find_initial_checkpoint() if again else None
+            checkpoint = self.find_origin_checkpoint() if again else None
             checkpoint = checkpoint or find_starting_checkpoint(start.origin)
             _refuse_misfit(checkpoint, recipe, base, weights_only=start.weights_only)
         except UsageError as error:
@@ -198,7 +198,7 @@ class RunDirectory:
         record = json.loads(self.origin.read_text(encoding="utf-8"))
         return Origin(Path(record["from"]), record.get("weights_only", False))
 
-    def find_initial_checkpoint(self) -> Path | None:
+    def find_origin_checkpoint(self) -> Path | None:
         """The checkpoint that --from was when the run began: what it names may have gone on since.
 
         None where the run began with none. Raises UsageError where it is gone, or is another one by now.
@@ -221,7 +221,7 @@ class RunDirectory:
             return ""
         return str(json.loads(self.origin.read_text(encoding="utf-8")).get("manifest", ""))
 
-    def write_start(
+    def clear_and_write_start(
         self,
         recipe: Recipe,
         job: Mapping[str, Any],
@@ -406,7 +406,7 @@ def find_starting_checkpoint(path: Path) -> Path:
     )
 
 
-def refuse_mid_run(checkpoint: Path, step: int, recipe: Recipe) -> None:
+def refuse_impossible_continuation(checkpoint: Path, step: int, recipe: Recipe) -> None:
     """Raises UsageError where a run cannot go on behind that step of another one."""
     if recipe.task_traits.has_pairs:
         raise UsageError(
@@ -429,7 +429,7 @@ def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: InitialWeights, *, we
     state.refuse_another_model(checkpoint, saved, recipe, loaded=base.is_loaded)
     if not weights_only:
         state.refuse_another_optimizer(checkpoint, saved, recipe.optimizer)
-        refuse_mid_run(checkpoint, saved.state.step, recipe)
+        refuse_impossible_continuation(checkpoint, saved.state.step, recipe)
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ from bundle import capabilities, files
 from bundle.errors import EnvironmentUnfit, format_bytes
 from bundle.launch import events
 from bundle.planning.size import compute_model_size, count_pairs
-from bundle.planning.tower import compute_tower_size
+from bundle.planning.tower import compute_tower_flops
 from bundle.recipe import Recipe, flatten
 from bundle.runs.directory import RunDirectory
 
@@ -347,7 +347,7 @@ class Speed:
         """`dp` is the number of replicas."""
         parallel = recipe.parallel
         self._size = compute_model_size(recipe.architecture, recipe.model)
-        self._tower = compute_tower_size(recipe.architecture, recipe.model)
+        self._tower = compute_tower_flops(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp * dp
         self._device = device
         self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
@@ -355,7 +355,9 @@ class Speed:
             peak = capabilities.find_capabilities(backend).find_peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
 
-    def compute_flops(self, lengths: Sequence[int] | NDArray[np.int64], grids: NDArray[np.int64]) -> float:
+    def compute_flops_per_rank(
+        self, lengths: Sequence[int] | NDArray[np.int64], grids: NDArray[np.int64]
+    ) -> float:
         """Return a rank's share of the model FLOPs of training on sequences of these lengths.
 
         The sequences are those of all replicas. `grids` [images, 3] are the patches of their images in time,

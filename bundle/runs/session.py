@@ -108,7 +108,7 @@ class Session:
             sizes = learn()
             result = self.engine.step()
         seconds = time.perf_counter() - started
-        flops = self.speed.compute_flops(sizes.lengths, sizes.grids)
+        flops = self.speed.compute_flops_per_rank(sizes.lengths, sizes.grids)
         progress.count_update(seconds, flops, int(sizes.lengths.sum()), samples)
         progress.skipped_updates += not math.isfinite(result.grad_norm)
         self.watchdog.report_progress(f"step {progress.step + 1}")

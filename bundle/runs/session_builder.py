@@ -12,7 +12,7 @@ from bundle.backends import Runtime
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.checkpoints import Checkpoints, LoadedCheckpoint
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.distributed.watchdog import Watchdog, compute_collective_seconds
+from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.distributed.world import StopRequest, run_on_all_ranks, run_on_rank_0
 from bundle.engine import Engine, Objective
 from bundle.environment import packages
@@ -22,9 +22,9 @@ from bundle.launch import events, outcomes
 from bundle.launch.job import Job
 from bundle.mcore import groups
 from bundle.pretrained import PretrainedWeights
-from bundle.recipe import Recipe, with_steps
+from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.runs.anomalies import Anomalies
-from bundle.runs.directory import Origin, RunDirectory, refuse_mid_run
+from bundle.runs.directory import Origin, RunDirectory, refuse_impossible_continuation
 from bundle.runs.metrics import (
     JsonLines,
     MetricsWriter,
@@ -68,7 +68,7 @@ class SessionBuilder:
             self.groups = groups.initialize(
                 job.recipe.parallel,
                 seed=job.recipe.seed,
-                timeout_seconds=compute_collective_seconds(job.recipe.distributed.timeout_seconds),
+                timeout_seconds=compute_collective_timeout(job.recipe.distributed.timeout_seconds),
             )
 
     def build(
@@ -87,11 +87,11 @@ class SessionBuilder:
         before a checkpoint of the run is loaded. All ranks call it. Raises UsageError for a checkpoint of a
         run on other data.
         """
-        recipe = with_steps(self.recipe, samples)
+        recipe = with_epochs_as_steps(self.recipe, samples)
         with self.watchdog.extend_patience("loading the weights"):
             self.weights = self._find_weights(needs_first=keep_reference is not None)
             engine = Engine(
-                with_steps(self.job.trained_recipe, samples),
+                with_epochs_as_steps(self.job.effective_recipe, samples),
                 self.runtime,
                 self.groups,
                 self.device,
@@ -129,11 +129,13 @@ class SessionBuilder:
     def _find_weights(self, *, needs_first: bool) -> PretrainedWeights | None:
         """Return the published weights that the model begins with; None where a checkpoint has them all."""
         # A checkpoint of adapters holds no weights.
-        if self.recipe.model.lora is not None or not self._has_checkpoint(needs_first=needs_first):
+        if self.recipe.model.lora is not None or not self._is_initialized_from_checkpoint(
+            needs_first=needs_first
+        ):
             return agree_on_weights(self.recipe)
         return None
 
-    def _has_checkpoint(self, *, needs_first: bool) -> bool:
+    def _is_initialized_from_checkpoint(self, *, needs_first: bool) -> bool:
         """Return whether the first weights come from a checkpoint: this run's newest, or its origin."""
         checkpoints = CheckpointDirectory(self.directory.checkpoints)
         return run_on_rank_0(
@@ -191,14 +193,14 @@ class SessionBuilder:
         self, checkpoints: Checkpoints, recipe: Recipe, *, weights_only: bool
     ) -> LoadedCheckpoint | None:
         """Load the checkpoint that `--from` names; return it, or None where only its weights are loaded."""
-        checkpoint = run_on_rank_0(self.directory.find_initial_checkpoint)
+        checkpoint = run_on_rank_0(self.directory.find_origin_checkpoint)
         assert checkpoint is not None
         if weights_only:
             checkpoints.load_weights(checkpoint)
             _log.info("begins with the weights of %s", checkpoint)
             return None
         loaded = checkpoints.load_from(checkpoint)
-        refuse_mid_run(checkpoint, loaded.state.step, recipe)
+        refuse_impossible_continuation(checkpoint, loaded.state.step, recipe)
         return loaded
 
     def _write_checkpoint_event(self, step: int) -> None:
@@ -274,13 +276,13 @@ def _begin(job: Job, directory: RunDirectory) -> bool | None:
     """Write the start or the resume of a run; return whether it is a resume, None for a finished run."""
     recipe, origin = job.recipe, Origin.from_start(job.start)
     versions = {p.name: {"version": p.version, "commit": p.commit} for p in packages.detect().list_packages()}
-    is_resumed = directory.check_start(recipe, job.start)
+    is_resumed = directory.decide_resume(recipe, job.start)
     if not is_resumed:
         if job.start.fresh:
             directory.reference.unlink(missing_ok=True)
             for answers in directory.rollouts.glob("step-*.jsonl"):
                 answers.unlink()
-        directory.write_start(recipe, job.dump(), versions, origin)
+        directory.clear_and_write_start(recipe, job.dump(), versions, origin)
     elif directory.is_finished(recipe):
         _log.info(directory.describe_finished())
         return None

@@ -13,6 +13,6 @@ NPU_DRIVER = (
 _SHARED_NPU_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 
 
-def list_npu_nodes(count: int) -> tuple[str, ...]:
+def list_npu_device_files(count: int) -> tuple[str, ...]:
     """The device nodes of so many NPUs, the first ones of the host, and those that all of them share."""
     return (*(f"/dev/davinci{number}" for number in range(count)), *_SHARED_NPU_NODES)

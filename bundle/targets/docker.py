@@ -22,7 +22,7 @@ from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import FILE_NAME, Job
-from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.orphans import prepare_parent_death_signal
 from bundle.targets import devices
 from bundle.targets.client import run_client
 from bundle.targets.mounts import Mount
@@ -206,7 +206,7 @@ def follow(name: str) -> Iterator[str]:
     """What a container writes, as it comes, until it has ended."""
     with subprocess.Popen(
         ["docker", "logs", "--follow", name],
-        preexec_fn=prepare_death_signal(signal.SIGTERM),
+        preexec_fn=prepare_parent_death_signal(signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -229,12 +229,12 @@ def _list_device_options(job: Job) -> Sequence[str]:
     return list_npu_options(job.per_node) if job.backend == "ascend" else []
 
 
-def find_npu_groups(device: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
+def find_npu_unix_groups(device: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
     """The group of this machine's NPUs, whose members alone may open them; () where it has none."""
     return (device.stat().st_gid,) if device.exists() else ()
 
 
 def list_npu_options(count: int) -> list[str]:
     """What a container needs of the host for so many NPUs: their nodes, and the driver's files; no more."""
-    nodes = [f"--device={device}" for device in devices.list_npu_nodes(count)]
+    nodes = [f"--device={device}" for device in devices.list_npu_device_files(count)]
     return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER]

@@ -61,7 +61,7 @@ def get_job_directory(job: Job) -> Path:
     return job.directory.absolute() / "logs" / f"ray-{digest_json(job.dump())}"
 
 
-def build_bundles(job: Job) -> list[dict[str, float]]:
+def build_placement_bundles(job: Job) -> list[dict[str, float]]:
     """What each machine is asked for; no two of them are taken of one machine."""
     resource = capabilities.find_capabilities(job.backend).find_resource(job.generation)
     devices = {resource.ray: float(job.per_node)} if resource else {}
@@ -99,7 +99,7 @@ def build_request(job: Job, options: RayOptions, workdir: Path) -> dict[str, Any
 
 def render_dry_run(job: Job, options: RayOptions, workdir: Path) -> str:
     """What Ray would be asked, as JSON, and what of its machines the job's driver asks for then."""
-    bundle, *_ = all_bundles = build_bundles(job)
+    bundle, *_ = all_bundles = build_placement_bundles(job)
     placement = {"strategy": "STRICT_SPREAD", "bundles": len(all_bundles), "each": bundle}
     return json.dumps(build_request(job, options, workdir) | {"placement": placement}, indent=2) + "\n"
 

@@ -23,10 +23,16 @@ from bundle import files
 from bundle.errors import ExitCode, LaunchUnavailable, UsageError
 from bundle.files import digest_json
 from bundle.launch.job import Job
-from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.orphans import prepare_parent_death_signal
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous, find_own_address
 from bundle.launch.starters import remove_starter_variables
-from bundle.targets.ray import TOKEN_NAME, build_bundles, build_start_options, describe_error, import_ray
+from bundle.targets.ray import (
+    TOKEN_NAME,
+    build_placement_bundles,
+    build_start_options,
+    describe_error,
+    import_ray,
+)
 
 _POLL_SECONDS = 1.0
 _END_SECONDS = 30  # that Ray's processes may take to end
@@ -39,7 +45,7 @@ def build_start_arguments(job: Job, head: str, node_address: str, folder: Path |
 
     `folder` is where Ray writes on all of them; the head alone is told of it.
     """
-    bundle, *_ = build_bundles(job)
+    bundle, *_ = build_placement_bundles(job)
     role_options = [f"--address={head}"]
     if folder is not None:
         role_options = ["--head", f"--port={head.rpartition(':')[2]}", f"--temp-dir={folder}"]
@@ -108,7 +114,7 @@ def _run_ray(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            preexec_fn=prepare_death_signal(signal.SIGTERM),
+            preexec_fn=prepare_parent_death_signal(signal.SIGTERM),
         )
     try:
         yield process

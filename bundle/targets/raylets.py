@@ -21,12 +21,12 @@ from bundle.errors import ExitCode, LaunchUnavailable
 from bundle.launch import job as job_file
 from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.job import Job
-from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.orphans import prepare_parent_death_signal
 from bundle.launch.process import LaunchFailed
 from bundle.launch.restarts import run_with_restarts
 from bundle.launch.starters import remove_starter_variables
 from bundle.launch.verdict import Verdict
-from bundle.targets.ray import STOP_NAME, RayOptions, build_bundles, describe_error, import_ray
+from bundle.targets.ray import STOP_NAME, RayOptions, build_placement_bundles, describe_error, import_ray
 
 _POLL_SECONDS, _WAIT_SECONDS = 0.5, 2
 
@@ -37,7 +37,7 @@ class Node:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def find_rendezvous(self) -> str:
+    def choose_rendezvous_endpoint(self) -> str:
         """Where the nodes may meet, if this is the first: HOST:PORT."""
         ray = import_ray()
         with closing(socket.create_server(("", 0))) as free:
@@ -55,7 +55,7 @@ class Node:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=prepare_death_signal(signal.SIGTERM),
+            preexec_fn=prepare_parent_death_signal(signal.SIGTERM),
         )
         assert self._process.stdout is not None, "it is a pipe"
         for line in self._process.stdout:  # noqa: UP028 (Ray sends it what it counted, a file takes nothing)
@@ -85,7 +85,7 @@ class RayLaunch:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = placement_group(build_bundles(self._job), strategy="STRICT_SPREAD")
+        group = placement_group(build_placement_bundles(self._job), strategy="STRICT_SPREAD")
         try:
             deadline = time.monotonic() + self._options.wait
             while not group.wait(_WAIT_SECONDS):
@@ -104,15 +104,15 @@ class RayLaunch:
                         placement_group=group, placement_group_bundle_index=rank
                     ),
                 ).remote()
-                for rank, bundle in enumerate(build_bundles(self._job))
+                for rank, bundle in enumerate(build_placement_bundles(self._job))
             ]
             try:
-                rendezvous = ray.get(nodes[0].find_rendezvous.remote())
+                rendezvous = ray.get(nodes[0].choose_rendezvous_endpoint.remote())
             except ray.exceptions.RayError as error:
                 self.lost[0] = describe_error(error)
                 return
             threads = [
-                Thread(target=self._follow_node, args=(rank, node, rendezvous), daemon=True)
+                Thread(target=self._run_node, args=(rank, node, rendezvous), daemon=True)
                 for rank, node in enumerate(nodes)
             ]
             for thread in threads:
@@ -127,7 +127,7 @@ class RayLaunch:
         finally:
             remove_placement_group(group)
 
-    def _follow_node(self, rank: int, node: Any, rendezvous: str) -> None:
+    def _run_node(self, rank: int, node: Any, rendezvous: str) -> None:
         ray = import_ray()
         options = self._options
         words = job_file.build_arguments(
@@ -144,9 +144,13 @@ class RayLaunch:
             self.lost[rank] = describe_error(error)
 
     def _describe_shortage(self, ray: Any) -> str:
-        required = ", ".join(f"{count:g} {name}" for name, count in build_bundles(self._job)[0].items())
+        required = ", ".join(
+            f"{count:g} {name}" for name, count in build_placement_bundles(self._job)[0].items()
+        )
         available = "; ".join(
-            ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in build_bundles(self._job)[0])
+            ", ".join(
+                f"{node['Resources'].get(name, 0):g} {name}" for name in build_placement_bundles(self._job)[0]
+            )
             for node in ray.nodes()
             if node["Alive"]
         )

@@ -80,7 +80,7 @@ def compute_log_probs(
     is_reporter = groups.tp.rank == groups.cp.rank == groups.pp.rank == 0
     written, computed = time.monotonic(), 0
 
-    def needs_numbers(document_numbers: NDArray[np.int64]) -> bool:
+    def has_missing_log_probs(document_numbers: NDArray[np.int64]) -> bool:
         """Whether some of these are not known yet; now and then rank 0 writes what is."""
         nonlocal written
         if dist.get_rank() == 0 and computed and time.monotonic() - written > WRITE_SECONDS:
@@ -91,7 +91,7 @@ def compute_log_probs(
     for host_batches, micro_batches in batches.iterate_once():
         numbers = np.concatenate([batch.documents for batch in host_batches])
         is_document = numbers >= 0
-        if not any(run_on_all_ranks(partial(needs_numbers, numbers[is_document]))):
+        if not any(run_on_all_ranks(partial(has_missing_log_probs, numbers[is_document]))):
             continue
         if identity.weights is None:
             raise JobFailed(

@@ -13,7 +13,7 @@ from bundle.data.loader import prepare_on_ranks
 from bundle.distributed.watchdog import Watchdog
 from bundle.distributed.world import run_on_rank_0
 from bundle.launch.job import Job
-from bundle.recipe import Recipe, with_steps
+from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.runs.session_builder import SessionBuilder, run_job
 from bundle.training import loop, reference
 from bundle.training.loop import Batches, EarlyStopping
@@ -30,7 +30,7 @@ class Trainer:
         recipe, watchdog = builder.recipe, builder.watchdog
         cache_directory = choose_cache_directory(recipe, builder.directory.root)
         self.corpus = prepare_on_ranks(recipe, cache_directory, watchdog)
-        if _has_answer_tokens(recipe) and not self.corpus.end_tokens:
+        if _has_answers_in_model_tokens(recipe) and not self.corpus.end_tokens:
             _log.warning(
                 "no answer of the first samples ends with a special token, as by a template that only opens"
                 " turns: a model does not learn to stop from these"
@@ -43,7 +43,7 @@ class Trainer:
             samples,
             self.corpus.identity,
             objective=None if recipe.dpo is None else PreferenceObjective(recipe.dpo, builder.groups),
-            end_tokens=self.corpus.end_tokens if _has_answer_tokens(recipe) else (),
+            end_tokens=self.corpus.end_tokens if _has_answers_in_model_tokens(recipe) else (),
         )
         self.early_stopping = EarlyStopping(
             recipe.train.early_stop, *self.session.task_state.get("early_stopping", ())
@@ -111,13 +111,13 @@ def run(job: Job, runtime: Runtime, device: torch.device, watchdog: Watchdog) ->
 
 def _with_steps(recipe: Recipe, samples: int) -> Recipe:
     """Return the recipe with steps for its epochs: all ranks have the same samples, and the same steps."""
-    if (counted_recipe := with_steps(recipe, samples)) is not recipe:
+    if (counted_recipe := with_epochs_as_steps(recipe, samples)) is not recipe:
         step_text = f"{counted_recipe.train.steps:,} steps of {counted_recipe.train.global_batch_size}"
         _log.info("%g epochs of %s samples are %s", recipe.train.epochs, f"{samples:,}", step_text)
     return counted_recipe
 
 
-def _has_answer_tokens(recipe: Recipe) -> bool:
+def _has_answers_in_model_tokens(recipe: Recipe) -> bool:
     """Return whether answers are learned in the model's own tokens."""
     return not recipe.task_traits.reads_text and recipe.data.tokenizer.startswith("hf:")
 

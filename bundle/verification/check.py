@@ -281,9 +281,13 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         "checkpoints:measure_gathered_state", Gap(1.0), agreement=0.0, world=2
     ),
     "padding-mask-expert-bias": build_check(
-        "experts:measure_expert_bias", Raises("RuntimeError", "must match the size of tensor"), agreement=0.0
+        "experts:measure_masked_expert_counts",
+        Raises("RuntimeError", "must match the size of tensor"),
+        agreement=0.0,
     ),
-    "padding-mask-own-count": build_check("experts:measure_token_count", Gap(0.5), world=2),  # twice as large
+    "padding-mask-own-count": build_check(
+        "experts:measure_masked_balancing_gradient", Gap(0.5), world=2
+    ),  # twice as large
     "global-aux-loss-tokens": build_check("experts:measure_global_loss", Gap(1e-2)),
     "frozen-weight-product": build_check("gradients:measure_frozen_product", Gap(1.0)),
     "label-smoothing-over-ranks": build_check("gradients:measure_label_smoothing", Gap(1e-2), world=2),

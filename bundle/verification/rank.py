@@ -40,14 +40,14 @@ def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
             write_observation(directory, order, rank, run(order, rank_index, directory, runtime))
 
         if backend == "cpu":
-            fault = _run_in_fork(work, order.seconds)
+            fault = _run_fork_and_report_failure(work, order.seconds)
             if fault:
                 write_observation(directory, order, rank, fault)
         else:  # a device cannot be used on both sides of a fork: the parent starts a process for each order
             work()
 
 
-def _run_in_fork(work: Callable[[], None], seconds: float) -> Observation | None:
+def _run_fork_and_report_failure(work: Callable[[], None], seconds: float) -> Observation | None:
     """Runs `work` in a child, so that no run meets what another one left; returns why it did not end well."""
     child = os.fork()
     if child == 0:

@@ -101,7 +101,7 @@ def read_declared_tensors(directory: Path) -> dict[str, OutputTensor]:
     }
 
 
-def declare_tensors(table: NameTable, dtype: str) -> dict[str, OutputTensor]:
+def build_declared_tensors(table: NameTable, dtype: str) -> dict[str, OutputTensor]:
     """Return the tensors of an architecture, for a checkpoint of which there is the config alone."""
     return {name: OutputTensor(name, dtype, tuple(shape)) for name, shape in table.expected.items()}
 
@@ -117,7 +117,7 @@ def compute_digest(values: bytes | memoryview) -> str:
     return xxh3_128_hexdigest(values)
 
 
-def find_changed_digests(manifest: Manifest, digests: Iterable[tuple[str, str]]) -> list[str]:
+def list_digest_differences(manifest: Manifest, digests: Iterable[tuple[str, str]]) -> list[str]:
     """Return what differs between the manifest and the digests of what lies somewhere, by name."""
     received = dict(digests)
     missing = [f"missing: {name}" for name in manifest.tensors if name not in received]

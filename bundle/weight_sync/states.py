@@ -75,7 +75,7 @@ class SyncFailed(JobFailed):
         return [str(self).partition("\n")[0], *self.violations]
 
 
-class FreeMemory(NamedTuple):
+class FreeMemoryWait(NamedTuple):
     """How the free memory of a device is read [bytes], how much the trainer needs, and how long it waits [s].
 
     A server may answer before the memory is free (slime#579), so that its reply counts for nothing.
@@ -104,7 +104,9 @@ class ReplicaSync(Generic[R]):
     `failure` is why it answers nothing; it is None before the first sync, too.
     """
 
-    def __init__(self, replica: R, *, memory: FreeMemory | None = None, tags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, replica: R, *, memory: FreeMemoryWait | None = None, tags: tuple[str, ...] = ()
+    ) -> None:
         """`tags` are released while the trainer learns on the same device, `memory` is read after that."""
         self.replica = replica
         self.version: int | None = None

@@ -45,7 +45,7 @@ def test_the_best_stays_whatever_comes_after_it_and_is_named(kept):
 def test_after_a_fall_back_the_checkpoint_just_written_stays(kept, keep):
     for step in (10, 20, 30):
         write(kept, step, keep=9)
-    assert kept.go_back_to(10) == ["damaged-step-00000030", "damaged-step-00000020"]
+    assert kept.mark_newer_damaged(10) == ["damaged-step-00000030", "damaged-step-00000020"]
     assert (kept.root / "latest").read_text() == "step-00000010\n"
     write(kept, 12, keep)
     assert kept.list_steps() == [12, 10][:keep]
@@ -58,9 +58,9 @@ def test_a_checkpoint_that_is_damaged_again_takes_the_place_of_the_one_before(ke
         for step in (10, 20):
             write(kept, step)
         (kept.get_path(20) / "weights").write_text(f"damaged {attempt}")
-        assert kept.go_back_to(10) == ["damaged-step-00000020"]
+        assert kept.mark_newer_damaged(10) == ["damaged-step-00000020"]
     assert (kept.root / "damaged-step-00000020" / "weights").read_text() == "damaged 2"
-    assert kept.go_back_to(10) == []
+    assert kept.mark_newer_damaged(10) == []
 
 
 def test_a_newer_checkpoint_never_costs_the_one_just_published(kept):
@@ -75,7 +75,7 @@ def test_emptying_removes_what_is_ours_through_a_link_and_nothing_else(kept, tmp
     kept.root.symlink_to(elsewhere)
     for step in (10, 20, 30):
         write(kept, step)
-    kept.go_back_to(20)
+    kept.mark_newer_damaged(20)
     for left in (
         kept.get_partial_path(40).name,
         ".deleting-step-00000005",

@@ -89,7 +89,7 @@ def test_a_megatron_that_is_imported_is_not_asked_for_again():
     core = packages.detect().megatron.core
     if core is None or core.version is None:
         pytest.skip("megatron-core is not installed")
-    assert train.import_named_megatron(JobRequest(mcore=core.version, resume=True)) == JobRequest(resume=True)
+    assert train.put_megatron_on_path(JobRequest(mcore=core.version, resume=True)) == JobRequest(resume=True)
 
 
 def test_the_start_of_a_run_is_inspected_with_its_directory_and_inputs(tmp_path):

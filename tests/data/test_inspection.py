@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from bundle.data import Loader, prepare
-from bundle.data.corpus import decode_first_samples, inspect, mark_learned
+from bundle.data.corpus import decode_first_samples, decode_with_learned_brackets, inspect
 from bundle.data.samples import SampleBatch
 from bundle.data.tokenizers import ByteTokenizer
 from bundle.recipe import load
@@ -57,7 +57,8 @@ def test_the_samples_are_those_of_step_1(tmp_path):
     recipe = job(rows(tmp_path / "chat.jsonl", *many), "train.global_batch_size=8")
     corpus = prepare(recipe, tmp_path / "data")
     step = [
-        mark_learned(batch, corpus.tokenizer) for batch in Loader(recipe, corpus, 0, 1).read_training_step(0)
+        decode_with_learned_brackets(batch, corpus.tokenizer)
+        for batch in Loader(recipe, corpus, 0, 1).read_training_step(0)
     ]
     assert decode_first_samples(recipe, corpus, 5) == step[:5] and len(set(step)) == 8
 
@@ -66,16 +67,19 @@ def test_running_text_is_learned_but_for_its_first_token():
     text = b"to be or not"
     ids = torch.tensor([list(text)])
     batch = SampleBatch(ids[:, :-1], ids[:, 1:], torch.ones(1, len(text) - 1), ids[:, :-1])
-    assert mark_learned(batch, ByteTokenizer()) == "t⟦o be or not⟧"
+    assert decode_with_learned_brackets(batch, ByteTokenizer()) == "t⟦o be or not⟧"
 
 
 def test_a_long_sample_is_cut_and_says_so():
     ids = torch.full((1, 1001), ord("a"))
     batch = SampleBatch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1])
-    assert mark_learned(batch, ByteTokenizer()) == "a" * 400 + " ... 601 tokens more"
+    assert decode_with_learned_brackets(batch, ByteTokenizer()) == "a" * 400 + " ... 601 tokens more"
     lengths = (300, 300, 200, 200)
     packed = SampleBatch(ids[:, :-1], ids[:, 1:], torch.zeros(1, 1000), ids[:, :-1], lengths)
-    assert mark_learned(packed, ByteTokenizer()).split("\n\n")[1:] == ["a" * 300, "... 2 sequences more"]
+    assert decode_with_learned_brackets(packed, ByteTokenizer()).split("\n\n")[1:] == [
+        "a" * 300,
+        "... 2 sequences more",
+    ]
 
 
 def test_counts(tmp_path):

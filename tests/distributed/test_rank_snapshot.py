@@ -74,9 +74,9 @@ def test_collectives_are_recorded_unless_somebody_has_said_how_many(monkeypatch,
     if not newer:
         monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace", raising=False)
     monkeypatch.setenv(name, "7")
-    rank_snapshot.keep_records()
+    rank_snapshot.enable_flight_recorder()
     assert os.environ[name] == "7"
     monkeypatch.delenv(name)
-    rank_snapshot.keep_records()
+    rank_snapshot.enable_flight_recorder()
     assert int(os.environ[name]) > 0
     monkeypatch.delenv(name)

@@ -12,4 +12,4 @@ def test_a_collective_waits_longer_than_the_watchdog_needs_to_end_the_job(tmp_pa
     with dog.extend_patience("saving step 3"):
         longest = dog._get_seconds_left()
     ends = seconds + longest + watchdog._LOOK_SECONDS + watchdog._LINGER_SECONDS
-    assert watchdog.compute_collective_seconds(seconds) > ends
+    assert watchdog.compute_collective_timeout(seconds) > ends

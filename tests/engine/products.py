@@ -15,7 +15,7 @@ from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
 from bundle.verification.numbers import DENSE, EXPERTS, LATENT
-from bundle.verification.products import RepeatedProducts
+from bundle.verification.products import RepeatedMatrixRecorder
 from tests.ranks import finish_rank, start_rank
 
 TOKENS = 40
@@ -77,7 +77,7 @@ def repeated_shapes(engine: Engine) -> Any:
     def objective(_: MicroBatch, scores: Scores) -> torch.Tensor:
         return -scores.log_probs - 0.1 * scores.entropy
 
-    with RepeatedProducts() as repeated:
+    with RepeatedMatrixRecorder() as repeated:
         engine.forward_backward(batches)
         engine.forward_backward(batches, objective)
         engine.evaluate(batches)

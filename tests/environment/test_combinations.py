@@ -101,7 +101,7 @@ def test_what_runs_now_is_written_as_it_is_read():
     from importlib.metadata import version
 
     here = packages.detect()
-    seen = compatibility.record_combination(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
+    seen = compatibility.build_combination(here, "cpu", "cpu", ["it"], "a command", core="0.99.0")
     assert seen.packages["megatron-core"] == "0.99.0" and seen.packages["torch"] == version("torch")
     assert Combination.model_validate_json(seen.model_dump_json()) == seen
 

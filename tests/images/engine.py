@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bundle.launch.orphans import prepare_death_signal
+from bundle.launch.orphans import prepare_parent_death_signal
 from tests.images import tools
 from tests.images.tools import CACHE, Missing
 
@@ -91,7 +91,7 @@ def _private(programs: Path, folder: Path) -> Iterator[Engine]:
             env=os.environ | variables | own,
             stdout=output,
             stderr=output,
-            preexec_fn=prepare_death_signal(signal.SIGTERM),  # when the tests are killed
+            preexec_fn=prepare_parent_death_signal(signal.SIGTERM),  # when the tests are killed
         )
     try:
         made = Engine({**os.environ, **variables}, private=True)

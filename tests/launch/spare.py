@@ -48,7 +48,7 @@ def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None
     ends = {
         "killed": verdict(FailureKind.KILLED, "killed by SIGKILL", RestartAction.RESTART, here),
         "bad": verdict(FailureKind.DEVICE, "its GPU failed", RestartAction.RESTART_WITHOUT, here),
-        "lost": nodes.build_lost_verdict(["gpu9"], "no word from it"),
+        "lost": nodes.build_lost_node_verdict(["gpu9"], "no word from it"),
         "disk": verdict(FailureKind.DISK, "its disk is full", RestartAction.STOP, here),
         "saved": verdict(FailureKind.PREEMPTED, "stopped at step 5 as told", RestartAction.RESTART, here, 75),
     }
@@ -58,7 +58,7 @@ def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None
 
 if __name__ == "__main__":
     where = Rendezvous(NODES, NUMBER, "127.0.0.1", 1234, "test", "said")
-    one = spares.SpareNodeRunner(
+    one = spares.NodeRunnerWithSpares(
         where, SPARES, FOLDER, wait=int(os.environ.get("TEST_WAIT", "60")), most_restarts=1
     )
     unfit = "its disk is broken" if DOES[:1] == ["unfit"] else ""

@@ -58,14 +58,14 @@ def test_the_engine_gets_the_kernel_of_the_plan_whatever_this_device_would_choos
     job = from_plan(
         build_plan(load_recipe("demo", packed), hardware_name="h200", mcore="0.16.1"), Path("runs/x")
     )
-    assert (job.attention, job.recipe.model.attention, job.trained_recipe.model.attention) == (
+    assert (job.attention, job.recipe.model.attention, job.effective_recipe.model.attention) == (
         "fused",
         "auto",
         "fused",
     )
     assert build_config_options(job.recipe, generation="10.0")["attention_backend"].name == "auto"
-    assert build_config_options(job.trained_recipe, generation="10.0")["attention_backend"].name == "fused"
-    assert parse(job.to_text()).trained_recipe == job.trained_recipe
+    assert build_config_options(job.effective_recipe, generation="10.0")["attention_backend"].name == "fused"
+    assert parse(job.to_text()).effective_recipe == job.effective_recipe
 
 
 def signed(document: dict) -> str:

@@ -38,37 +38,37 @@ KILLED = word(2, FailureKind.KILLED, "killed by SIGKILL")
 
 def test_a_node_that_lost_its_connection_says_what_the_node_says_that_broke(messages):
     said = {0: ECHO, 1: word(1, FailureKind.NETWORK, "the network failed"), 2: KILLED}
-    assert nodes.join_verdicts(ECHO, said, NAMES, is_final=False) is KILLED
+    assert nodes.choose_common_verdict(ECHO, said, NAMES, is_final=False) is KILLED
     messages(KILLED.sentence)
 
 
 def test_what_no_restart_mends_waits_for_nobody_and_what_one_may_for_all_that_run():
     full = word(2, FailureKind.DISK, "its disk is full", RestartAction.STOP)
-    assert nodes.join_verdicts(ECHO, {0: ECHO, 2: full}, NAMES, is_final=False) is full
+    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 2: full}, NAMES, is_final=False) is full
     for own in (ECHO, KILLED):
-        assert nodes.join_verdicts(own, {0: ECHO, 2: KILLED}, NAMES, is_final=False) is None
-        found = nodes.join_verdicts(own, {0: ECHO, 2: KILLED}, NAMES, is_final=True)
+        assert nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, is_final=False) is None
+        found = nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, is_final=True)
         assert found == replace(KILLED, silent=("gpu08",)) and found.sentence == KILLED.sentence
 
 
 def test_where_nobody_broke_the_network_did_and_then_the_first_echo_is_told():
     network = word(1, FailureKind.NETWORK, "the network failed")
     assert (
-        nodes.join_verdicts(
+        nodes.choose_common_verdict(
             ECHO, {0: ECHO, 1: network, 2: word(2, FailureKind.ECHO, "")}, NAMES, is_final=False
         )
         is network
     )
     echoes = {rank: word(rank, FailureKind.ECHO, "") for rank in NAMES}
-    assert nodes.join_verdicts(echoes[2], echoes, NAMES, is_final=False) is echoes[0]
+    assert nodes.choose_common_verdict(echoes[2], echoes, NAMES, is_final=False) is echoes[0]
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ECHO, FailureKind.HANG])
 def test_a_node_without_a_word_is_waited_for_and_then_lost(kind, messages):
     own = word(0, kind, "no progress")
     said = {0: own, 2: word(2, kind, "no progress")}
-    assert nodes.join_verdicts(own, said, NAMES, is_final=False) is None
-    lost = nodes.join_verdicts(own, said, NAMES, is_final=True)
+    assert nodes.choose_common_verdict(own, said, NAMES, is_final=False) is None
+    lost = nodes.choose_common_verdict(own, said, NAMES, is_final=True)
     assert lost is not None
     messages(lost.sentence)
     assert (lost.kind, lost.code) == (FailureKind.LOST_NODE, ExitCode.JOB_FAILED)
@@ -77,15 +77,18 @@ def test_a_node_without_a_word_is_waited_for_and_then_lost(kind, messages):
 
 def test_a_hang_of_all_nodes_is_a_hang():
     hangs = {rank: word(rank, FailureKind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
-    assert nodes.join_verdicts(hangs[1], hangs, NAMES, is_final=False) is hangs[0]
-    assert nodes.join_verdicts(ECHO, hangs | {0: ECHO}, NAMES, is_final=False) is hangs[1]
+    assert nodes.choose_common_verdict(hangs[1], hangs, NAMES, is_final=False) is hangs[0]
+    assert nodes.choose_common_verdict(ECHO, hangs | {0: ECHO}, NAMES, is_final=False) is hangs[1]
 
 
 def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_nothing():
     well = Verdict(ExitCode.OK, node_rank=1)
     saved = word(2, FailureKind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
-    assert nodes.join_verdicts(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, is_final=False) is saved
-    assert nodes.join_verdicts(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, is_final=False) is ECHO
+    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, is_final=False) is saved
+    assert (
+        nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, is_final=False)
+        is ECHO
+    )
 
 
 def test_each_node_leaves_its_word_and_one_that_knows_what_broke_waits_only_to_start_again(tmp_path, clock):

@@ -82,7 +82,10 @@ def test_a_node_lives_while_its_entry_changes_and_is_lost_when_it_no_longer_does
     other.update_entry(waits_for=1)
     watch(one, time, 1)
     assert {each.number for each in one.find_live_nodes()} == {0, 1}
-    assert one.has_seen([other.own_entry.token]) and one.find_lost_nodes([other.own_entry.token]) == set()
+    assert (
+        one.has_seen_any_heartbeat([other.own_entry.token])
+        and one.find_lost_nodes([other.own_entry.token]) == set()
+    )
     for _ in range(7):
         watch(one, time, 4)
     assert one.find_lost_nodes([other.own_entry.token]) == set()
@@ -119,14 +122,14 @@ def test_what_an_earlier_start_left_neither_lives_nor_ends_this_one_and_is_remov
     watch(one, time, 1)
     last = one.read_newest_round()
     assert last is not None and last.members == (earlier.own_entry.token,)
-    assert not one.has_seen(last.members) and one.read_exit_codes(last.members) == {}
+    assert not one.has_seen_any_heartbeat(last.members) and one.read_exit_codes(last.members) == {}
     assert one.find_ended_nodes(last.members) == set(last.members)
     made = plan_next_round(
         last,
         one.find_live_nodes(),
         one.find_ended_nodes(last.members),
         1,
-        continues=one.has_seen(last.members),
+        continues=one.has_seen_any_heartbeat(last.members),
     )
     assert made == Round(2, (one.own_entry.token,), False)
     one.propose(made)

@@ -101,7 +101,7 @@ def through_torch_dist(directory: Path, out: Path, job, chunks, found) -> list[s
     def state():
         sharded = {}
         for number, chunk in enumerate(chunks):
-            gpt.enter_chunk(number if len(chunks) > 1 else None)
+            gpt.set_current_chunk(number if len(chunks) > 1 else None)
             sharded[f"model{number}"] = chunk.sharded_state_dict(metadata=content)
         return sharded
 

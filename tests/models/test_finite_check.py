@@ -13,7 +13,7 @@ from bundle.architectures.tensors import Tensors
 from bundle.errors import ExitCode, JobFailed, UsageError
 from bundle.models import conversion, finite_check
 from bundle.models.conversion import HuggingFaceTensors, find_differences
-from bundle.models.finite_check import is_finite, refuse_damaged
+from bundle.models.finite_check import is_finite, refuse_nonfinite_weights
 from tests.command import ROOT, call_bundle, run_bundle
 from tests.models import test_loading, test_mxfp4
 from tests.models.test_loading import alone as alone
@@ -96,7 +96,7 @@ def test_a_scale_of_fp8_blocks_is_named(tmp_path, alone, messages):
         test_loading.loaded(model(), found)
     messages(error.value)
     with pytest.raises(UsageError, match=r"scale_inv .*\[1, 2\]") as refused:
-        refuse_damaged(found)
+        refuse_nonfinite_weights(found)
     messages(refused.value)
     theirs[f"{name}_scale_inv"][1, 2] = 1
     theirs[name].view(torch.int8)[4, 5] = 0x7F
@@ -116,13 +116,13 @@ def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale, messages):
     file = written / "model.safetensors"
     theirs = load_file(file)
     name = next(name for name in theirs if name.endswith("gate_up_proj_scales"))
-    refuse_damaged(test_mxfp4.found_in(written))
+    refuse_nonfinite_weights(test_mxfp4.found_in(written))
     theirs[name][1, 2, 0] = scale
     save_file(theirs, file)
     found = test_mxfp4.found_in(written)
     table = Tensors(from_config(test_mxfp4.CONFIG))
     for read in (
-        lambda: refuse_damaged(found),
+        lambda: refuse_nonfinite_weights(found),
         lambda: conversion.to_torch_dist(found, table, tmp_path / "out"),
     ):
         with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\] \({scale}\)") as error:

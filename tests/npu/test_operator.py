@@ -44,15 +44,15 @@ def test_our_call_goes_through_the_real_schema(proven):
     """Every argument by the name and the type that torch_npu declares; the result is the emulated one."""
     program = """
 import torch
-from bundle.backends.ascend.attention import AttentionRows, call_fused_attention, build_kernel_inputs
+from bundle.backends.ascend.attention import AttentionCallShape, call_fused_attention, build_mask_arguments
 from bundle.environment.compatibility import EMULATED
 from tests.backends.ascend.contract import registered
 library = registered()
 torch.manual_seed(0)
 q, k, v = (torch.randn(12, 4, d).requires_grad_() for d in (24, 24, 16))
-rows = AttentionRows(12, 12, q.device, boundaries=((0, 5, 12), (0, 5, 12)))
+rows = AttentionCallShape(12, 12, q.device, boundaries=((0, 5, 12), (0, 5, 12)))
 options = {'heads': 4, 'scale': 0.3, 'dropout': 0.0}
-out = call_fused_attention(q, k, v, build_kernel_inputs(None, rows, causal=True), **options)
+out = call_fused_attention(q, k, v, build_mask_arguments(None, rows, causal=True), **options)
 parts = []
 for a, b in ((0, 5), (5, 12)):
     x = [y[a:b].transpose(0, 1) for y in (q, k, v)]
@@ -63,7 +63,7 @@ hidden = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
 whole = [x.unsqueeze(1).flatten(2) for x in (q, k, v)]
 square, plain = (
     call_fused_attention(
-        *whole, build_kernel_inputs(mask, AttentionRows(12, 12, q.device), causal=True), **options
+        *whole, build_mask_arguments(mask, AttentionCallShape(12, 12, q.device), causal=True), **options
     )
     for mask in (hidden, None)
 )
@@ -78,9 +78,9 @@ print(torch.allclose(out, want, atol=1e-5), close, torch.allclose(square, plain,
 def test_without_torch_npu_the_bundle_says_so():
     program = """
 import torch
-from bundle.backends.ascend.attention import KernelInputs, call_fused_attention
+from bundle.backends.ascend.attention import KernelMaskArguments, call_fused_attention
 x = torch.zeros(4, 1, 8)
-call_fused_attention(x, x, x, KernelInputs(None, 0), heads=1, scale=1.0, dropout=0.0)
+call_fused_attention(x, x, x, KernelMaskArguments(None, 0), heads=1, scale=1.0, dropout=0.0)
 """
     ended = child(program, autoload=False)
     assert ended.code == 1 and "EnvironmentUnfit" in ended.err and "torch-npu" in ended.err

@@ -42,7 +42,7 @@ def test_only_targets_are_listed_and_nothing_that_a_release_has():
         assert target in by_code | by_signature
         for fingerprint, said in known.items():
             commit, _, differs = said.partition(" ")
-            assert not load_review_table().find_references(
+            assert not load_review_table().find_reviewed_versions(
                 target, fingerprint, by_signature=target in by_signature
             )
             assert len(commit) == 10 and differs

@@ -63,7 +63,7 @@ def test_what_ranks_keep_and_how_many_wait(installed):
         recipe = load(name, overrides)
         layout = build_rank_layout(recipe, 2)
         for rank in range(2):
-            stage = layout.find_axis("pp").find_group_index(rank)
+            stage = layout.find_axis("pp").find_rank_in_group(rank)
             expected = estimate_activations(recipe, layout, stage, LOCAL_LAYERS, release)
             found = measured[rank][index]
             chunks = len(layout.stages[stage])

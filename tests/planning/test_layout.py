@@ -26,7 +26,9 @@ def test_groups_of_every_axis_partition_the_ranks(tp, cp, pp, ep, etp, more):
     for axis in layout.axes:
         groups = {axis.list_group_ranks(rank) for rank in range(world)}
         assert sorted(rank for group in groups for rank in group) == list(range(world))
-        assert all(axis.list_group_ranks(rank)[axis.find_group_index(rank)] == rank for rank in range(world))
+        assert all(
+            axis.list_group_ranks(rank)[axis.find_rank_in_group(rank)] == rank for rank in range(world)
+        )
     assert tp * cp * pp * layout.find_axis_size("dp") == world
     assert etp * ep * pp * layout.find_axis_size("expert-dp") == world
 

@@ -8,7 +8,7 @@ import pytest
 from bundle.errors import ExitCode
 from bundle.planning.activations import ActivationBytes
 from bundle.planning.memory import MemoryEstimate, StateBytes
-from bundle.planning.rollout import RolloutBytes, count_cache_bytes
+from bundle.planning.rollout import RolloutBytes, count_kv_cache_bytes
 from bundle.planning.server_memory import DeviceShare, add_cache, share_device
 from bundle.recipe import Recipe, load
 from tests.command import run_bundle
@@ -58,7 +58,7 @@ def test_the_tenth_is_given_up_where_the_weights_need_it():
 def test_the_least_share_has_room_for_the_longest_sequence():
     longest = ["data.sequence_length=1048576", "model.config.max_position_embeddings=1048576"]
     tokens = 2 * 2 * 2 * 16 * 4 * 1048576  # layers, keys and values, heads, dimensions, bytes
-    assert count_cache_bytes(build(*longest), 1048576) == tokens
+    assert count_kv_cache_bytes(build(*longest), 1048576) == tokens
     assert share(*longest, weights=0, device=64).least == pytest.approx(
         0.01 * (100 * tokens // (64 * GIB) + 1)
     )
@@ -111,8 +111,8 @@ def test_a_plan_and_its_job_have_the_share(tmp_path):
     assert job.learning_bytes == stage["learning"] - stage["rollout_weights"] - stage["rollout_overhead"]
     assert stage["sampling"] > 100 * GIB > stage["learning"]
     assert job.recipe.rl and job.recipe.rl.rollout.mem_fraction_static is None
-    assert job.trained_recipe.rl
-    assert job.trained_recipe.rl.rollout.mem_fraction_static == job.mem_fraction_static
+    assert job.effective_recipe.rl
+    assert job.effective_recipe.rl.rollout.mem_fraction_static == job.mem_fraction_static
     words[-2:] = ["--set=rl.rollout.mem_fraction_static=0.99", "--json"]
     code = ExitCode.ENVIRONMENT_UNFIT
     document = json.loads(run_bundle(*words, cwd=tmp_path, code=code).stdout)

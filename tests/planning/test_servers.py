@@ -7,7 +7,7 @@ import pytest
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.planning.rollout import RolloutBytes, count_folder_bytes, estimate_rollout
+from bundle.planning.rollout import RolloutBytes, count_weights_folder_bytes, estimate_rollout
 from bundle.planning.servers import find_rollout_problems
 from bundle.recipe import load
 
@@ -53,7 +53,7 @@ def test_a_python_that_is_none_is_a_problem(tmp_path, messages):
 
 def test_a_folder_without_room_for_two_versions_is_a_problem(tmp_path, monkeypatch):
     recipe = [f"rl.rollout.python={sys.executable}", f"rl.rollout.weights_folder={tmp_path}"]
-    needed = count_folder_bytes(build())
+    needed = count_weights_folder_bytes(build())
     assert needed == 2 * estimate_rollout(build(), 1).weights  # MTP layers of Qwen3 are not published
     for free, keys in ((needed, set()), (needed - 1, {"rl.rollout.weights_folder"})):
         monkeypatch.setattr(files, "find_free_bytes", lambda path, free=free: free)

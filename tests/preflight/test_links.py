@@ -28,14 +28,14 @@ def between(speeds: dict[tuple[int, int], float], count: int) -> dict[int, Repor
 
 def ring(count: int, slow: set[int], speed: float = 1.0) -> dict[tuple[int, int], float]:
     """Links of all nodes to the next one and the one after, where all of `slow` nodes have another speed."""
-    pairs = [(n, (n + d) % count) for n in range(count) for d in nodes.list_distances(count)]
+    pairs = [(n, (n + d) % count) for n in range(count) for d in nodes.list_partner_offsets(count)]
     return {pair: speed if set(pair) & slow else 10.0 for pair in pairs}
 
 
 def test_partners_are_ever_further_away():
-    assert list(nodes.list_distances(1)) == []
-    assert list(nodes.list_distances(2)) == [1]
-    assert list(nodes.list_distances(1024)) == [1 << n for n in range(10)]
+    assert list(nodes.list_partner_offsets(1)) == []
+    assert list(nodes.list_partner_offsets(2)) == [1]
+    assert list(nodes.list_partner_offsets(1024)) == [1 << n for n in range(10)]
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])

@@ -94,7 +94,7 @@ SEEN: set[str] = set()
 def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> None:
     layout, pp, layers, depth = drawn
     held = stages.parse_layout(layout)
-    refused = list(stages.find_misplaced(held, pp, layers=layers, mtp_layers=depth))
+    refused = list(stages.find_stage_violations(held, pp, layers=layers, mtp_layers=depth))
     last = {"t", "m"} <= set(held[-1])
     if depth and not (CODE.has(MTP_LAYOUT) and (last or CODE.has(STANDALONE_MTP))):
         return  # this release does not build it

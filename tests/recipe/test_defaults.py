@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bundle.errors import UsageError
-from bundle.recipe import flatten, from_mapping, list_differences, load, with_steps
+from bundle.recipe import flatten, from_mapping, list_differences, load, with_epochs_as_steps
 from bundle.recipe.completion import list_settings
 from bundle.recipe.defaults import BIAS_UPDATE_RATE, DEFAULTS
 from bundle.recipe.defaults import KINDS as KINDS_BY
@@ -190,7 +190,7 @@ def test_rows_stay_unpacked_where_packs_would_be_refused(model):
 def test_a_warm_up_is_a_share_of_the_steps_once_they_are_known(model):
     asked = recipe(model, "train.steps=null", "train.epochs=3")
     assert asked.train.steps is None
-    known = with_steps(asked, 100)
+    known = with_epochs_as_steps(asked, 100)
     assert known.optimizer.warmup_ratio == 0.05 and known.optimizer.count_warmup(known.train.steps) == 8
     longer = recipe(model, "train.steps=2000")
     assert {change.key for change in list_differences(recipe(model), longer)} == {"train.steps"}

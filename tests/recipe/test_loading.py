@@ -15,7 +15,7 @@ from bundle.recipe import (
     list_built_in,
     list_differences,
     load,
-    with_steps,
+    with_epochs_as_steps,
 )
 from tests.recipe.violations import without_place
 
@@ -267,15 +267,15 @@ def test_lengths_that_cannot_be_are_named_once(given, key, messages):
 def test_epochs_become_steps_when_the_samples_are_known(epochs, samples, steps):
     asked = load("demo", ["train.steps=null", f"train.epochs={epochs}", "optimizer.warmup_steps=0"])
     assert asked.train.steps is None
-    known = with_steps(asked, samples)
+    known = with_epochs_as_steps(asked, samples)
     assert (known.train.steps, known.train.epochs) == (steps, None)
-    assert with_steps(known, 7) is known, "what names its steps has them"
+    assert with_epochs_as_steps(known, 7) is known, "what names its steps has them"
 
 
 def test_a_warm_up_that_the_epochs_are_too_short_for_is_refused_when_that_is_known(messages):
     asked = load("demo", ["train.steps=null", "train.epochs=1", "optimizer.warmup_steps=5"])
-    assert with_steps(asked, 96).train.steps == 6
+    assert with_epochs_as_steps(asked, 96).train.steps == 6
     with pytest.raises(UsageError, match="80 samples") as error:
-        with_steps(asked, 80)
+        with_epochs_as_steps(asked, 80)
     assert "optimizer.warmup_steps: 5 " in str(error.value)
     messages(error.value)

@@ -200,7 +200,7 @@ def test_a_server_and_programs_have_ten_seconds():
     rewards = build(rewards=[HTTP, CODE, CODE | {"timeout_seconds": 2.5, "memory_gib": 4.0}]).rl.rewards
     assert [reward.timeout_seconds for reward in rewards] == [10, 10, 2.5]
     assert [reward.memory_gib for reward in rewards] == [1, 1, 4]
-    assert [reward.needs_reference for reward in rewards] == [False, True, True]
+    assert [reward.needs_right_answer for reward in rewards] == [False, True, True]
     for url in ("https://judge.example/a?b=c&d", "http://us:pass@[::1]:80", "http://host"):
         assert build(rewards=[HTTP | {"url": url}]).rl.rewards[0].url == url
 

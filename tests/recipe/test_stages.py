@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from packaging.version import Version
 
-from bundle.recipe.stages import MAX_LETTERS, find_misplaced, parse_layout
+from bundle.recipe.stages import MAX_LETTERS, find_stage_violations, parse_layout
 
 
 @pytest.mark.world
@@ -22,7 +22,7 @@ def test_layouts_mean_what_megatron_says(core):
 def test_a_published_layout_is_written_out():
     held = parse_layout("Et*3|(tt|)*29,m|L")
     assert held == ("Ettt", *["tt"] * 29, "m", "L")
-    assert not list(find_misplaced(held, 16, layers=61, mtp_layers=1))
+    assert not list(find_stage_violations(held, 16, layers=61, mtp_layers=1))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,6 @@ def test_a_layout_of_a_hostile_size_is_refused_before_it_is_written_out(layout):
     ],
 )
 def test_everything_that_is_misplaced_is_said(layout, pp, layers, depth, named, messages):
-    said = list(find_misplaced(parse_layout(layout), pp, layers=layers, mtp_layers=depth))
+    said = list(find_stage_violations(parse_layout(layout), pp, layers=layers, mtp_layers=depth))
     assert all(value in why for value, why in zip(named, said, strict=True))
     messages("\n".join(said))

@@ -137,7 +137,7 @@ def attention(wrapper: Any, *, ranks: int = 2, sp: bool = False, width: int = 5,
 )
 def test_the_rotary_key_alone_is_summed_over_ranks_that_each_have_all_of_it(how, factors, monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(group.size()))
-    made = attention(mla.sum_rotary_key, **how)
+    made = attention(mla.sum_rotary_key_gradient, **how)
     x = torch.randn(7, 6)
     slope = torch.randn(7, len(factors))
     (made.linear_kv_down_proj(x)[0] * slope).sum().backward()
@@ -156,7 +156,7 @@ def test_the_rotary_key_alone_is_summed_over_ranks_that_each_have_all_of_it(how,
     ],
 )
 def test_the_norm_of_compressed_queries_has_a_rank_s_share_of_its_gradient(how, share):
-    made = attention(mla.share_out_query_norm, **how)
+    made = attention(mla.divide_query_norm_gradient, **how)
     x = torch.randn(7, 4)
     made.q_layernorm(x).sum().backward()
     whole = torch.nn.functional.layer_norm(x, (4,)).sum(0)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from bundle.replacements.moe import release_graph
-from bundle.replacements.mtp import bind_padding_mask, keep_objects
+from bundle.replacements.moe import detach_dispatcher_tensors
+from bundle.replacements.mtp import bind_non_tensor_arguments, bind_padding_mask
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_checkpoint_takes_objects_and_recomputes_with_them(checkpointed):
     with pytest.raises(TypeError, match="for_backward"):
         checkpointed(layer, forward, hidden, **given)
     calls.clear()
-    out = keep_objects(checkpointed)(layer, forward, hidden, **given)
+    out = bind_non_tensor_arguments(checkpointed)(layer, forward, hidden, **given)
     out.sum().backward()
     assert calls == [pack, pack]  # once more, in the backward pass
     torch.testing.assert_close(out, 3 * (hidden * mask).exp())
@@ -79,7 +79,7 @@ def test_the_dispatcher_lets_go_of_the_graph_and_keeps_its_numbers():
     manager = SimpleNamespace(weights=None, handle="h")
     dispatcher = SimpleNamespace(_comm_manager=manager, leaf=leaf, probs=None, counts=torch.arange(2))
     layer = SimpleNamespace(token_dispatcher=dispatcher)
-    out = release_graph(original)(layer, leaf, bias=1.0)
+    out = detach_dispatcher_tensors(original)(layer, leaf, bias=1.0)
     assert out.grad_fn is not None and torch.equal(out, torch.full((3,), 3.0))
     assert dispatcher.probs.grad_fn is None and torch.equal(dispatcher.probs, torch.full((3,), 2.0))
     assert manager.weights.grad_fn is None and torch.equal(manager.weights, torch.full((3,), 3.0))
@@ -90,5 +90,5 @@ def test_the_dispatcher_lets_go_of_the_graph_and_keeps_its_numbers():
         self.token_dispatcher.probs = x * 2
         return x
 
-    release_graph(without_manager)(layer, leaf)
+    detach_dispatcher_tensors(without_manager)(layer, leaf)
     assert dispatcher.probs.grad_fn is None

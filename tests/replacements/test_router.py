@@ -46,10 +46,10 @@ def test_a_recomputation_takes_its_own_micro_batchs_routes(router):
 
 def test_experts_that_are_asked_for_have_their_own_scores_and_the_other_tokens_stay(router):
     from bundle.mcore import context
-    from bundle.replacements.moe import replay_native_choice
+    from bundle.replacements.moe import override_native_replay
 
     router.clear_router_replay_action()
-    chosen = replay_native_choice(type(router).get_replay_topk)
+    chosen = override_native_replay(type(router).get_replay_topk)
     scores = torch.rand(6, 8, requires_grad=True)
     wanted, rows = torch.stack([torch.randperm(8)[:2] for _ in range(6)]), torch.arange(6) % 3 > 0
     choices = context.RouterChoices({router: 5}, torch.uint8, has_backward=False)

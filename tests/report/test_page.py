@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bundle.errors import EnvironmentUnfit
-from bundle.report import CHARTS, group_names, read_run, render_page
+from bundle.report import CHARTS, group_metrics_by_chart, read_run, render_page
 from tests.command import run_bundle
 from tests.report.runs import write
 
@@ -108,7 +108,7 @@ def test_a_run_with_nothing_but_numbers_has_a_page(tmp_path):
 
 def test_every_number_is_on_one_chart():
     names = {"train/loss", "validation/loss", "train/mtp_2_loss", "train/grad_norm", "memory/peak", "mine/x"}
-    groups = group_names(names)
+    groups = group_metrics_by_chart(names)
     assert sorted(name for found in groups.values() for name in found) == sorted(names)
     assert groups["mine/x"] == ["mine/x"] and ["train/loss", "validation/loss"] in groups.values()
     assert list(groups)[:-1] == [title for title in CHARTS if title in groups]

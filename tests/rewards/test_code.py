@@ -17,7 +17,7 @@ import pytest
 from bundle.recipe.rl import RLReward
 from bundle.rewards import RewardPool
 from bundle.rewards.code import find_code
-from bundle.rewards.pool import find_missing_reference
+from bundle.rewards.pool import describe_missing_reference
 from bundle.rewards.sandbox import PROCESSES
 from tests.rewards.programs import CHEATS, HARMS
 
@@ -247,11 +247,11 @@ def test_a_row_without_tests_is_a_failure_and_never_0(pool, messages):
     judgement = pool.judge_all([ADD] * len(rows), rows)
     assert judgement.failures == {("code", "raised"): len(rows) - 1} and judgement.rewards[-1] == 1
     for row in rows[:-1]:
-        reason = find_missing_reference([reward()], row, "response")
+        reason = describe_missing_reference([reward()], row, "response")
         assert reason is not None and reason.startswith("rl.rewards.0.tests: ")
         messages(reason)
-    assert find_missing_reference([reward()], rows[-1], "response") is None
-    assert find_missing_reference([RLReward(kind="http", url="http://x")], {}, "response") is None
+    assert describe_missing_reference([reward()], rows[-1], "response") is None
+    assert describe_missing_reference([RLReward(kind="http", url="http://x")], {}, "response") is None
 
 
 def test_a_sandbox_that_cannot_start_is_a_failure(tmp_path, monkeypatch, messages):

@@ -8,7 +8,7 @@ from bundle.engine.microbatch import MicroBatch, from_packing, from_rows
 from bundle.packing.packing import Packing
 from bundle.recipe.alignment import Alignment
 from bundle.rl.corrections import Correction
-from bundle.rl.objectives import PolicyLoss
+from bundle.rl.objectives import PolicyLossSettings
 from tests.rl.references import Answer, Case
 
 VALUES = {
@@ -19,14 +19,14 @@ VALUES = {
 }
 
 
-def settings(case: Case) -> PolicyLoss:
+def settings(case: Case) -> PolicyLossSettings:
     correction: Any = None
     if case.correction:
         kind: Any = case.correction
         level: Any = case.level
         correction = Correction(kind, level, *case.bounds, veto=case.veto)
     names: Any = {"kind": case.kind, "kl_kind": case.kl_kind}
-    return PolicyLoss(
+    return PolicyLossSettings(
         clip=(case.low, case.high),
         dual_clip=case.dual,
         entropy=case.entropy,

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 from bundle.rl.advantages import (
     AdvantageKind,
     compute_advantages,
-    compute_overlong_penalties,
+    compute_overlong_reward_terms,
     compute_penalties,
 )
 
@@ -196,13 +196,13 @@ def test_a_penalty_is_the_log_ratio_in_double():
     ("length", "penalty"), [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)]
 )
 def test_long_answers_lose_reward_within_the_buffer(length, penalty):
-    assert compute_overlong_penalties([length], 100, 20)[0] == pytest.approx(penalty)
+    assert compute_overlong_reward_terms([length], 100, 20)[0] == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize("buffer", [0, 101, -3])
 def test_a_buffer_that_is_no_part_of_an_answer_is_refused(buffer):
     with pytest.raises(ValueError, match=r"^buffer:"):
-        compute_overlong_penalties([1], 100, buffer)
+        compute_overlong_reward_terms([1], 100, buffer)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bundle.engine.losses import MeasureSums
 from bundle.mcore.groups import ParallelGroup
 from bundle.recipe.alignment import Alignment
 from bundle.rl.corrections import Correction
-from bundle.rl.objectives import PolicyLoss, PolicyObjective
+from bundle.rl.objectives import PolicyLossSettings, PolicyObjective
 from tests.rl import building
 from tests.rl.cases import CASES
 from tests.rl.references import Answer, Case, compute, draw, track
@@ -144,7 +144,7 @@ def test_without_rollout_log_probs_the_mismatch_is_the_policy_against_the_old():
         batch,
         extra_tensors={k: v for k, v in batch.extra_tensors.items() if k in ("advantages", "old_log_probs")},
     )
-    objective = PolicyObjective(PolicyLoss(), GROUPS)
+    objective = PolicyObjective(PolicyLossSettings(), GROUPS)
     scores = Scores(
         *(
             batch.packing.pack(torch.cat([getattr(one, n) for one in answers]))
@@ -191,7 +191,7 @@ def test_small_mismatches_are_not_lost_in_rounding():
 )
 def test_settings_out_of_range_are_refused(wrong, key):
     with pytest.raises(ValueError, match=f"^{key}:"):
-        PolicyLoss(**wrong)
+        PolicyLossSettings(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_what_a_micro_batch_lacks_is_named():
     batch = building.micro_batch(draw((5,), seed=1), Alignment("thd"), "token")
     scores = Scores(batch.loss_mask, batch.loss_mask)
     for policy, name in (
-        (PolicyLoss(), "old_log_probs"),
-        (PolicyLoss(kl=0.1), "reference_log_probs"),
-        (PolicyLoss(correction=Correction()), "rollout_log_probs"),
+        (PolicyLossSettings(), "old_log_probs"),
+        (PolicyLossSettings(kl=0.1), "reference_log_probs"),
+        (PolicyLossSettings(correction=Correction()), "rollout_log_probs"),
     ):
         rest = {key: value for key, value in batch.extra_tensors.items() if key != name}
         with pytest.raises(ValueError, match=name):
             PolicyObjective(policy, GROUPS)(replace(batch, extra_tensors=rest), scores)
     with pytest.raises(ValueError, match=r"^mean: token"):
-        PolicyObjective(PolicyLoss("gspo"), GROUPS)(batch, scores)
+        PolicyObjective(PolicyLossSettings("gspo"), GROUPS)(batch, scores)

@@ -73,11 +73,11 @@ def test_from_counts_until_the_run_has_a_checkpoint_of_its_own_and_in_a_fresh_st
 def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(run, tmp_path, messages):
     """What --from names may have gone on since, or been begun anew."""
     recipe, start, new = load("demo"), Start(origin=run), RunDirectory(tmp_path / "new")
-    new.write_start(recipe, {}, {}, Origin.from_start(start))
+    new.clear_and_write_start(recipe, {}, {}, Origin.from_start(start))
     first, told = run / "checkpoints" / "step-00000030", new.read_origin_digest()
-    assert new.find_initial_checkpoint() == first and told
+    assert new.find_origin_checkpoint() == first and told
     kept_by(run, recipe, 40)
-    assert new.find_initial_checkpoint() == first and new.read_origin_digest() == told
+    assert new.find_origin_checkpoint() == first and new.read_origin_digest() == told
     assert new.find_initial_weights(recipe, start).description.startswith(f"{first}: ")
     fresh = start.model_copy(update={"fresh": True})
     assert new.find_initial_weights(recipe, fresh).description.startswith(
@@ -85,11 +85,11 @@ def test_a_run_goes_on_with_the_checkpoint_that_it_began_with(run, tmp_path, mes
     )
     manifest.write(first, {"another": "0" * 64})
     with pytest.raises(UsageError, match=f"{first}: .*{new.root} ") as error:
-        new.find_initial_checkpoint()
+        new.find_origin_checkpoint()
     messages(error.value)
     (first / manifest.FILE_NAME).unlink()
     with pytest.raises(UsageError, match=f"{first}: ") as error:
-        new.find_initial_checkpoint()
+        new.find_origin_checkpoint()
     messages(error.value)
 
 

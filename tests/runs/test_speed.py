@@ -33,11 +33,13 @@ def test_all_ranks_share_the_sequences_of_a_step(seed):
     drawn = random.Random(seed)
     lengths = [drawn.randint(1, 99_999) for _ in range(drawn.randint(1, 50))]
     whole = compute_model_size(recipe.architecture).count_training_flops(lengths)
-    assert Speed(recipe, "cpu", CPU, dp=1).compute_flops(lengths, NONE) == pytest.approx(whole / 8, rel=1e-15)
-    assert Speed(recipe, "cpu", CPU, dp=3).compute_flops(lengths, NONE) == pytest.approx(
+    assert Speed(recipe, "cpu", CPU, dp=1).compute_flops_per_rank(lengths, NONE) == pytest.approx(
+        whole / 8, rel=1e-15
+    )
+    assert Speed(recipe, "cpu", CPU, dp=3).compute_flops_per_rank(lengths, NONE) == pytest.approx(
         whole / 24, rel=1e-15
     )
-    assert Speed(load("demo"), "cpu", CPU, dp=1).compute_flops(lengths, NONE) == pytest.approx(
+    assert Speed(load("demo"), "cpu", CPU, dp=1).compute_flops_per_rank(lengths, NONE) == pytest.approx(
         whole, rel=1e-15
     )
 
@@ -55,7 +57,7 @@ def test_a_window_counts_in_each_sequence_alone():
     )
     assert size.flops_per_windowed_pair and 0 < window < 31
     assert (
-        Speed(recipe, "cpu", CPU, dp=1).compute_flops(lengths, NONE)
+        Speed(recipe, "cpu", CPU, dp=1).compute_flops_per_rank(lengths, NONE)
         == size.count_training_flops(lengths)
         == wanted
     )

@@ -66,7 +66,7 @@ def main() -> None:
     router = routers.find_routers(model)[0]
     if getattr(router, "router_replay", None):
         # Megatron's own replay takes the rows as they come.
-        routers.give_native_routes(router, unpadded.experts[layer].long())
+        routers.set_megatron_replay(router, unpadded.experts[layer].long())
         router.register_forward_hook(see)
         try:
             forward(engine, batches[0])

@@ -200,8 +200,8 @@ def test_the_host_of_an_image_is_written_in_any_case():
 
 def test_who_runs_in_a_container_is_in_the_group_that_may_open_the_npus(tmp_path):
     (tmp_path / "davinci0").touch()
-    assert docker.find_npu_groups(tmp_path / "davinci0") == (os.getgid(),)
-    assert docker.find_npu_groups(tmp_path / "davinci1") == ()
+    assert docker.find_npu_unix_groups(tmp_path / "davinci0") == (os.getgid(),)
+    assert docker.find_npu_unix_groups(tmp_path / "davinci1") == ()
     words = ("--hardware=a3", "--group=1001", "--set=train.global_batch_size=128", "--dry-run")
     done = run_bundle("launch", "docker", "demo", *words, cwd=tmp_path)
     assert " --group-add=1001 " in done.stdout, done.stderr

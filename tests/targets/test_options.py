@@ -120,7 +120,7 @@ def run_verb(*words: str) -> list[str]:
 
 
 def test_a_container_of_docker_has_our_user_and_the_group_of_npus_unless_others_are_named(monkeypatch):
-    monkeypatch.setattr(docker, "find_npu_groups", lambda: (7,))
+    monkeypatch.setattr(docker, "find_npu_unix_groups", lambda: (7,))
     words = ("docker", "demo", "--image=x", "--image-record=none", "--dry-run")
     npus = ("--hardware=a3", "--set=train.global_batch_size=128")
     ours, named = {f"--user={os.getuid()}:0"}, {"--user=1:2", "--group-add=3", "--group-add=4"}

@@ -59,7 +59,7 @@ def main(directory: Path) -> None:
                 lengths.append(length)
                 of = (values[None, :length] for values in (ids, labels, mask))
                 alone.append(from_rows(*of, cp=1, rank=0, mtp_layers=1))
-        seen, wanted = (after(job.trained_recipe, runtime, made, given) for given in (rows, alone))
+        seen, wanted = (after(job.effective_recipe, runtime, made, given) for given in (rows, alone))
     found = {name: float((seen[name] - wanted[name]).abs().max()) for name in seen}
     told = batches.sizes.lengths.tolist() == lengths
     finish_rank(found | {"lengths": told, "tokens": sum(lengths)})

@@ -36,7 +36,7 @@ def test_every_rank_counts_the_sequences_of_all_replicas(tmp_path, task, packed)
         groups = SimpleNamespace(cp=alone, dp=SimpleNamespace(size=DP, rank=rank))
         batches = Batches(recipe, loader, groups, cpu)  # type: ignore[arg-type]
         batches.build_training_batches(6)
-        flops = Speed(recipe, "cpu", cpu, dp=DP).compute_flops(*batches.sizes)
+        flops = Speed(recipe, "cpu", cpu, dp=DP).compute_flops_per_rank(*batches.sizes)
         counted.append((int(batches.sizes.lengths.sum()), flops))
         own = [n for batch in loader.read_training_step(6) for n in batch.lengths or batch.row_lengths or ()]
         shares.append(sum(own))

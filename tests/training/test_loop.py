@@ -119,7 +119,7 @@ def run(
         watchdog=SimpleNamespace(report_progress=lambda _: None, extend_patience=nullcontext),  # type: ignore[arg-type]
         metrics=MetricsWriter([kept]),
         speed=SimpleNamespace(  # type: ignore[arg-type]
-            compute_flops=lambda *_: 6e12,
+            compute_flops_per_rank=lambda *_: 6e12,
             compute_gauges=lambda flops, seconds: {"flops": flops, "seconds": seconds},
         ),
         anomalies=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]

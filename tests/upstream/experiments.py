@@ -81,14 +81,14 @@ def overlap_detached(bench: Bench) -> float:
 def overlap_tied(bench: Bench) -> float:
     """With the weight of the head that megatron allocates."""
     model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
-    with mock.patch.object(gpt, "drop_unread_head"):
+    with mock.patch.object(gpt, "tie_head_to_mtp_embedding"):
         return _runs(bench, model, {"pp": 2}, overlap_grad_reduce=True)
 
 
 def saved_tied(bench: Bench) -> float:
     """0.0 if the weights with the head that megatron allocates can be saved."""
     model = {"config": DENSE | {"tie_word_embeddings": True}, "mtp": {"layers": 1}}
-    with mock.patch.object(gpt, "drop_unread_head"):
+    with mock.patch.object(gpt, "tie_head_to_mtp_embedding"):
         return _saves(bench, model)
 
 
@@ -123,7 +123,7 @@ def packed_gated_delta(bench: Bench) -> float:
         config = groups.build_chunk(DENSE).config
         pack = groups.pack_sequences(draw_sequences((6, 10)), multiple=1).packed
         try:
-            layer = gated_delta.build_delta_net(config)
+            layer = gated_delta.build_small_delta_net(config)
         except ImportError:
             return 0.0
         try:

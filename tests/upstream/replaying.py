@@ -14,7 +14,7 @@ import torch
 
 from bundle import backends
 from bundle.mcore import context
-from bundle.replacements.moe import replay_native_choice
+from bundle.replacements.moe import override_native_replay
 
 EXPERTS, TOPK = 8, 2
 GIVEN = torch.tensor([[1, 0], [3, 2], [5, 4]])
@@ -68,7 +68,7 @@ def by_choices(replay: ModuleType) -> dict[str, Chosen]:
     """As the engine does."""
     router, of = Router(replay), replay.RouterReplay
     choices: Any = context.RouterChoices({router.router_replay: 0}, torch.uint8, has_backward=True)
-    with patch.object(of, "get_replay_topk", replay_native_choice(of.get_replay_topk)):
+    with patch.object(of, "get_replay_topk", override_native_replay(of.get_replay_topk)):
         seen = {"before": router.choose()}
         try:
             with (

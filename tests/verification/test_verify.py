@@ -78,7 +78,7 @@ def test_a_failed_check_ends_the_command_with_the_code_of_patches(tmp_path):
         "import sys\n"
         "if 'bundle.verification.rank' in sys.orig_argv:\n"
         "    import bundle.replacements.moe as r\n"
-        "    r.release_graph = lambda original: original\n"
+        "    r.detach_dispatcher_tensors = lambda original: original\n"
     )
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     words = ("patches", "verify", "recompute-reclaim", "--backend", "cpu")

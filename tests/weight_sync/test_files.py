@@ -12,7 +12,7 @@ from safetensors import safe_open
 from bundle.architectures import from_config
 from bundle.errors import JobFailed, UsageError
 from bundle.pretrained.writing import OutputTensor
-from bundle.weight_sync.manifest import NameTable, declare_tensors, read_declared_tensors
+from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_declared_tensors
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.families import CONFIGS
 from tests.rollouts.sglang.contract_server import wait_until
@@ -149,7 +149,7 @@ def test_names_of_a_draft_are_left_out_or_sent_by_what_the_server_has(tmp_path):
     assert set(alone.left_out) == TABLE.draft & tensors.keys() and both.left_out == ()
     assert {name for name, tensor in both.tensors.items() if tensor.role == "draft"} == set(alone.left_out)
     assert {tensor.role for tensor in alone.tensors.values()} == {"target"}
-    declared = declare_tensors(TABLE, "BF16")
+    declared = build_declared_tensors(TABLE, "BF16")
     for manifest in (alone, both):
         manifest.check_names(declared)
         # Copies may be among the files of a checkpoint, or not.

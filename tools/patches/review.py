@@ -140,7 +140,7 @@ def changes(before: ReviewTable, new: ReviewTable) -> list[str]:
     for what, listing in (("code", new.targets), ("signature", new.signatures)):
         for target, known in listing.items():
             for fingerprint, references in known.items():
-                if not before.find_references(target, fingerprint, by_signature=what == "signature"):
+                if not before.find_reviewed_versions(target, fingerprint, by_signature=what == "signature"):
                     lines.append(f"new {what} {fingerprint} of {target} in {references}")
     for entry, verdicts in new.defects.items():
         for verdict, references in verdicts.items():

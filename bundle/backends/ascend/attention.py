@@ -33,7 +33,7 @@ MOST_SEQUENCES = ASCEND.find_kernel("flash").most_sequences or 0  # the most in 
 
 
 @dataclass(frozen=True)
-class KernelInputs:
+class KernelMaskArguments:
     """The arguments that decide what a query sees: all of them, so that none is left from another call."""
 
     atten_mask: Tensor | None
@@ -50,7 +50,7 @@ class KernelInputs:
 
 
 @dataclass(frozen=True)
-class AttentionRows:
+class AttentionCallShape:
     """What one call attends: `queries` to `keys` rows, of each of `batch` sequences (bshd) or in all (thd).
 
     `boundaries`: megatron's cu_seqlens of the packed queries and of the keys, as host ints: 0, ..., rows;
@@ -64,7 +64,9 @@ class AttentionRows:
     boundaries: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-def build_kernel_inputs(mask: Tensor | None, rows: AttentionRows, *, causal: bool) -> KernelInputs:
+def build_mask_arguments(
+    mask: Tensor | None, rows: AttentionCallShape, *, causal: bool
+) -> KernelMaskArguments:
     """The inputs of one call; `mask` None, or for bshd bool [b or 1, 1, queries, keys], True = hidden.
 
     None is all that a causal model needs whose padding stands at the end: no real query sees it. Raises
@@ -81,13 +83,13 @@ def build_kernel_inputs(mask: Tensor | None, rows: AttentionRows, *, causal: boo
         if mask is None:
             return _build_maskless_inputs(causal, rows.device)
         hidden = mask | _build_future_mask(rows) if causal else mask
-        return KernelInputs(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
+        return KernelMaskArguments(hidden, ALL_MODE, inner_precise=BLIND_ROWS)
     _refuse([*_find_packed_mask_mistakes(mask), *_find_boundary_mistakes(rows, causal)])
     return _build_packed_inputs(rows, causal)
 
 
 @functools.lru_cache(maxsize=16)  # made once for a micro-batch, and not once for every layer
-def _build_packed_inputs(rows: AttentionRows, causal: bool) -> KernelInputs:
+def _build_packed_inputs(rows: AttentionCallShape, causal: bool) -> KernelMaskArguments:
     """The operator counts ends, without megatron's 0 at the beginning."""
     queries, keys = rows.boundaries or ((), ())
     inputs = _build_maskless_inputs(causal, rows.device)
@@ -100,19 +102,21 @@ def build_causal_mask(device: torch.device) -> Tensor:
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
-def _build_maskless_inputs(causal: bool, device: torch.device) -> KernelInputs:
+def _build_maskless_inputs(causal: bool, device: torch.device) -> KernelMaskArguments:
     """Without a mask the operator attends to everything in any mode: causal needs the compressed one."""
     return (
-        KernelInputs(build_causal_mask(device), CAUSAL_MODE) if causal else KernelInputs(None, DEFAULT_MODE)
+        KernelMaskArguments(build_causal_mask(device), CAUSAL_MODE)
+        if causal
+        else KernelMaskArguments(None, DEFAULT_MODE)
     )
 
 
-def _build_future_mask(rows: AttentionRows) -> Tensor:
+def _build_future_mask(rows: AttentionCallShape) -> Tensor:
     square = torch.ones(rows.queries, rows.keys, dtype=torch.bool, device=rows.device)
     return square.triu(rows.keys - rows.queries + 1)
 
 
-def _find_mask_mistakes(mask: Tensor | None, rows: AttentionRows) -> list[str]:
+def _find_mask_mistakes(mask: Tensor | None, rows: AttentionCallShape) -> list[str]:
     if mask is None:
         return []
     expected = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
@@ -140,7 +144,7 @@ def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _find_boundary_mistakes(rows: AttentionRows, causal: bool) -> list[str]:
+def _find_boundary_mistakes(rows: AttentionCallShape, causal: bool) -> list[str]:
     wrong: list[str] = []
     lengths: list[Ints] = []
     for name, ends, total in zip(
@@ -181,7 +185,7 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
     """A mask is None or bool [b or 1, 1, rows, keys], True = hidden.
 
     It is never left out in silence, as Transformer Engine does with causal attention: a square one is used,
-    any other refused (`build_kernel_inputs`: JobFailed), as are boundaries that the kernel would not
+    any other refused (`build_mask_arguments`: JobFailed), as are boundaries that the kernel would not
     compute. Nothing is kept from one call for the next.
     """
 
@@ -199,10 +203,10 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
         if group is not None:
             return self._attend_over_ranks(query, key, value, mask, packed, group, causal=causal)
         boundaries = None if packed is None else _read_boundaries(packed, causal=causal)
-        rows = AttentionRows(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
+        rows = AttentionCallShape(query.shape[0], key.shape[0], query.device, query.shape[1], boundaries)
         if packed is None:
             query, key, value = (x.flatten(2) for x in (query, key, value))
-        out = self._run_kernel(query, key, value, build_kernel_inputs(mask, rows, causal=causal), heads)
+        out = self._run_kernel(query, key, value, build_mask_arguments(mask, rows, causal=causal), heads)
         return out.unflatten(-1, (heads, -1)) if packed is None else out
 
     def _attend_over_ranks(
@@ -226,16 +230,16 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
             boundaries = _read_boundaries(packed, causal=causal)[1]
         chunks = build_chunks(boundaries, group.size(), group.rank(), causal=causal, device=query.device)
         key, value = (gather_chunks(x, chunks, group) for x in (key, value))
-        rows = AttentionRows(
+        rows = AttentionCallShape(
             query.shape[0], key.shape[0], query.device, boundaries=(chunks.queries, chunks.keys)
         )
         out = self._run_kernel(
-            query, key, value, build_kernel_inputs(mask, rows, causal=causal), query.shape[-2]
+            query, key, value, build_mask_arguments(mask, rows, causal=causal), query.shape[-2]
         )
         return out.unflatten(0, (shape[1], shape[0])).transpose(0, 1) if packed is None else out
 
     def _run_kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: KernelInputs, heads: int
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: KernelMaskArguments, heads: int
     ) -> Tensor:
         return call_fused_attention(
             query, key, value, inputs, heads=heads, scale=self.scale, dropout=self.dropout_rate
@@ -264,7 +268,7 @@ def call_fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    inputs: KernelInputs,
+    inputs: KernelMaskArguments,
     *,
     heads: int,
     scale: float,

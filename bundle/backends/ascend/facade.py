@@ -21,7 +21,7 @@ _installed: list[str] = []
 _is_rotary_enabled = False
 
 
-def use_rotary(is_enabled: bool) -> None:
+def set_rotary_operator_enabled(is_enabled: bool) -> None:
     """Has positions turned by torch-npu's operator from now on, or by torch: megatron has no switch."""
     global _is_rotary_enabled
     _is_rotary_enabled = is_enabled

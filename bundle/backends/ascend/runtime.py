@@ -74,7 +74,7 @@ class AscendRuntime:
         attention = DotProductAttention if unfused else AscendCoreAttention
         norm = AscendNorm if ASCEND.uses_operator(recipe, "rms_norm") else local.LocalNorm
         experts = GroupedExperts if ASCEND.uses_operator(recipe, "grouped_experts") else SequentialMLP
-        facade.use_rotary(ASCEND.uses_operator(recipe, "rotary"))
+        facade.set_rotary_operator_enabled(ASCEND.uses_operator(recipe, "rotary"))
         layer_specs = gpt.build_specs(config, chunk, transformer_engine=False)
         both, classes = (layer_specs.decoder, layer_specs.mtp), {SequentialMLP: experts}
         return gpt.Specs(*(local.adapt_spec(spec, classes, attention=attention, norm=norm) for spec in both))

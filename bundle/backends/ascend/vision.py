@@ -5,8 +5,8 @@ from torch import Tensor
 
 from bundle.backends.ascend.attention import (
     MOST_SEQUENCES,
-    AttentionRows,
-    build_kernel_inputs,
+    AttentionCallShape,
+    build_mask_arguments,
     call_fused_attention,
 )
 
@@ -25,10 +25,10 @@ def attend_packed(
         last = first + MOST_SEQUENCES >= len(boundaries) - 1
         begin, end = ends[0] if first else 0, len(query) if last else ends[-1]
         part_boundaries = tuple(boundary - begin for boundary in ends)
-        rows = AttentionRows(
+        rows = AttentionCallShape(
             end - begin, end - begin, query.device, boundaries=(part_boundaries, part_boundaries)
         )
-        inputs = build_kernel_inputs(None, rows, causal=False)
+        inputs = build_mask_arguments(None, rows, causal=False)
         q, k, v = (x[begin:end] for x in (query, key, value))
         parts.append(call_fused_attention(q, k, v, inputs, heads=query.shape[1], scale=scale, dropout=0.0))
     return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -48,7 +48,7 @@ def docker(
         docker_options,
         image=container_image.choose_name(job),
         user=docker_options.user or f"{os.getuid()}:0",
-        groups=docker_options.groups or (engine.find_npu_groups() if job.backend == "ascend" else ()),
+        groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
     warn_hidden_inputs(
         job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"

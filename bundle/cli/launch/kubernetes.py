@@ -41,7 +41,7 @@ def kubernetes(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print them, even so.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
-    missing_image = "" if container_image.image else objects.explain_missing_image(kubernetes_options.form)
+    missing_image = "" if container_image.image else objects.explain_missing_extra(kubernetes_options.form)
     if missing_image:
         raise UsageError(missing_image)
     image_record = container_image.read_record()

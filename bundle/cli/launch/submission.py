@@ -129,7 +129,7 @@ def decide_job_with_paths(
     if not checks_paths:
         return decide_job(loaded_recipe, local_request, machines, record)
     run, start = RunDirectory(directory), local_request.build_start()
-    run.check_start(loaded_recipe, start)
+    run.decide_resume(loaded_recipe, start)
     _, missing = run.inspect_start(loaded_recipe, start)
     if in_image:
         warn_absent_inputs(missing)

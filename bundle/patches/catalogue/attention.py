@@ -13,8 +13,8 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
-    replace_by_signature,
 )
 
 _CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__"
@@ -154,7 +154,7 @@ def _scatters_over_layout(shared: Definition, init: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="attention-sinks-norm",
-        replacements=(replace_by_signature(_CORE, "attention:count_every_sink"),),
+        replacements=(build_signature_replacement(_CORE, "attention:mark_sinks_as_split"),),
         why=(
             "The gradient norm is too small, clipping too weak: learned attention sinks, one for each head, "
             "are not marked as split, and only those of the first tensor-parallel rank are counted."
@@ -168,7 +168,7 @@ PATCHES = (
     ),
     Patch(
         id="output-gate-of-shared-groups",
-        replacements=(replace_by_signature(_QUERY_KEY_VALUE, "attention:select_gate_heads"),),
+        replacements=(build_signature_replacement(_QUERY_KEY_VALUE, "attention:select_gate_heads"),),
         why=(
             "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
             "group of heads: the query is cut to a rank's heads, the gate is not."
@@ -182,7 +182,7 @@ PATCHES = (
     ),
     Patch(
         id="cross-attention-groups",
-        replacements=(replace_by_signature(_CROSS_ATTENTION, "attention:use_passed_group"),),
+        replacements=(build_signature_replacement(_CROSS_ATTENTION, "attention:use_passed_group"),),
         why=(
             "Cross attention that is given its process groups shares out its heads over them, but its "
             "projections over those of the layout."
@@ -196,7 +196,7 @@ PATCHES = (
     ),
     Patch(
         id="gated-delta-norm-gradient",
-        replacements=(replace_by_signature(_DELTA, "attention:sum_output_norm"),),
+        replacements=(build_signature_replacement(_DELTA, "attention:sum_output_norm_gradient"),),
         why=(
             "Copies of one weight drift apart: under tensor without sequence parallelism the gradient of the "
             "gated delta net's output norm, which all heads share, is that of each rank's own heads."
@@ -225,7 +225,7 @@ PATCHES = (
     ),
     Patch(
         id="cuda-attention-host-reads",
-        replacements=(replace_by_signature(_TE_ATTENTION, "attention:say_whether_padded"),),
+        replacements=(build_signature_replacement(_TE_ATTENTION, "attention:say_whether_padded"),),
         why=(
             "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
             "ones on the device, and the host waits for the answer, which it knows."
@@ -241,9 +241,9 @@ PATCHES = (
     Patch(
         id="mrope-packed",
         replacements=(
-            replace_by_signature(_GPT, "attention:keep_packed_table"),
-            replace_by_signature(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "mla:keep_full_table"),
-            replace_by_signature(_APPLY_ROTARY, "attention:rotate_pack_rows"),
+            build_signature_replacement(_GPT, "attention:keep_packed_table"),
+            build_signature_replacement(f"{_ROTARY}:get_pos_emb_on_this_cp_rank", "mla:keep_full_table"),
+            build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
         ),
         why=(
             "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "

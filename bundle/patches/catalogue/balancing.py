@@ -12,9 +12,9 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
@@ -41,7 +41,7 @@ _PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 def _replace_loss_scale(wrapper: str) -> tuple[Replacement, ...]:
     """The function that sets the scale: from 0.14 one of its own, which both schedules call."""
-    return replace_by_signature(_FORWARD_STEP, f"moe:{wrapper}"), replace_by_signature(
+    return build_signature_replacement(_FORWARD_STEP, f"moe:{wrapper}"), build_signature_replacement(
         _CALC_LOSS, f"moe:{wrapper}", optional=True
     )
 
@@ -168,7 +168,7 @@ def _overwrites_own_count(source: SourceEvidence) -> Presence:
 
 
 @detect_in_source(_GLOBAL_AUX_LOSS, _ROUTING)
-def _divides_by_last_tokens(source: SourceEvidence) -> Presence:
+def _divides_by_last_microbatch_tokens(source: SourceEvidence) -> Presence:
     """Whether the experts' counts, and no count of tokens, are added up over micro-batches."""
     loss = source[_GLOBAL_AUX_LOSS]
     if loss is None:
@@ -179,7 +179,7 @@ def _divides_by_last_tokens(source: SourceEvidence) -> Presence:
 
 
 @detect_in_source(_PREPROCESS, mtp.MODEL_FORWARD)
-def _shares_mask_in_first_stage(source: SourceEvidence) -> Presence:
+def _scatters_mask_only_with_embedding(source: SourceEvidence) -> Presence:
     """Whether a mask of padding is shared out by the stage that has the embedding, and by no other."""
     prepared = source[_PREPROCESS]
     if prepared is None or "padding_mask" not in prepared.parameters:
@@ -259,7 +259,7 @@ PATCHES = (
     ),
     Patch(
         id="padding-mask-expert-bias",
-        replacements=(replace_by_signature(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
+        replacements=(build_signature_replacement(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
             "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
             "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
@@ -273,7 +273,7 @@ PATCHES = (
     ),
     Patch(
         id="padding-mask-own-count",
-        replacements=(replace_by_signature(_REDUCE, "moe:sum_copy"),),
+        replacements=(build_signature_replacement(_REDUCE, "moe:sum_copy"),),
         why=(
             "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
             "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
@@ -291,8 +291,8 @@ PATCHES = (
     Patch(
         id="global-aux-loss-tokens",
         replacements=(
-            replace_by_signature(_GLOBAL_AUX_LOSS, "moe:mark_window_loss"),
-            Replacement(_BALANCING_LOSS, "moe:rescale_window_counts"),
+            build_signature_replacement(_GLOBAL_AUX_LOSS, "moe:mark_global_balancing_loss"),
+            Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
         ),
         why=(
             "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
@@ -303,7 +303,7 @@ PATCHES = (
         range=">=0.15",
         when=frozenset({"moe", "global-aux-loss"}),
         assumes=NO_ASSUMPTION,
-        defect=_divides_by_last_tokens,
+        defect=_divides_by_last_microbatch_tokens,
     ),
 )
 TRAPS = (
@@ -349,7 +349,7 @@ TRAPS = (
     Trap(
         id="padding-mask-stages",
         range=">=0.16",
-        defect=_shares_mask_in_first_stage,
+        defect=_scatters_mask_only_with_embedding,
         when=frozenset({"moe", "padding-mask", "sp", "pp"}),
         why="From the second stage on routers get the mask of the whole sequence, not of their share.",
         cause=(

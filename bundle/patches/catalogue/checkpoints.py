@@ -11,9 +11,9 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
@@ -163,7 +163,7 @@ def _refuses_tied_head(ties: Definition, model: Definition) -> Presence:
 PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
-        replacements=(replace_by_signature(_WRITE, "checkpoints:pass_serialization_format"),),
+        replacements=(build_signature_replacement(_WRITE, "checkpoints:pass_serialization_format"),),
         why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6322",
@@ -191,7 +191,7 @@ PATCHES = (
     Patch(
         id="restricted-unpickle",
         replacements=tuple(
-            replace_by_signature(load, "checkpoints:unpickle_data_only", optional=True)
+            build_signature_replacement(load, "checkpoints:unpickle_data_only", optional=True)
             for load in _LOAD_FUNCTIONS
         ),
         why="Loading a checkpoint runs whatever code its common state holds.",

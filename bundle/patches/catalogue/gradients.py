@@ -12,8 +12,8 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
-    replace_by_signature,
 )
 from bundle.patches.syntax import find_matches
 
@@ -80,7 +80,7 @@ def _pads_start_conditionally(buffer: Definition) -> Presence:
 @detect_in_definitions(_LINEAR)
 def _marks_whole_weights(linear: Definition) -> Presence:
     """Whether duplicated weights keep the mark that Transformer Engine gives to every weight."""
-    if "sequence_parallel" not in _collect_set_attributes(linear):
+    if "sequence_parallel" not in _collect_setattr_names(linear):
         return Presence.UNKNOWN
     unmarked = linear.has('setattr(param, "tensor_model_parallel", False)')
     return Presence.from_matches(not unmarked and not _mentions_mark(linear), absent=unmarked)
@@ -92,15 +92,15 @@ def _leaves_experts_unmarked(grouped: Definition, attributes: Definition | None)
     if attributes is not None and grouped.find_calls("_set_expert_parameter_attributes"):
         return Presence.from_matches(absent=attributes.has("param.tensor_model_parallel = is_partitioned"))
     return Presence.from_matches(
-        "allreduce" in _collect_set_attributes(grouped) and not _mentions_mark(grouped)
+        "allreduce" in _collect_setattr_names(grouped) and not _mentions_mark(grouped)
     )
 
 
 def _mentions_mark(code: Definition) -> bool:
-    return "tensor_model_parallel" in code.identifiers | _collect_set_attributes(code)
+    return "tensor_model_parallel" in code.identifiers | _collect_setattr_names(code)
 
 
-def _collect_set_attributes(code: Definition) -> set[object]:
+def _collect_setattr_names(code: Definition) -> set[object]:
     """The attributes that the code gives to something by `setattr`."""
     names = (call.args[1] for call in code.find_calls("setattr") if len(call.args) == 3)
     return {name.value for name in names if isinstance(name, ast.Constant)}
@@ -266,7 +266,7 @@ PATCHES = (
     ),
     Patch(
         id="cuda-norm-of-whole-weights",
-        replacements=(replace_by_signature(_LINEAR, "gradients:count_whole_weights_once"),),
+        replacements=(build_signature_replacement(_LINEAR, "gradients:count_whole_weights_once"),),
         why=(
             "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
             "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
@@ -282,7 +282,9 @@ PATCHES = (
     ),
     Patch(
         id="cuda-norm-of-expert-weights",
-        replacements=(replace_by_signature(_GROUPED_LINEAR, "gradients:count_expert_weights"),),
+        replacements=(
+            build_signature_replacement(_GROUPED_LINEAR, "gradients:mark_expert_weights_as_split"),
+        ),
         why=(
             "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "
             "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "
@@ -299,7 +301,9 @@ PATCHES = (
     ),
     Patch(
         id="frozen-weight-product",
-        replacements=(replace_by_signature(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),),
+        replacements=(
+            build_signature_replacement(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),
+        ),
         why=(
             "A frozen output layer multiplies its gradient token by token instead of at once where a"
             " micro-batch has one row or pack: torch does not fold a gradient whose size-1 dimension has an"
@@ -315,7 +319,7 @@ PATCHES = (
     ),
     Patch(
         id="label-smoothing-over-ranks",
-        replacements=(replace_by_signature(_CROSS_ENTROPY, "gradients:smooth_over_all_columns"),),
+        replacements=(build_signature_replacement(_CROSS_ENTROPY, "gradients:smooth_over_all_columns"),),
         why=(
             "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
             "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
@@ -329,7 +333,7 @@ PATCHES = (
     ),
     Patch(
         id="loss-of-gathered-logits",
-        replacements=(replace_by_signature(_LOSS, "gradients:select_rank_columns"),),
+        replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
             "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
             "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
@@ -345,7 +349,7 @@ PATCHES = (
     Patch(
         id="optimizer-without-fp8-quantize",
         replacements=(
-            replace_by_signature(f"{_FP8}:quantize_param_shard", "gradients:skip_empty_quantization"),
+            build_signature_replacement(f"{_FP8}:quantize_param_shard", "gradients:skip_empty_quantization"),
         ),
         why="Every step ends in an error without Transformer Engine, although no parameter is FP8.",
         kind=DefectKind.ERROR,
@@ -357,7 +361,7 @@ PATCHES = (
     ),
     Patch(
         id="offload-stale-weights",
-        replacements=(replace_by_signature(_RELOAD_MAIN_PARAMS, "gradients:fill_every_copy"),),
+        replacements=(build_signature_replacement(_RELOAD_MAIN_PARAMS, "gradients:fill_every_copy"),),
         why=(
             "With the optimizer on the host, weights that were loaded without its state are overwritten by "
             "the first step with the random ones of the start: nobody fills the copies that it steps."
@@ -373,7 +377,7 @@ PATCHES = (
     ),
     Patch(
         id="offload-resume-fp32",
-        replacements=(replace_by_signature(_NEW_STATE, "gradients:update_existing_copies"),),
+        replacements=(build_signature_replacement(_NEW_STATE, "gradients:update_existing_copies"),),
         why=(
             "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
             "parameters is fp32, as the shards of the distributed optimizer are."

@@ -11,9 +11,9 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"
@@ -146,8 +146,8 @@ PATCHES = (
         id="mla-packed-qkv",
         replacements=(
             Replacement(_QUERY_KEY_VALUE, "mla:compute_packed_heads"),
-            replace_by_signature(f"{_MODULE}:apply_rotary_pos_emb", "mla:apply_packed_rotary"),
-            replace_by_signature(
+            build_signature_replacement(f"{_MODULE}:apply_rotary_pos_emb", "mla:apply_packed_rotary"),
+            build_signature_replacement(
                 "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
                 "mla:keep_full_table",
             ),
@@ -168,7 +168,9 @@ PATCHES = (
     ),
     Patch(
         id="mla-thd-value-padding",
-        replacements=(replace_by_signature(f"{_MODULE}:MultiLatentAttention.__init__", "mla:pad_value"),),
+        replacements=(
+            build_signature_replacement(f"{_MODULE}:MultiLatentAttention.__init__", "mla:pad_value_heads"),
+        ),
         why=(
             "Packed input whose value heads are narrower than its query heads is refused by kernels that "
             "want one width, or comes back too wide for the output projection."
@@ -183,7 +185,9 @@ PATCHES = (
     ),
     Patch(
         id="mla-without-te-linear",
-        replacements=(replace_by_signature(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),),
+        replacements=(
+            build_signature_replacement(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),
+        ),
         why=(
             "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
             "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."
@@ -199,7 +203,7 @@ PATCHES = (
     Patch(
         id="mla-uncompressed-query-norm",
         replacements=(
-            replace_by_signature(
+            build_signature_replacement(
                 f"{_MODULE}:MLASelfAttention._resolve_qk_norm_config", "mla:drop_query_norm"
             ),
         ),
@@ -217,7 +221,7 @@ PATCHES = (
     ),
     Patch(
         id="mla-rotary-key-gradient",
-        replacements=(replace_by_signature(_SELF_ATTENTION_INIT, "mla:sum_rotary_key"),),
+        replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
         why=(
             "Wrong gradients of the down projection and of all below it, another on each rank: under tensor "
             "without sequence parallelism the heads share a rotary key whose gradient is not summed over the "
@@ -232,7 +236,7 @@ PATCHES = (
     ),
     Patch(
         id="mla-query-norm-gradient",
-        replacements=(replace_by_signature(_SELF_ATTENTION_INIT, "mla:share_out_query_norm"),),
+        replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:divide_query_norm_gradient"),),
         why=(
             "The gradient of the norm of compressed queries is too large by the number of tensor-parallel "
             "ranks, without sequence parallelism: it is whole on each, and summed for its name."

@@ -11,9 +11,9 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 from bundle.patches.syntax import find_matches
 
@@ -116,7 +116,7 @@ def _underweights_rolled_sum(source: SourceEvidence) -> Presence:
 @detect_in_definitions((_POSTPROCESS, MODEL_FORWARD))
 def _runs_for_zero_layers(model: Definition) -> Presence:
     """Whether the model asks if the number of layers is None, and so takes 0 for some."""
-    gates = [n for n in model.iter_nodes(ast.If) if any(map(_is_gate, _split_conjunction(n.test)))]
+    gates = [n for n in model.iter_nodes(ast.If) if any(map(_is_mtp_condition, _split_conjunction(n.test)))]
     gated = {inner for node in gates for inner in ast.walk(node)}
     mentioned = set(find_matches("self.config.mtp_num_layers", model.walk()))
     # elsewhere than behind the gate it may be asked in a way that is not seen here
@@ -126,7 +126,7 @@ def _runs_for_zero_layers(model: Definition) -> Presence:
     )
 
 
-def _is_gate(test: ast.expr) -> bool:
+def _is_mtp_condition(test: ast.expr) -> bool:
     gates = ("self.config.mtp_num_layers", "self.mtp_process", "mtp_in_postprocess")
     return any(find_matches(gate, [test]) for gate in gates)
 
@@ -163,10 +163,14 @@ def _derives_labels(source: SourceEvidence) -> bool:
 
 def _calls_without_labels(source: SourceEvidence) -> Presence:
     calling = [code for code in source.find_existing(_POSTPROCESS, MODEL_FORWARD) if code.find_calls("mtp")]
-    return _classify_gate(calling[0]) if calling else Presence.from_matches(absent=lacks_prediction(source))
+    return (
+        _classify_call_conditions(calling[0])
+        if calling
+        else Presence.from_matches(absent=lacks_prediction(source))
+    )
 
 
-def _classify_gate(code: Definition) -> Presence:
+def _classify_call_conditions(code: Definition) -> Presence:
     """By what is asked on the way to the call: labels of some kind, only what is known, or something else."""
     calls = set(code.find_calls("mtp"))
     tests = [
@@ -264,7 +268,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-loss-context-parallel-count",
-        replacements=(Replacement(ROLL, "mtp:count_over_ranks"),),
+        replacements=(Replacement(ROLL, "mtp:average_rolled_token_count"),),
         why=(
             "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
             "is a mean of means, and so are the gradients unless the loss is one per token."
@@ -282,8 +286,8 @@ PATCHES = (
     Patch(
         id="mtp-loss-context-parallel-normalisation",
         replacements=(
-            Replacement(ROLL, "mtp:count_over_ranks"),
-            Replacement(_LOSS, "mtp:count_mask_over_ranks"),
+            Replacement(ROLL, "mtp:average_rolled_token_count"),
+            Replacement(_LOSS, "mtp:average_mask_token_count"),
         ),
         why=(
             "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank, "
@@ -317,7 +321,7 @@ PATCHES = (
     Patch(
         id="mtp-zero-layers",
         replacements=(
-            replace_by_signature(
+            build_signature_replacement(
                 "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
                 "mtp:disable_empty_mtp",
             ),
@@ -331,7 +335,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-without-labels",
-        replacements=(replace_by_signature(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
             "Logits without labels, as reinforcement learning wants them, are an error to 0.16; in 0.17 and "
             "0.18 the prediction layers run for nothing."
@@ -345,7 +349,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-labels-from-input",
-        replacements=(replace_by_signature(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
+        replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
             "Logits without labels, as reinforcement learning wants them: the prediction layers are trained "
             "on the input all the same, prompts too, and their loss is logged in evaluation."
@@ -362,7 +366,7 @@ PATCHES = (
     ),
     Patch(
         id="mtp-whole-embeddings",
-        replacements=(replace_by_signature(_BLOCK, "mtp:scatter_embeddings"),),
+        replacements=(build_signature_replacement(_BLOCK, "mtp:scatter_embeddings"),),
         why=(
             "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
             "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."

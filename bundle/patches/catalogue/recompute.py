@@ -11,9 +11,9 @@ from bundle.patches.entry import (
     Presence,
     Replacement,
     Trap,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 
 _CHECKPOINTED_FORWARD = f"{mtp.LAYER}._checkpointed_forward"
@@ -24,7 +24,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDi
 
 
 @detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
-def _saves_objects(forward: Definition, checkpointed: Definition | None) -> Presence:
+def _saves_objects_for_backward(forward: Definition, checkpointed: Definition | None) -> Presence:
     """Whether every argument goes to save_for_backward while packed sequences are let in."""
     if forward.has("assert packed_seq_params is None, _"):
         return Presence.ABSENT
@@ -95,14 +95,14 @@ def _uses_global_group(source: SourceEvidence) -> Presence:
 PATCHES = (
     Patch(
         id="mtp-packed-full-recompute",
-        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:keep_objects"),),
+        replacements=(Replacement(_CHECKPOINTED_FORWARD, "mtp:bind_non_tensor_arguments"),),
         why="Full recomputation of MTP layers fails on packed input: save_for_backward takes tensors only.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.18 by new code; measured in 0.16 and 0.17",
         range=">=0.16,<0.18",
         when=frozenset({"mtp", "packed", "recompute-full"}),
         assumes=NO_ASSUMPTION,
-        defect=_saves_objects,
+        defect=_saves_objects_for_backward,
     ),
     Patch(
         id="mtp-full-recompute",
@@ -118,8 +118,8 @@ PATCHES = (
     Patch(
         id="recompute-reclaim",
         replacements=(
-            replace_by_signature(
-                "megatron.core.transformer.moe.moe_layer:MoELayer.forward", "moe:release_graph"
+            build_signature_replacement(
+                "megatron.core.transformer.moe.moe_layer:MoELayer.forward", "moe:detach_dispatcher_tensors"
             ),
         ),
         why=(

@@ -10,9 +10,9 @@ from bundle.patches.entry import (
     Patch,
     Presence,
     Replacement,
+    build_signature_replacement,
     detect_in_definitions,
     detect_in_source,
-    replace_by_signature,
 )
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter"
@@ -40,7 +40,7 @@ def _replays_every_token(source: SourceEvidence) -> Presence:
     """Whether there is a replay that cannot leave a token to its router."""
     replay = source[_REPLAY]
     if replay is None:
-        return _check_replay_missing(source)
+        return _classify_code_without_replay(source)
     return Presence.from_matches("gather" in replay.identifiers and "where" not in replay.identifiers)
 
 
@@ -49,14 +49,14 @@ def _replays_latest_routes(source: SourceEvidence) -> Presence:
     """Whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY]
     if replay is None:
-        return _check_replay_missing(source)
+        return _classify_code_without_replay(source)
     recompute_flags = {"_current_graph_task_id", "is_checkpointing", "is_grad_enabled"} & replay.identifiers
     return Presence.from_matches(
         {"target_topk_idx", "replay_backward_list"} <= replay.identifiers and not recompute_flags
     )
 
 
-def _check_replay_missing(source: SourceEvidence) -> Presence:
+def _classify_code_without_replay(source: SourceEvidence) -> Presence:
     return Presence.from_matches(absent=source[_ROUTING] and not source[_ROUTER_REPLAY])
 
 
@@ -91,7 +91,7 @@ def _may_be_none(value: ast.expr) -> bool:
 PATCHES = (
     Patch(
         id="router-replay",
-        replacements=(Replacement(_ROUTING, "moe:replay_expert_choice"),),
+        replacements=(Replacement(_ROUTING, "moe:replay_recorded_routes"),),
         why="There is no way to make the router take recorded experts.",
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
@@ -105,7 +105,7 @@ PATCHES = (
     ),
     Patch(
         id="router-replay-by-layer",
-        replacements=(Replacement(_REPLAY, "moe:replay_native_choice"),),
+        replacements=(Replacement(_REPLAY, "moe:override_native_replay"),),
         why=(
             "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
             " routers by order of construction: chunk by chunk, those of MTP and of other models too."
@@ -138,7 +138,7 @@ PATCHES = (
     ),
     Patch(
         id="cpu-moe-splits-on-host",
-        replacements=(replace_by_signature(_MOVE_TO_CPU, "moe:convert_splits_on_host"),),
+        replacements=(build_signature_replacement(_MOVE_TO_CPU, "moe:convert_splits_on_host"),),
         why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
         kind=DefectKind.ERROR,
         upstream="not reported; met on gloo in every release",
@@ -150,7 +150,7 @@ PATCHES = (
     ),
     Patch(
         id="router-without-te-gemm",
-        replacements=(replace_by_signature(_GEMM, "moe:disable_te_gemm", exclusive=True),),
+        replacements=(build_signature_replacement(_GEMM, "moe:disable_te_gemm", exclusive=True),),
         why="NameError without Transformer Engine when the router computes in another type than the model.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.17",

@@ -15,7 +15,7 @@ from bundle.rollouts import Answer, Request, Sampling
 from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.client import Client
 from bundle.rollouts.sglang.protocol import build_generate, read_answer
-from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemory, ReplicaSync, Step, SyncFailed
+from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemoryWait, ReplicaSync, Step, SyncFailed
 from bundle.weight_sync.transports.files import FilesTransport, WrittenWeights
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SGLangRollout:
         expect: Expect,
         *,
         verify: Literal["always", "first"] = "always",
-        memory: FreeMemory | None = None,
+        memory: FreeMemoryWait | None = None,
     ) -> None:
         """`expect` computes checksums (`weight_sync.states`), `memory` is what the trainer needs to learn.
 
@@ -226,7 +226,7 @@ class SGLangRollout:
             )
 
 
-class FirstReplica:
+class FirstReplicaChecksums:
     """Expects of all replicas what the first one reports: where no other checksums can be computed."""
 
     def __init__(self) -> None:

@@ -10,17 +10,17 @@ from packaging.version import InvalidVersion, Version
 
 from bundle import files
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.planning.rollout import OLDEST_SGLANG, SHARED_MEMORY, count_folder_bytes
+from bundle.planning.rollout import OLDEST_SGLANG, SHARED_MEMORY, count_weights_folder_bytes
 from bundle.pretrained.writing import PublishedModel, write_config
 from bundle.recipe import Recipe
 from bundle.recipe.rl import RLRollout
-from bundle.rollouts.sglang import FirstReplica, ServedModel, SGLangRollout
+from bundle.rollouts.sglang import FirstReplicaChecksums, ServedModel, SGLangRollout
 from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
-from bundle.weight_sync.manifest import NameTable, declare_tensors, read_declared_tensors
-from bundle.weight_sync.states import Expect, FreeMemory
+from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_declared_tensors
+from bundle.weight_sync.states import Expect, FreeMemoryWait
 from bundle.weight_sync.transports.files import FilesTransport
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "BUNDLE_ROLLOUT_API_KEY", "BUNDLE_ROLLOUT_ADMIN_KEY"
@@ -44,9 +44,9 @@ def build_rollout(
     settings = recipe.rl.rollout
     table = NameTable.from_architecture(recipe.architecture)
     name, stored = _DTYPES[recipe.model.dtype]
-    declared = declare_tensors(table, stored)
+    declared = build_declared_tensors(table, stored)
     length = recipe.architecture.max_position_embeddings
-    expect: Expect = FirstReplica()
+    expect: Expect = FirstReplicaChecksums()
     replicas: Sequence[Client]
     if settings.urls:
         keys = Keys(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_KEY_VARIABLE, ""))
@@ -57,7 +57,7 @@ def build_rollout(
         has_draft = any(info.get("speculative_algorithm") for info in infos)
         lengths = [info.get(key) for info in infos for key in ("context_length", "max_req_input_len")]
         length = min([length, *filter(None, lengths)])
-        declared = _read_checkpoint(infos) or declared
+        declared = _read_server_tensors(infos) or declared
     else:
         python = settings.python or sys.executable
         check_installation(python)
@@ -74,7 +74,7 @@ def build_rollout(
         FilesTransport(_choose_folder(recipe, folder), table, has_draft=has_draft),
         expect,
         verify=settings.verify,
-        memory=memory and FreeMemory(memory.read_available, memory.needed),
+        memory=memory and FreeMemoryWait(memory.read_free_and_reserved, memory.needed),
     )
 
 
@@ -128,7 +128,9 @@ def _choose_folder(recipe: Recipe, folder: Path) -> Path:
     assert recipe.rl is not None
     if recipe.rl.rollout.weights_folder is not None:
         return Path(recipe.rl.rollout.weights_folder)
-    has_room = SHARED_MEMORY.is_dir() and files.find_free_bytes(SHARED_MEMORY) >= count_folder_bytes(recipe)
+    has_room = SHARED_MEMORY.is_dir() and files.find_free_bytes(SHARED_MEMORY) >= count_weights_folder_bytes(
+        recipe
+    )
     return SHARED_MEMORY if has_room else folder
 
 
@@ -155,7 +157,7 @@ def _check_version(url: str, version: str) -> None:
         )
 
 
-def _read_checkpoint(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _read_server_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the tensors that the servers' checkpoint declares, where its files are on this machine."""
     paths = {str(info.get("model_path")) for info in infos}
     if len(paths) > 1:

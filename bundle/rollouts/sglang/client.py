@@ -18,7 +18,7 @@ from bundle.rollouts.sglang.protocol import (
     Health,
     ModelInfo,
     PauseGeneration,
-    ProbeSessions,
+    ProbeUpdateSessions,
     ReleaseMemory,
     ResumeMemory,
     Route,
@@ -138,9 +138,9 @@ class Client:
     def has_sessions(self) -> bool:
         """Return whether updates of weights run in sessions: the protocol since 0.5.21."""
         if self._has_sessions is None:
-            status, _ = asyncio.run(self.exchange(ProbeSessions()))
+            status, _ = asyncio.run(self.exchange(ProbeUpdateSessions()))
             if status not in (404, 405):
-                raise ServerFault(f"{ProbeSessions.path} is answered by {status}. Is it SGLang?")
+                raise ServerFault(f"{ProbeUpdateSessions.path} is answered by {status}. Is it SGLang?")
             self._has_sessions = status == 405
         return self._has_sessions
 

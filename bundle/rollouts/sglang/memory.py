@@ -23,7 +23,7 @@ class TrainerMemory(NamedTuple):
         """Give back what no tensor uses, so that the server can have it."""
         self._module.empty_cache()
 
-    def read_available(self) -> int:
+    def read_free_and_reserved(self) -> int:
         """Return what is free and what the trainer has [bytes]."""
         return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
 

@@ -133,7 +133,7 @@ class ServerInfo(Route):
 
 
 @dataclass(frozen=True)
-class ProbeSessions(Route):
+class ProbeUpdateSessions(Route):
     """405 where updates run in sessions (0.5.21 and later), 404 where they do not; nothing happens."""
 
     method = "GET"

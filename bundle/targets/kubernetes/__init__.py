@@ -65,7 +65,7 @@ def build_workload_name(job: Job) -> str:
     return re.sub(r"[^a-z0-9]+", "-", job.recipe.name.lower()).strip("-")
 
 
-def explain_missing_image(form: str) -> str:
+def explain_missing_extra(form: str) -> str:
     """What to say of a form whose image none of ours is; empty where ours will do."""
     extra = FORMS[form].extra
     return extra and (

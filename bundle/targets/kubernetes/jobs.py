@@ -86,7 +86,7 @@ def stop(name: str) -> None:
     if existing is None:
         query_state(name)  # says that there is none
     else:
-        _check_owner(existing, name)
+        _refuse_foreign_workload(existing, name)
         client.delete(existing)
 
 
@@ -228,7 +228,7 @@ def _remove_ended_job(name: str) -> None:
     existing = client.find_object(_identify_workload(name))
     if existing is None:
         return
-    _check_owner(existing, name)
+    _refuse_foreign_workload(existing, name)
     if _read_state(name, existing).code is None:
         raise LaunchUnavailable(
             f"kubernetes:{name} is there, and has not ended: `mcore-bundle launch logs kubernetes:{name}`,"
@@ -242,7 +242,7 @@ def _remove_ended_job(name: str) -> None:
     raise LaunchUnavailable(f"kubernetes:{name}: has ended, and its objects do not go")
 
 
-def _check_owner(manifest: dict[str, Any], name: str) -> None:
+def _refuse_foreign_workload(manifest: dict[str, Any], name: str) -> None:
     """Raises LaunchUnavailable for a workload that was not made by us."""
     if not is_from_job(manifest, manifest["metadata"]["name"]):
         raise LaunchUnavailable(f"kubernetes:{name}: was not made by mcore-bundle, and is left as it is")

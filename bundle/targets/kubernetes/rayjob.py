@@ -24,7 +24,7 @@ _SUBMITTER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
 
 def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     """A RayJob, whose cluster is made again when its driver or its head is lost, at most `restarts` times."""
-    bundle, *_ = ray.build_bundles(workload.job)
+    bundle, *_ = ray.build_placement_bundles(workload.job)
     start_options = {
         name: shlex.quote(value) for name, value in ray.build_start_options(bundle).items()
     }  # a shell reads it

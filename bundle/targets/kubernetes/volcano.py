@@ -25,7 +25,7 @@ def build_job(workload: Workload) -> list[dict[str, Any]]:
         workload.build_arguments(f"{workload.name}-{TASK_NAME}-0.{workload.name}", _INDEX_VARIABLE)
     )
     if workload.job.backend == "ascend":
-        _name_devices(template["spec"]["containers"][0])
+        _add_visible_devices_variable(template["spec"]["containers"][0])
     manifest = workload.build_manifest(API, "Job", annotations=build_super_pod_annotation(workload))
     manifest["spec"] = {
         "schedulerName": SCHEDULER,
@@ -70,7 +70,7 @@ def find_misfits(workload: Workload) -> Iterator[str]:
         )
 
 
-def _name_devices(container: dict[str, Any]) -> None:
+def _add_visible_devices_variable(container: dict[str, Any]) -> None:
     """Ascend Docker Runtime mounts what this variable names, which the scheduler writes beside the pod."""
     device = next(iter(container["resources"]["limits"]))
     field = {"fieldRef": {"fieldPath": f"metadata.annotations['{device}']"}}

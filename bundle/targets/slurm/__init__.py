@@ -12,7 +12,7 @@ from bundle.targets import ray
 from bundle.targets.client import ClientTimeout, run_client
 from bundle.targets.log_reader import tail_log
 from bundle.targets.slurm.batch import build_script, get_job_directory
-from bundle.targets.slurm.options import SlurmOptions, find_overrides
+from bundle.targets.slurm.options import SlurmOptions, find_overriding_variables
 from bundle.targets.states import PATIENCE_SECONDS, JobState, find_exit_code, poll_states
 
 SCRIPT_NAME = "job.sh"
@@ -36,7 +36,7 @@ _EXIT_CODES: Mapping[str, ExitCode | None] = {
 def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     """Hands a job to Slurm; returns its number. Raises LaunchUnavailable where Slurm will not have it."""
     text, directory = build_script(job, options, workdir), get_job_directory(job)
-    if wrong := list(find_overrides(os.environ)):
+    if wrong := list(find_overriding_variables(os.environ)):
         raise UsageError("sbatch would not do what the batch script says: unset", wrong)
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())

@@ -93,7 +93,7 @@ def _list_device_mounts(job: Job, options: SlurmOptions) -> Iterator[str]:
     enroot's 99-mellanox.sh does nothing without it, and with it hides the cards of other makers in /sys.
     """
     if job.backend == "ascend":
-        yield from (f"{node}:{node}" for node in devices.list_npu_nodes(job.per_node))
+        yield from (f"{node}:{node}" for node in devices.list_npu_device_files(job.per_node))
         yield from (f"{path}:{path}:ro" for path in devices.NPU_DRIVER)
     if options.rdma:
         yield f"{devices.RDMA_DEVICES}:{devices.RDMA_DEVICES}"

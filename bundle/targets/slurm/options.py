@@ -103,7 +103,7 @@ def split_option(option: str) -> tuple[str, str]:
     return name, value
 
 
-def find_overrides(environ: Mapping[str, str]) -> Iterator[str]:
+def find_overriding_variables(environ: Mapping[str, str]) -> Iterator[str]:
     """The variables that would have sbatch do something else than what the script says."""
     for name, reason in _RESERVED_VARIABLES.items():
         if name in environ:

@@ -153,7 +153,7 @@ def measure_output_norm(bench: Bench) -> float:
     """
     with bench.open_layout(tp=2) as layout:
         config = layout.build_chunk(DENSE).config
-        layer = gated_delta.build_delta_net(config).to(bench.device)
+        layer = gated_delta.build_small_delta_net(config).to(bench.device)
         seen: list[torch.Tensor] = []
 
         def record(_module: Any, inputs: Any, output: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
     with bench.open_layout() as layout:
         model = layout.build_chunk(DENSE)
         shard = checkpoints.build_flat_tensor("numbers", numbers, rank)
-        checkpoints.write_shared({"model": model.sharded_state_dict(), "numbers": shard}, directory)
+        checkpoints.write_in_parallel({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
         assert (rows * 4 + columns).tolist() == list(range(12)), f"coordinates {rows}, {columns}"
         with torch.no_grad():

@@ -11,7 +11,7 @@ from bundle.verification.collective_types import MOVED_TYPES, REDUCED_TYPES
 from bundle.verification.numbers import Bench
 
 
-def measure_exchange(bench: Bench) -> float:
+def measure_collective_errors(bench: Bench) -> float:
     """0.0 where every call gave what it should; raises JobFailed with each that did not."""
     rank, device, wrong, calls = dist.get_rank(), bench.device, [], 0
     for calls_by_name, names in ((REDUCING_CALLS, REDUCED_TYPES), (MOVING_CALLS, MOVED_TYPES)):

@@ -93,7 +93,7 @@ _GLOBAL_LOSS = _AUX_LOSS | {"moe_router_load_balancing_type": "global_aux_loss"}
 _BIASED_ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
-def measure_expert_bias(bench: Bench) -> float:
+def measure_masked_expert_counts(bench: Bench) -> float:
     """How many tokens each expert is said to have: more tokens than experts, and just as many."""
     gaps = []
     with bench.open_layout() as layout:
@@ -108,7 +108,7 @@ def measure_expert_bias(bench: Bench) -> float:
     return find_worst(gaps)
 
 
-def measure_token_count(bench: Bench) -> float:
+def measure_masked_balancing_gradient(bench: Bench) -> float:
     """The balancing gradient of a rank under a mask without any padding, against that without a mask."""
     with bench.open_layout(tp=2, ep=2) as layout:
         rows = _draw_rows(bench, 24)[:, None]
@@ -217,7 +217,7 @@ def measure_native_recompute(bench: Bench) -> float:
             losses = []
             for number, part in enumerate(tokens.split(2)):
                 for index, router in enumerate(layer_routers):
-                    routers.give_native_routes(router, _draw_routes(index, number).to(bench.device))
+                    routers.set_megatron_replay(router, _draw_routes(index, number).to(bench.device))
                 losses.append(compute_loss(model, layout.build_batch(part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()

@@ -15,7 +15,7 @@ from bundle.verification.numbers import (
     find_worst,
     measure_gap,
 )
-from bundle.verification.products import RepeatedProducts
+from bundle.verification.products import RepeatedMatrixRecorder
 
 
 def measure_per_token_loss(bench: Bench) -> float:
@@ -88,7 +88,7 @@ def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
         optimizer.reload_model_params()
     return {
         str(i): x.detach().float().clone()
-        for i, x in enumerate(optimization.list_stepped_parameters(optimizer))
+        for i, x in enumerate(optimization.list_sub_optimizer_parameters(optimizer))
     }
 
 
@@ -97,7 +97,7 @@ def measure_loaded_state(bench: Bench) -> float:
     generator = torch.Generator().manual_seed(12)
     drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
     parameters = [torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[1].bfloat16())]
-    optimizer = optimization.build_hybrid_optimizer(parameters)
+    optimizer = optimization.build_offloaded_adam(parameters)
     states = {
         number: {
             "step": torch.tensor(3.0),
@@ -141,7 +141,7 @@ def measure_frozen_product(bench: Bench) -> float:
         rows = torch.randn(16, 1, head.weight.shape[1], device=bench.device, requires_grad=True)
         output, _ = head(rows)
         gradient = torch.randn(1, 16, head.weight.shape[0], device=bench.device).transpose(0, 1)
-        with RepeatedProducts() as repeated:
+        with RepeatedMatrixRecorder() as repeated:
             output.backward(gradient)
         exact = (gradient.double() @ head.weight.double()).float()
         return find_worst([measure_gap({"gradient": rows.grad}, {"gradient": exact}), len(repeated.shapes)])

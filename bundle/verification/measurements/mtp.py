@@ -159,17 +159,17 @@ def measure_packed_positions(bench: Bench) -> float:
         batches = [
             replace(batch, positions=sequence_positions) for batch, sequence_positions in single_batches
         ]
-        reference = layout.run_backward(_build_multimodal(layout), batches)
+        reference = layout.run_backward(_build_mrope_model(layout), batches)
     with bench.open_layout(cp=2) as layout:
         padded = [
             torch.nn.functional.pad(sequence_positions, (0, -sequence_positions.shape[-1] % multiple))
             for sequence_positions in positions
         ]
         batch = replace(layout.pack_sequences(sequences, multiple), positions=torch.cat(padded, -1))
-        return measure_gap(layout.run_backward(_build_multimodal(layout), [batch]), reference)
+        return measure_gap(layout.run_backward(_build_mrope_model(layout), [batch]), reference)
 
 
-def _build_multimodal(layout: BenchLayout) -> torch.nn.Module:
+def _build_mrope_model(layout: BenchLayout) -> torch.nn.Module:
     model = layout.build_chunk(DENSE)
     rotary.use_megatron_mrope(model, (2, 3, 3), base=100)
     return model

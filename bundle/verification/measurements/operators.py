@@ -69,17 +69,17 @@ def measure_rotary(bench: Bench) -> float:
     positions, pairs = torch.arange(16.0), 100.0 ** -torch.linspace(0, 1, 32)
     angles = torch.outer(positions, pairs).repeat(1, 2)[:, None, None]
 
-    def cast_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    def cast_cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
         # In bf16 sines are rounded before the product: the reference is of the numbers that are given.
         return tuple(part.to(torch.bfloat16).to(x.device, x.dtype) for part in (angles.cos(), angles.sin()))
 
     def compute_reference(x: Tensor) -> Tensor:
-        (cos, sin), (first, second) = cast_parts(x), x.chunk(2, -1)
+        (cos, sin), (first, second) = cast_cos_sin(x), x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
     turn = find_operator("npu_rotary_mul")
     return _measure_worst_gap(
-        bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *cast_parts(x), "half"), compute_reference
+        bench.device, ((16, 2, 4, 64),), lambda x: turn(x, *cast_cos_sin(x), "half"), compute_reference
     )
 
 
@@ -177,7 +177,11 @@ def _measure_attention_gap(
     widths: tuple[int, int],
     causal: bool,
 ) -> float:
-    from bundle.backends.ascend.attention import AttentionRows, build_kernel_inputs, call_fused_attention
+    from bundle.backends.ascend.attention import (
+        AttentionCallShape,
+        build_mask_arguments,
+        call_fused_attention,
+    )
 
     packed = layout == "packed"
     leading = (_ENDS[-1],) if packed else (_LENGTH, _BATCH)
@@ -192,8 +196,8 @@ def _measure_attention_gap(
 
     def run_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         boundaries = (_ENDS, _ENDS) if packed else None
-        rows = AttentionRows(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
-        inputs = build_kernel_inputs(None if mask is None else mask.to(device), rows, causal=causal)
+        rows = AttentionCallShape(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
+        inputs = build_mask_arguments(None if mask is None else mask.to(device), rows, causal=causal)
         if not packed:
             query, key, value = (x.flatten(2) for x in (query, key, value))
         out = call_fused_attention(query, key, value, inputs, heads=queries, scale=scale, dropout=0.0)

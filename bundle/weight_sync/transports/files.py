@@ -24,7 +24,13 @@ from bundle.architectures.contents import INDEX_FILE
 from bundle.errors import JobFailed, format_bytes
 from bundle.pretrained.directory import FP8, limit_violations, read_tensor_headers
 from bundle.pretrained.writing import OutputTensor, SafetensorsWriter
-from bundle.weight_sync.manifest import Manifest, NameTable, SentTensor, compute_digest, find_changed_digests
+from bundle.weight_sync.manifest import (
+    Manifest,
+    NameTable,
+    SentTensor,
+    compute_digest,
+    list_digest_differences,
+)
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
 _PREFIX = "mcore-bundle-weights-"
@@ -180,7 +186,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise JobFailed where the files do not hold what the manifest says."""
     with ThreadPoolExecutor(_WRITERS) as pool:
         digests = list(pool.map(_read_digests, sorted(directory.glob("*.safetensors"))))
-    if changes := find_changed_digests(manifest, itertools.chain.from_iterable(digests)):
+    if changes := list_digest_differences(manifest, itertools.chain.from_iterable(digests)):
         raise JobFailed(
             f"{directory}: these files do not hold the tensors that were written. Look at the disk.",
             limit_violations(changes),

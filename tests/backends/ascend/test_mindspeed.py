@@ -116,10 +116,10 @@ def made_by(module: str, **attributes):
 def test_a_target_that_it_replaced_has_two_owners_and_one_that_it_wraps_has_not(monkeypatch):
     ours = made_by("bundle.replacements.moe")
     standing(monkeypatch, a=ours, b=made_by("mindspeed.core.b", __wrapped__=ours))
-    mindspeed.refuse_two_owners()
+    mindspeed.refuse_overwritten_patches()
     standing(monkeypatch, a=ours, c=made_by("mindspeed.core.c"))
     with pytest.raises(PatchError, match="two owners") as refused:
-        mindspeed.refuse_two_owners()
+        mindspeed.refuse_overwritten_patches()
     assert "upstream:c" in str(refused.value) and "upstream:a" not in str(refused.value)
 
 

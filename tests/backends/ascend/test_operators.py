@@ -32,7 +32,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(facade, "find_operator", operator)
     monkeypatch.setattr(permutation, "find_operator", operator)
     yield called, operator
-    facade.use_rotary(False)
+    facade.set_rotary_operator_enabled(False)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_turn_is_megatrons_of_a_part_of_a_head_too(called, how, batch, mscale)
     wanted = plain(x, angles := torch.cat((half, half), -1), mscale=mscale, **how)
     torch.testing.assert_close(turn(x, angles, mscale=mscale, **how), wanted)
     assert not called  # until it is chosen
-    facade.use_rotary(True)
+    facade.set_rotary_operator_enabled(True)
     torch.testing.assert_close(turn(x, angles, mscale=mscale, **how), wanted)
     assert called == ["npu_rotary_mul"]
 
@@ -70,7 +70,7 @@ def test_what_the_operator_does_not_take_is_turned_by_megatron(called):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as plain
 
     turn = facade._REPLACEMENTS[TURN](plain)
-    facade.use_rotary(True)
+    facade.set_rotary_operator_enabled(True)
     for shape, width in (((5, 1, 2, 896), 896), ((0, 1, 2, 8), 8), ((5, 1, 1, 2, 8), 8)):
         x, angles = torch.randn(shape), torch.randn(shape[0], *(1 for _ in shape[1:-1]), width)
         torch.testing.assert_close(turn(x, angles), plain(x, angles))

@@ -38,6 +38,6 @@ def test_a_device_that_another_process_uses_is_refused(device, messages):
 
 def test_the_trainer_can_have_what_is_free_and_what_it_has(device):
     memory = TrainerMemory(torch.device("meta"), 1)
-    assert memory.read_available() == 80
+    assert memory.read_free_and_reserved() == 80
     memory.release_cache()
-    assert memory.read_available() == 80
+    assert memory.read_free_and_reserved() == 80

@@ -6,11 +6,11 @@ import pytest
 
 from bundle.errors import JobFailed, UsageError
 from bundle.rollouts import Request, Rollout, Sampling
-from bundle.rollouts.sglang import FirstReplica
+from bundle.rollouts.sglang import FirstReplicaChecksums
 from bundle.rollouts.sglang.client import Client, Keys, ServerFault
 from bundle.rollouts.sglang.server import ServerReplica
 from bundle.weight_sync.manifest import NameTable
-from bundle.weight_sync.states import FreeMemory, ReplicaSync, Step
+from bundle.weight_sync.states import FreeMemoryWait, ReplicaSync, Step
 from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.sglang.building import (
     REQUESTS,
@@ -233,7 +233,7 @@ def test_another_admin_key_opens_no_weights(tmp_path):
 def test_free_memory_is_read_from_the_device(tmp_path, messages):
     free = tmp_path / "free"
     free.write_text("10")
-    memory = FreeMemory(lambda: int(free.read_text()), 20, seconds=0.05)
+    memory = FreeMemoryWait(lambda: int(free.read_text()), 20, seconds=0.05)
     with run_cluster(tmp_path / "weights", memory=memory) as cluster:
         with pytest.raises(JobFailed) as error:
             cluster.sync(1)
@@ -269,7 +269,7 @@ def test_an_interrupted_answer_goes_on_where_it_was(cluster: Cluster):
 
 
 def test_checksums_come_from_the_first_replica_where_nothing_else_computes_them(tmp_path):
-    with run_cluster(tmp_path, 2, expect=FirstReplica()) as cluster:
+    with run_cluster(tmp_path, 2, expect=FirstReplicaChecksums()) as cluster:
         cluster.sync(1)
         cluster.server(1).weights.values["model.embed_tokens.weight"] = b""
         cluster.sync(2)

@@ -79,10 +79,10 @@ def _patch_megatron(arguments: list[str]) -> None:
         if (patch := MindSpeedPatchesManager.patches_info.get(target)) is not None:
             patch.remove_patch()
     facade.install(MINDSPEED_FACADE)
-    refuse_two_owners()
+    refuse_overwritten_patches()
 
 
-def refuse_two_owners() -> None:
+def refuse_overwritten_patches() -> None:
     """Raises PatchError where a target that our patches are on is MindSpeed's now.
 
     What it only wraps still calls ours: functools.wraps says so.

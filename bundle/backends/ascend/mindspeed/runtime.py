@@ -40,7 +40,7 @@ class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type:
         self.config.layernorm_epsilon = value
 
 
-def _count_weights_once(original: Callable[..., None]) -> Callable[..., None]:
+def _unmark_duplicated_weights(original: Callable[..., None]) -> Callable[..., None]:
     """TELinear's `__init__` that marks no whole weight as one rank's share.
 
     MindSpeed marks all of them, as Transformer Engine did: the norm of gradients then counts the down
@@ -78,7 +78,7 @@ def _keep_step_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Adam.step = _keep_step_numbers(Adam.step)
-transformer_engine.TELinear.__init__ = _count_weights_once(transformer_engine.TELinear.__init__)
+transformer_engine.TELinear.__init__ = _unmark_duplicated_weights(transformer_engine.TELinear.__init__)
 # To 0.13 the down projections of latent attention are cut, and gathered in a way that drops gradients.
 _DUPLICATED_LAYERS = {} if hasattr(multi_latent_attention, "TELinear") else local.DUPLICATED_LAYERS
 # Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
@@ -115,7 +115,7 @@ class MindSpeedRuntime(AscendRuntime):
         Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
         """
         unfused = MINDSPEED.choose_attention(recipe, None).value == "unfused"
-        facade.use_rotary(MINDSPEED.uses_operator(recipe, "rotary"))
+        facade.set_rotary_operator_enabled(MINDSPEED.uses_operator(recipe, "rotary"))
         layer_specs = gpt.build_specs(config, chunk, transformer_engine=True)
         classes = {
             transformer_engine.TEDotProductAttention: DotProductAttention if unfused else AscendCoreAttention,
