@@ -162,7 +162,12 @@ def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
         "train.micro_batch_size=1",
         "rl.evaluation=null",
     ]
-    sizes += ["rl.rollout.max_completion_length=512", "rl.num_generations=8", "train.global_batch_size=512"]
+    sizes += [
+        "rl.rollout.max_completion_length=512",
+        "rl.prompts_per_step=64",
+        "rl.num_generations=8",
+        "train.global_batch_size=512",
+    ]
     sizes += ["rl.warm_start_steps=0", "train.steps=3", "train.log_interval=1", "rl.max_flat_steps=9"]
     # Rewards that differ within a group, whatever a model without training answers.
     reward = HERE / "rewards.py"

@@ -13,7 +13,6 @@ from bundle.patches.megatron_core import load_commits_by_digest
 from tests.history.decided import Decided
 from tests.history.git import CommitTree, Repository
 from tests.history.tally import BRANCHES, WRONG, Row, Truth, held_out, rows, undecided
-from tests.history.truth import PRESENT
 from tools.patches import review
 
 pytestmark = pytest.mark.releases
@@ -62,7 +61,3 @@ def test_code_read_in_a_commit_is_there(repository: Repository):
             found = Definitions(CommitTree(Path(commit), repository=repository, commit=commit))[target]
             assert found is not None
             assert fingerprint == (found.signature if target in by_signature else found.fingerprint), commit
-
-
-def test_there_is_a_criterion_for_all_that_is_in_the_list():
-    assert set(PRESENT) == {entry.id for entry in review.ENTRIES}

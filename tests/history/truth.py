@@ -152,6 +152,7 @@ PRESENT: dict[str, Criterion] = {
         _has(f"{_CHECKPOINT}.mapping", "ShardedTensor.flattened_range is not supported"),
         _has(_DISTRIBUTED, r"sharding_type', 'fully_sharded_model_space'\n"),
     ),
+    "frozen-weight-product": _lacks("tensor_parallel.layers", r"grad_output_2d\.matmul\(weight\)"),
     "optimizer-gather-memory": _has(_DISTRIBUTED, r"send_tensor\.cuda\(\)"),
     "dp-reshardable-steps": _all(
         _has(_DISTRIBUTED, "STEP is a 0-dim tensor"), _lacks(_DISTRIBUTED, r"pop\('step', None\)")
