@@ -67,7 +67,7 @@ class _Score(torch.autograd.Function):
 
         parts = []
         for rows in _split_rows(logits):
-            x = _apply_temperature(logits, temperature, rows)
+            x = _take_scaled_rows(logits, temperature, rows)
             peak = x.amax(1)
             x = x - peak[:, None]
             picked = x.gather(1, column[rows, None]).squeeze(1)
@@ -92,7 +92,7 @@ class _Score(torch.autograd.Function):
         logits, column, is_local, temperature, norm, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         for rows in _split_rows(logits):
-            log_p = _apply_temperature(logits, temperature, rows) - norm[rows, None]
+            log_p = _take_scaled_rows(logits, temperature, rows) - norm[rows, None]
             p = log_p.exp()
             if grad_entropy is None:
                 slope = torch.zeros_like(p)
@@ -123,7 +123,7 @@ def _split_rows(logits: Tensor) -> Iterator[slice]:
     return (slice(first, first + rows) for first in range(0, logits.shape[0], rows))
 
 
-def _apply_temperature(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
+def _take_scaled_rows(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
     """These rows of the logits in float32 at least, divided by their temperatures; may be the logits."""
     x = logits[rows]
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -53,7 +53,7 @@ def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: Megatron
         dist_checkpointing.save(
             _collect_state(models, optimizer, choose_sharding_type()),
             str(directory),
-            **_select_native_writer(),
+            **_select_megatron_writer(),
         )
 
 
@@ -69,7 +69,7 @@ class AsyncSave:
                 _collect_state(models, optimizer, choose_sharding_type()),
                 str(directory),
                 async_sharded_save=True,
-                **_select_native_writer(),
+                **_select_megatron_writer(),
             )
         self._queue = AsyncCallsQueue(**filter_keywords(AsyncCallsQueue.__init__, persistent=False))
         self._queue.schedule_async_request(request)
@@ -243,7 +243,7 @@ def _name_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.
     return [("model" if len(models) == 1 else f"model{i}", model) for i, model in enumerate(models)]
 
 
-def _select_native_writer() -> dict[str, Any]:
+def _select_megatron_writer() -> dict[str, Any]:
     """Returns what makes 0.17 and later write by themselves rather than by nvidia-resiliency-ext."""
     return filter_keywords(dist_checkpointing.save, async_strategy="mcore")
 

@@ -133,7 +133,8 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     )
     numbers = cast(WeightFormat, recipe.model.dtype)
     if ambiguous := sorted(
-        _find_module_names(table, is_expert=True) & _find_module_names(table, is_expert=False)
+        _list_published_module_names(table, is_expert=True)
+        & _list_published_module_names(table, is_expert=False)
     ):
         _log.warning(
             "%s has %s of experts and of other layers: beside transformers 5 PEFT 0.21 leaves out those of"
@@ -155,6 +156,6 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         run_on_rank_0(stack.close)
 
 
-def _find_module_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
+def _list_published_module_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
     """The last parts of the names of the modules that these matrices are beside."""
     return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is is_expert}

@@ -82,10 +82,10 @@ def scale_by_sequences(
     attach = self.attach_and_log_load_balancing_loss
 
     @functools.wraps(attach)
-    def attach_for_all_rows(*positional: Any, valid_token_count: Any, **keywords: Any) -> Any:
+    def scale_count_to_batch(*positional: Any, valid_token_count: Any, **keywords: Any) -> Any:
         return attach(*positional, valid_token_count=valid_token_count * bsz, **keywords)
 
-    self.attach_and_log_load_balancing_loss = attach_for_all_rows
+    self.attach_and_log_load_balancing_loss = scale_count_to_batch
     try:
         return original(self, probs, scores, routing_map, seq_length, bsz, *args, **kwargs)
     finally:

@@ -169,13 +169,15 @@ def _compare_in_groups(
 ) -> Floats:
     """Return each answer's total [answers] against the others of its group; 0 without a part."""
 
-    def add(values: Floats) -> Floats:
+    def sum_by_group(values: Floats) -> Floats:
         return np.bincount(owner[has_part], values[has_part], minlength=count).astype(np.float64)
 
-    counts = np.maximum(add(np.ones_like(totals)), 2)  # a group that has a part has two answers at least
-    centred = np.where(has_part, totals - (add(totals) / counts)[owner], 0.0)
+    counts = np.maximum(
+        sum_by_group(np.ones_like(totals)), 2
+    )  # a group that has a part has two answers at least
+    centred = np.where(has_part, totals - (sum_by_group(totals) / counts)[owner], 0.0)
     if kind == "grpo":
-        deviation = np.sqrt(add(centred**2) / (counts - 1))
+        deviation = np.sqrt(sum_by_group(centred**2) / (counts - 1))
         centred /= (deviation + STD_EPSILON)[owner]
     if kind == "rloo":  # the mean of the others is as far as this from the reward
         centred *= (counts / (counts - 1))[owner]

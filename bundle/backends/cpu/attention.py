@@ -75,7 +75,7 @@ class CpuCoreAttention(core_attention.BaseCoreAttention):
         layout = build_call_layout(query, key, packed, group, causal=causal)
         hidden = None
         if packed is None and mask is not None and kind not in ("causal", "no_mask"):
-            hidden = build_key_mask(mask, layout, group)
+            hidden = build_hidden_key_mask(mask, layout, group)
         if group is not None and layout.order is not None:
             width = key.shape[-1]
             both = gather_in_order(torch.cat((key, value), -1), layout.order, group)
@@ -122,7 +122,7 @@ def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
     return tuple(np.diff(ends).tolist())
 
 
-def build_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.ProcessGroup | None) -> Tensor:
+def build_hidden_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.ProcessGroup | None) -> Tensor:
     """The mask [b or 1, n or 1, rows or 1, keys] over the keys of whole sequences; True = hidden.
 
     Under context parallelism a mask may come with the keys of this rank only: then the others' are fetched.

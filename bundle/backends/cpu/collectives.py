@@ -17,7 +17,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Fill `tensor_list` with the `tensor` of every rank; the ranks' parts may differ in shape."""
-    if _are_alike(tensor_list):
+    if _have_equal_shapes(tensor_list):
         return _all_gather(tensor_list, tensor, group, *args, **kwargs)
     tensor_list[dist.get_rank(group)].copy_(tensor)
     for rank, part in enumerate(tensor_list):
@@ -34,7 +34,7 @@ def reduce_scatter(
     **kwargs: Any,
 ) -> Any:
     """Write the reduction of this rank's part into `output`; the parts may differ in their number of rows."""
-    if _are_alike(input_list):
+    if _have_equal_shapes(input_list):
         return _reduce_scatter(output, input_list, op, group, *args, **kwargs)
     parts = torch.cat(list(input_list))
     dist.all_reduce(parts, op, group)
@@ -42,5 +42,5 @@ def reduce_scatter(
     return None
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
+def _have_equal_shapes(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1

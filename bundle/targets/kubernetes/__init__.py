@@ -39,9 +39,11 @@ class Form(NamedTuple):
 # By the name that --form takes, as in FORM_HELP.
 FORMS = {
     "jobset": Form(jobset.API, "JobSet", jobset.build_jobset),
-    "job": Form(jobset.JOB_API, "Job", jobset.build_job),
+    "job": Form(jobset.JOB_API, "Job", jobset.build_indexed_job),
     "trainjob": Form(trainer.API, "TrainJob", trainer.build_trainjob),
-    "volcano": Form(volcano.API, "Job", volcano.build_job, read_outcome=read_phase, topology="[1-9][0-9]*"),
+    "volcano": Form(
+        volcano.API, "Job", volcano.build_volcano_job, read_outcome=read_phase, topology="[1-9][0-9]*"
+    ),
     "rayjob": Form(
         rayjob.API,
         "RayJob",

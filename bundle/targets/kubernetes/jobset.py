@@ -14,7 +14,7 @@ REPLICATED_JOB = "node"
 _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
-def build_job(workload: Workload) -> list[dict[str, Any]]:
+def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
     """A Service and an indexed Job, which need nothing installed; a pod that is lost ends the Job."""
     service = workload.build_object("v1", "Service")
     service["spec"] = {

@@ -18,7 +18,7 @@ _INDEX_VARIABLE = "VC_TASK_INDEX"  # of the plugin env
 _NODE_LABEL, BLOCK_ANNOTATION = "accelerator-type", "sp-block"
 
 
-def build_job(workload: Workload) -> list[dict[str, Any]]:
+def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
     """A Job, which starts all pods again when one is lost."""
     options = workload.options
     template = workload.build_template(

@@ -76,7 +76,7 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
 # Written by `mcore-bundle launch slurm`; what every node executes is {FILE_NAME} beside it.
 {_MEMLOCK_LINES if options.rdma else ""}{_render_prologue(job, directory)}
 {run}
-{_render_epilogue(directory)}"""
+{_render_requeue_or_exit(directory)}"""
 
 
 # srun hands the limits of here on to its tasks; sbatch handed on those of the machine where it was called.
@@ -97,7 +97,7 @@ starts={shlex.quote(f"{directory}/starts-")}$SLURM_JOB_ID
 (newest >>"$starts") 2>/dev/null"""
 
 
-def _render_epilogue(directory: Path) -> str:
+def _render_requeue_or_exit(directory: Path) -> str:
     """The lines that have a job queued again which goes on, and keep the code of another."""
     stopped, ended = (shlex.quote(f"{directory}/{name}-") for name in ("stopped", "ended"))
     limit = MAX_SHORT_STARTS
