@@ -181,6 +181,7 @@ def test_a_device_that_computes_wrong_is_told(monkeypatch, messages):
     messages(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_this_node_is_fit(tmp_path):
     command = [

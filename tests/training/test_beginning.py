@@ -53,6 +53,7 @@ def loss(transformers, model: Path) -> float:
         return float(theirs(row, labels=row).loss)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(tmp_path):
     pytest.importorskip("megatron.core")
