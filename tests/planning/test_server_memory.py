@@ -14,6 +14,7 @@ from bundle.recipe import Recipe, load
 from tests.command import run_bundle
 
 GIB = 2**30
+KEY, URLS = "rl.rollout.mem_fraction_static", "rl.rollout.urls=['http://one:1']"
 SERVED = ["rl.rollout.engine=sglang"]
 
 
@@ -69,14 +70,14 @@ def test_the_least_share_has_room_for_the_longest_sequence():
 )
 def test_a_share_that_does_not_fit_is_refused_with_those_that_do(fraction, refused, messages):
     shared = share(f"rl.rollout.mem_fraction_static={fraction}")
-    assert list_keys(shared) == ["rl.rollout.mem_fraction_static"] * refused
+    assert list_keys(shared) == [KEY] * refused
     if refused:
         messages(next(shared.find_problems()).text)
 
 
 def test_a_server_that_fits_beside_no_trainer_is_refused(messages):
     shared = share(states=130)
-    assert list_keys(shared) == ["rl.rollout.mem_fraction_static"]
+    assert list_keys(shared) == [KEY]
     messages(next(shared.find_problems()).text)
 
 
@@ -92,7 +93,7 @@ def test_the_cache_stands_beside_the_trainer_while_answers_are_sampled():
 def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
     stages = [estimate(40, 20, 8)]
     assert share_device(build(), stages, None) is None
-    assert share_device(build("rl.rollout.urls=['http://one:1']"), stages, GIB) is None
+    assert share_device(build(URLS), stages, GIB) is None
     assert share_device(build(f"rl.rollout.path={tmp_path}"), stages, GIB) is None
     assert share_device(load("grpo-arithmetic-cpu"), stages, GIB) is None
 

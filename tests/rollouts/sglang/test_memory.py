@@ -8,6 +8,8 @@ import torch
 from bundle.errors import JobFailed
 from bundle.rollouts.sglang.memory import TrainerMemory
 
+KEY = "rl.rollout.mem_fraction_static"
+
 
 @pytest.fixture
 def device(monkeypatch):
@@ -32,7 +34,7 @@ def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
 def test_a_device_that_another_process_uses_is_refused(device, messages):
     with pytest.raises(JobFailed) as error:
         TrainerMemory(torch.device("meta"), 1).convert_to_free_part(0.51)
-    assert str(error.value).partition(":")[0] == "rl.rollout.mem_fraction_static"
+    assert str(error.value).partition(":")[0] == KEY
     messages(error.value)
 
 
