@@ -3,9 +3,9 @@
 python -m benchmarks.gpu.rollouts CASE... --python PYTHON
 
 PYTHON is that of an environment with SGLang. Cases:
-coverage-qwen3, coverage-deepseek: every tensor of the server is replaced by a sync, and a sync that leaves
-    out one tensor, one layer or the draft fails and names it.
-sync-4b: the seconds of the steps of a sync of Qwen3-4B.
+coverage-qwen3, coverage-deepseek: every tensor of the server is replaced by a sync, by files and in buckets,
+    and a sync that leaves out one tensor, one layer or the draft fails and names it.
+sync-4b-files, sync-4b-ipc: the seconds of the steps of a sync of Qwen3-4B.
 Ends with 1 where a claim does not hold.
 """
 
@@ -14,7 +14,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ from bundle.recipe import Recipe, load
 from bundle.rollouts import Request, Sampling
 from bundle.rollouts.sglang import SGLangRollout
 from bundle.rollouts.sglang.building import build_rollout
+from bundle.rollouts.sglang.memory import TrainerMemory
 from bundle.weight_sync.manifest import NameTable
-from bundle.weight_sync.states import ReplicaSync
+from bundle.weight_sync.states import Step
+from bundle.weight_sync.transports.ipc import build_buckets, load_buckets
 
 HERE = Path(__file__).parent
+MEMORY = TrainerMemory(torch.device("cuda", 0), needed=1)
 _DRAFT = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "1"]
 _DRAFT += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"]
 _QWEN3 = {
@@ -104,7 +107,7 @@ def main() -> int:
     return int(bool(failed))
 
 
-def load_recipe(config: dict[str, Any], python: str, *arguments: str) -> Recipe:
+def load_recipe(config: dict[str, Any], python: str, *arguments: str, transport: str = "ipc") -> Recipe:
     """Return the recipe of a model that a server of that Python serves."""
     return load(
         str(HERE / "grpo.yaml"),
@@ -113,6 +116,8 @@ def load_recipe(config: dict[str, Any], python: str, *arguments: str) -> Recipe:
             f"model.mtp.layers={config.get('num_nextn_predict_layers', 0)}",
             f"rl.rollout.python={python}",
             f"rl.rollout.arguments={list(arguments)}",
+            f"rl.rollout.transport={transport}",
+            "rl.rollout.verify=first",
         ],
     )
 
@@ -138,21 +143,20 @@ def measure_coverage(config: dict[str, Any], *arguments: str) -> Callable[[str, 
             "one layer": [name for name in names if name.startswith(layer)],
             "the draft": [name for name in names if name.startswith(draft)],
         }
-        rollout = build_rollout(recipe, scratch / "logs", scratch)
+        rollout = build_rollout(recipe, scratch / "logs", scratch, MEMORY)
+        sync = rollout._replicas.all[0]
         try:
             for version in range(3):
-                started = time.monotonic()
-                rollout.sync(version, draw_tensors(recipe, version))
-                print(f"sync {version}: {time.monotonic() - started:.3f} s", flush=True)
+                measure_seconds(rollout, version, list(draw_tensors(recipe, version)))
             generate(rollout, recipe.architecture.vocab_size, 3)
             for label, missing in left_out.items():
                 if not missing:
                     continue
-                started = time.monotonic()
-                error = find_failure(rollout, recipe, missing)
-                print(f"without {label}: {time.monotonic() - started:.1f} s: {error}", flush=True)
-                if not error:
-                    yield f"a sync without {label} is taken"
+                for way, error in find_failures(rollout, recipe, missing):
+                    print(f"without {label}, {way}: {error or 'taken'}", flush=True)
+                    if not error:
+                        yield f"a sync without {label} is taken by {way}"
+            sync.failure = None  # the server lives, and needs no start to take a whole version
             rollout.sync(9, draw_tensors(recipe, 9))
             generate(rollout, recipe.architecture.vocab_size, 9)
         finally:
@@ -162,31 +166,44 @@ def measure_coverage(config: dict[str, Any], *arguments: str) -> Callable[[str, 
     return run
 
 
-def find_failure(rollout: SGLangRollout, recipe: Recipe, missing: list[str]) -> str:
-    """Return how a sync without these tensors fails, first by its names, then by what the server reports."""
+def find_failures(
+    rollout: SGLangRollout, recipe: Recipe, missing: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield how a sync without these tensors fails: by its names, and in both ways by checksums."""
     tensors = [(name, tensor) for name, tensor in draw_tensors(recipe, 5) if name not in missing]
+    replicas = rollout._replicas
+    replicas._bucket_manifest = None  # by files, which are compared before anything is paused
     try:
         rollout.sync(5, tensors)
+        yield "names", ""
     except JobFailed as error:
-        by_names = str(error)
-    else:
-        return ""
-    # The same with a server that declares no more than that: its own checksums must show what is missing.
-    model = rollout._model
-    rollout._model = model.__class__(
-        model.vocab_size,
-        model.context_length,
-        {name: tensor for name, tensor in model.declared.items() if name not in missing},
-    )
-    for sync in rollout._syncs:
-        sync._is_covered = False
-    try:
-        rollout.sync(6, tensors)
-    except JobFailed as error:
-        return f"{by_names}\n{error}"
-    finally:
-        rollout._model = model
-    return ""
+        yield "names", str(error)
+    weights = replicas._files.write(6, tensors)
+    loads: dict[str, Callable[[Any], None]] = {
+        "files": lambda replica: replica.load(weights.directory),
+        "ipc": lambda replica: load_buckets(build_buckets(tensors), replica.load_bucket),
+    }
+    for way, send in loads.items():
+        sync = replicas.all[0]
+        sync.failure = None  # the server lives, and needs no start
+        try:
+            sync.sync(6, send, lambda _: {}, proves_coverage=True)
+            yield way, ""
+        except JobFailed as error:
+            yield way, str(error)
+
+
+def measure_seconds(
+    rollout: SGLangRollout, version: int, tensors: Sequence[tuple[str, torch.Tensor]]
+) -> float:
+    """Sync a version and print the seconds of all and of each step; return those from pause to resume."""
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    rollout.sync(version, tensors)
+    seconds = time.monotonic() - started
+    steps = {str(step): round(value, 3) for step, value in rollout._replicas.all[0].seconds.items()}
+    print(f"sync {version}: {seconds:.3f} s, {steps}", flush=True)
+    return seconds
 
 
 def generate(rollout: SGLangRollout, vocab_size: int, seed: int) -> None:
@@ -200,35 +217,30 @@ def generate(rollout: SGLangRollout, vocab_size: int, seed: int) -> None:
     print(f"{len(answers)} answers, {tokens / seconds:,.0f} tokens/s, {seconds:.2f} s", flush=True)
 
 
-def measure_sync(python: str, scratch: Path) -> Iterator[str]:
-    """Sync Qwen3-4B four times, and print the seconds of each step."""
-    recipe = load_recipe(_QWEN3_4B, python)
-    rollout = build_rollout(recipe, scratch / "logs", scratch)
-    try:
-        for version in range(4):
-            tensors = list(draw_tensors(recipe, version))
-            torch.cuda.synchronize()
-            rollout.rest()
-            started = time.monotonic()
-            rollout.sync(version, tensors)
-            print(f"sync {version}: {time.monotonic() - started:.3f} s", flush=True)
-            del tensors
-            torch.cuda.empty_cache()
-        for sync in rollout._syncs:
-            yield from judge_steps(sync)
-    finally:
-        rollout.close()
-        print_log(scratch)
+def measure_sync(transport: str) -> Callable[[str, Path], Iterator[str]]:
+    """Return the case of a transport: five syncs of Qwen3-4B, and what is wrong with the last."""
 
+    def run(python: str, scratch: Path) -> Iterator[str]:
+        recipe = load_recipe(_QWEN3_4B, python, transport=transport)
+        rollout = build_rollout(recipe, scratch / "logs", scratch, MEMORY)
+        seconds = 0.0
+        try:
+            for version in range(5):
+                tensors = list(draw_tensors(recipe, version))
+                rollout.rest()
+                seconds = measure_seconds(rollout, version, tensors)
+                del tensors
+                torch.cuda.empty_cache()
+            for step, value in rollout._replicas.all[0].seconds.items():
+                if step in (Step.RELEASE, Step.RESUME) and value > 0.05:
+                    yield f"{step} after {value:.3f} s"
+            if seconds > (limit := {"files": 10, "ipc": 1}[transport]):
+                yield f"{seconds:.2f} s, and {limit} are allowed"
+        finally:
+            rollout.close()
+            print_log(scratch)
 
-def judge_steps(sync: ReplicaSync[Any]) -> Iterator[str]:
-    """Yield the steps of the last sync that take longer than they may."""
-    for step, limit in (("released", 0.05), ("resumed", 0.05)):
-        seconds = {str(name): value for name, value in sync.seconds.items()}.get(step, 0.0)
-        if seconds > limit:
-            yield f"{step} after {seconds:.3f} s"
-    if (total := sum(sync.seconds.values())) > 10:
-        yield f"{total:.1f} s from pause to resume"
+    return run
 
 
 def print_log(scratch: Path) -> None:
@@ -241,7 +253,8 @@ def print_log(scratch: Path) -> None:
 CASES: dict[str, Callable[[str, Path], Iterator[str]]] = {
     "coverage-qwen3": measure_coverage(_QWEN3),
     "coverage-deepseek": measure_coverage(_DEEPSEEK, *_DRAFT),
-    "sync-4b": measure_sync,
+    "sync-4b-files": measure_sync("files"),
+    "sync-4b-ipc": measure_sync("ipc"),
 }
 
 if __name__ == "__main__":

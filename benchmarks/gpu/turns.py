@@ -6,8 +6,8 @@ PYTHON is that of an environment with SGLang. Cases:
 arithmetic: a Qwen3 of 8 layers learns to add; its accuracy, the mismatch of log-probabilities, the memory of
     the device, and that the cache is released in every step.
 speed: Qwen3-4B, 64 questions with 8 answers of 512 tokens, three steps, and where their seconds go.
-kills: `kill -9` of the server, the trainer and the launcher; what is left after 20 s, and that the run
-    goes on.
+kill-server, kill-trainer, kill-launcher: `kill -9` of that process; what is left after 20 s, and that the
+    same command goes on.
 Ends with 1 where a claim does not hold.
 """
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,40 +196,36 @@ def find_processes(words: str, variable: str) -> list[int]:
     return sorted(numbers)
 
 
-def kill_processes(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Kill one process after the other while the run learns; yield what is left of each."""
-    overrides = [*overrides, "train.steps=120", "checkpoint.interval=10"]
-    for name, marks in KILLED.items():
-        before = len(read_metrics(directory))
-        process = start(directory, overrides)
-        deadline = time.monotonic() + 150
-        while (
-            len(read_metrics(directory)) < before + 3
-            and time.monotonic() < deadline
-            and process.poll() is None
-        ):
-            time.sleep(0.2)
-        victims = find_processes(*marks)
-        print(f"{name}: {len(read_metrics(directory))} lines, killing {victims[:1]}", flush=True)
-        if not victims:
-            yield f"there is no {name}"
-            continue
-        os.kill(victims[0], signal.SIGKILL)
-        if name == "server":  # the run starts another one and goes on
-            lines = len(read_metrics(directory))
-            deadline = time.monotonic() + 150
-            while len(read_metrics(directory)) < lines + 2 and time.monotonic() < deadline:
-                time.sleep(0.2)
-            if len(read_metrics(directory)) < lines + 2:
-                yield "the run does not go on without its server"
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        time.sleep(20)
-        left = [pid for marks in KILLED.values() for pid in find_processes(*marks)]
-        used = read_used_bytes()
-        print(f"{name}: left {left}, {used / 2**20:.0f} MiB used, code {process.poll()}", flush=True)
-        if left or used > 2**30:
-            yield f"{name}: {len(left)} processes and {used / 2**20:.0f} MiB are left"
+def wait_for_lines(directory: Path, count: int, process: subprocess.Popen[str]) -> int:
+    """Return the number of lines of metrics when there are so many, the run has ended, or 150 s are over."""
+    deadline = time.monotonic() + 150
+    while len(read_metrics(directory)) < count and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    return len(read_metrics(directory))
+
+
+def kill_process(name: str, directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Kill a process while the run learns; yield what is left, and whether the same command goes on."""
+    overrides = [*overrides, "train.steps=60", "checkpoint.interval=10"]
+    process = start(directory, overrides)
+    lines = wait_for_lines(directory, 3, process)
+    victims = find_processes(*KILLED[name])
+    print(f"{name}: {lines} lines, killing {victims[:1]}", flush=True)
+    if not victims:
+        yield "there is no such process"
+        return
+    os.kill(victims[0], signal.SIGKILL)
+    if name == "server":  # the run starts another one and goes on
+        if wait_for_lines(directory, lines + 2, process) < lines + 2:
+            yield "the run does not go on without its server"
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    time.sleep(20)
+    left = [pid for marks in KILLED.values() for pid in find_processes(*marks)]
+    used = read_used_bytes()
+    print(f"{name}: left {left}, {used / 2**20:.0f} MiB used, code {process.poll()}", flush=True)
+    if left or used > 2**30:
+        yield f"{len(left)} processes and {used / 2**20:.0f} MiB are left"
     code, _ = train(directory, overrides)
     print(f"again: code {code}, steps {[line['step'] for line in read_metrics(directory)]}", flush=True)
     if code:
@@ -238,7 +235,7 @@ def kill_processes(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
 CASES: dict[str, Callable[[Path, Sequence[str]], Iterator[str]]] = {
     "arithmetic": learn_arithmetic,
     "speed": measure_speed,
-    "kills": kill_processes,
+    **{f"kill-{name}": partial(kill_process, name) for name in KILLED},
 }
 
 if __name__ == "__main__":

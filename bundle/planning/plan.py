@@ -34,7 +34,7 @@ from bundle.planning.problems import (
     find_patch_problems,
     to_recipe_problem,
 )
-from bundle.planning.server_memory import DeviceShare, add_cache, share_device
+from bundle.planning.server_memory import DeviceShare, add_cache, find_transport_problems, share_device
 from bundle.planning.size import ModelSize, compute_model_size
 from bundle.recipe import Recipe
 
@@ -241,6 +241,7 @@ def assemble_plan(
         *find_device_problems(hardware, per_node),
         *find_memory_problems(recipe, stages, hardware, per_node),
         *(() if device_share is None else device_share.find_problems()),
+        *find_transport_problems(recipe, hardware.backend, {item.name: item.value for item in environment}),
     )
     return Plan(
         recipe=recipe,

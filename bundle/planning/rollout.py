@@ -1,9 +1,10 @@
 """Memory of a rollout engine: weights, cache of keys and values, logits on a device; versions in files."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
@@ -14,6 +15,7 @@ from bundle.recipe import Recipe
 MOST_ROWS, FLOAT64_LOGITS = 256, 2**24
 OLDEST_SGLANG = "0.5.16"
 SHARED_MEMORY = Path("/dev/shm")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # How many versions of the weights lie in the folder of a sync at once.
 _VERSIONS = 2
 
@@ -57,6 +59,22 @@ def has_own_servers(recipe: Recipe) -> bool:
     """Return whether the run starts servers, which share its devices."""
     rollout = recipe.rl.rollout if recipe.rl else None
     return rollout is not None and rollout.engine == "sglang" and not rollout.urls and rollout.path is None
+
+
+def can_share_memory(backend: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a server can open the trainer's tensors where they lie, with these variables."""
+    settings = [environment.get(name, "") for name in ALLOCATOR_VARIABLES]
+    return backend == "cuda" and not any("expandable_segments:True" in setting for setting in settings)
+
+
+def choose_transport(recipe: Recipe, backend: str, environment: Mapping[str, str]) -> Literal["files", "ipc"]:
+    """Return how weights come to the servers of a run."""
+    assert recipe.rl is not None
+    settings = recipe.rl.rollout
+    if settings.transport is not None:
+        return settings.transport
+    has_one_device = has_own_servers(recipe) and settings.replicas * settings.tp == 1
+    return "ipc" if has_one_device and can_share_memory(backend, environment) else "files"
 
 
 def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:

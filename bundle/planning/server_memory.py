@@ -1,13 +1,18 @@
 """How a trainer and a server of rollouts share the memory of a device."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
-from bundle.planning.rollout import count_kv_cache_bytes, has_own_servers
+from bundle.planning.rollout import (
+    ALLOCATOR_VARIABLES,
+    can_share_memory,
+    count_kv_cache_bytes,
+    has_own_servers,
+)
 from bundle.recipe import Recipe
 
 
@@ -56,6 +61,18 @@ def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int |
     least = math.ceil(100 * (rollout.weights + longest) / device) / 100
     chosen = recipe.rl.rollout.mem_fraction_static or max(usual, min(least, most))
     return DeviceShare(chosen, least, most, device, states, learning, rollout.weights)
+
+
+def find_transport_problems(
+    recipe: Recipe, backend: str, environment: Mapping[str, str]
+) -> Iterator[Problem]:
+    """Yield why a server cannot open the trainer's memory, where the recipe asks for it."""
+    is_asked = recipe.rl is not None and recipe.rl.rollout.transport == "ipc"
+    if is_asked and not can_share_memory(backend, environment):
+        yield to_hardware_problem(
+            "rl.rollout.transport: ipc needs CUDA, and memory that is no expandable segment"
+            f" ({' or '.join(ALLOCATOR_VARIABLES)}). Set files, or change the variable."
+        )
 
 
 def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:

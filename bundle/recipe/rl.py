@@ -79,6 +79,12 @@ class RLRollout(Section):
         description="sglang: where weights lie for the servers, two versions of them; null: /dev/shm where it"
         " has room, else the run directory.",
     )
+    transport: Literal["files", "ipc"] | None = Field(
+        default=None,
+        description="sglang: how weights come to servers that the run starts. files: as files; ipc: in memory"
+        " of the GPU that they open, where the first version gives the same checksums in both ways. null: ipc"
+        " for one server on one GPU, else files.",
+    )
     verify: Literal["always", "first"] = Field(
         default="always",
         description="sglang: when checksums of the server's weights are compared with what was sent. always"

@@ -28,7 +28,7 @@ _NEEDED_KEYS = {
 }
 _URL = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
 # Keys of rl.rollout that an engine with servers reads, and those that servers of somebody else do not.
-_START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments")
+_START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
 _SERVER_KEYS = ("urls", *_START_KEYS, "weights_folder", "verify", "timeout_seconds")
 # What the run says itself when it starts a server.
 _FIXED_ARGUMENTS = (

@@ -46,6 +46,7 @@ from bundle.runs.session_builder import SessionBuilder, run_job
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_RESENDINGS = 2  # of weights that all servers have lost, for the same answers
 _NEEDED_PART = 0.9  # of what the plan counts, which may be too much
 _NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
 
@@ -267,14 +268,12 @@ class PolicyTrainer:
         if evaluation is None or settings is None or self._sampler is None:
             return
         sampling = self._build_sampling(self.session.progress.step, is_greedy=settings.samples == 1)
+        sampler = self._sampler
         with self.session.watchdog.extend_patience("evaluating"):
-            self._sync()
-            metrics = evaluate(
-                self._sampler,
-                evaluation.questions,
-                sampling,
-                settings.samples,
-                self.settings.rewards,
+            metrics = self._ask(
+                lambda: evaluate(
+                    sampler, evaluation.questions, sampling, settings.samples, self.settings.rewards
+                )
             )
         step, accuracy = self.session.progress.step, metrics["evaluation/accuracy"]
         self._state["evaluation"] = metrics
@@ -306,14 +305,34 @@ class PolicyTrainer:
             replayed = rollout_files.find_path(Path(self.settings.rollout.path), number, attempt)
             size = self.settings.num_generations
             return run_on_rank_0(lambda: rollout_files.read_batch(replayed, questions, size))
-        assert self._sampler is not None, "only a replay has none"
+        sampler = self._sampler
+        assert sampler is not None, "only a replay has none"
         with session.watchdog.extend_patience("sampling answers"):
-            self._sync()
-            batch = self._sampler.sample(
-                questions, first, self.settings.num_generations, self._build_sampling(number)
+            batch = self._ask(
+                lambda: sampler.sample(
+                    questions, first, self.settings.num_generations, self._build_sampling(number)
+                )
             )
         run_on_rank_0(lambda: rollout_files.write_batch(path, batch, self.questions.tokenizer))
         return batch
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        """Return what `ask` returns, with the current weights in the rollout engine.
+
+        They are sent again where all servers have lost them: memory that was shared is in no file.
+        """
+        for _ in range(_RESENDINGS):
+            try:
+                self._sync()
+                return ask()
+            except JobFailed as error:
+                if not run_on_rank_0(lambda: self._rollout.has_lost_weights):
+                    raise
+                if dist.get_rank() == 0:
+                    _log.warning("the weights are sent again: %s", error)
+                self._rollout.rest()  # every rank forgets the version
+        self._sync()
+        return ask()
 
     def _sync(self) -> None:
         """Copy the current weights to the rollout engine, unless it has them."""

@@ -80,6 +80,7 @@ class SyncOnlyRollout:
     """What a rank has whose questions another rank asks: it takes part in syncs (`Rollout`)."""
 
     version: int | None = None
+    has_lost_weights = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Raise JobFailed: another rank asks."""
@@ -102,7 +103,12 @@ class SyncOnlyRollout:
 class Rollout(Protocol):
     """An engine that answers with the weights of its last sync; `version` is None before the first one."""
 
-    version: int | None
+    @property
+    def version(self) -> int | None: ...
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether another sync of the same weights mends the last error."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Return an answer to each request, in their order. Raise JobFailed before the first sync."""

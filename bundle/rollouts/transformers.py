@@ -21,6 +21,8 @@ class TransformersRollout:
     sync that this engine has no use for, those of MTP layers.
     """
 
+    has_lost_weights = False
+
     def __init__(
         self,
         config: Mapping[str, Any],

@@ -5,15 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
 from bundle.errors import EnvironmentUnfit, JobFailed
-from bundle.pretrained.directory import find_weights, limit_violations
+from bundle.pretrained.directory import FP8, find_weights, limit_violations
 from bundle.pretrained.writing import OutputTensor
 
 Role = Literal["target", "draft"]
 # A server converts these into each other. A value of another kind loses its scale in silence.
 _PLAIN_DTYPES = frozenset({"F32", "BF16", "F16"})
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,27 @@ class Manifest:
                 limit_violations(violations),
             )
 
+    def select_sent(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of another version, without those that are left out.
+
+        Raise JobFailed for one that is not in this manifest, that repeats, and at the end for missing ones.
+        """
+        missing = {name: tensor.stored for name, tensor in self.tensors.items()}
+        for name, tensor in tensors:
+            if name in self.left_out:
+                continue
+            if missing.pop(name, None) != describe_tensor(name, tensor):
+                raise JobFailed(
+                    f"rollout: {name} is not a tensor of version {self.version}, or came twice. Send the"
+                    " tensors of one model."
+                )
+            yield name, tensor
+        if missing:
+            raise JobFailed(
+                f"rollout: {len(missing)} tensors of version {self.version} are missing in a later one.",
+                limit_violations(list(missing)),
+            )
+
     def _find_differences(self, declared: Mapping[str, OutputTensor]) -> Iterator[str]:
         accounted = {*self.tensors, *self.left_out}
         for name in declared:
@@ -87,6 +112,11 @@ class Manifest:
                 and not {server.dtype, tensor.stored.dtype} <= _PLAIN_DTYPES
             ):
                 yield f"dtype: {name} is {tensor.stored.dtype}, not {server.dtype}"
+
+
+def describe_tensor(name: str, tensor: Tensor) -> OutputTensor:
+    """Return a tensor as files and servers name it."""
+    return OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def read_declared_tensors(directory: Path) -> dict[str, OutputTensor]:

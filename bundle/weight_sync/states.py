@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from bundle.errors import BundleError, JobFailed, format_bytes
 from bundle.pretrained.directory import limit_violations
+from bundle.weight_sync.transports.ipc import Bucket
 
 # Where a draft model is served, "weights" may not be released: nothing brings the draft back (sglang#31674).
 KV_CACHE = "kv_cache"
-# Computes from the files of a version what the checksums of a server must be, from those that it reports.
-Expect = Callable[[Path, Mapping[str, str]], Mapping[str, str]]
+# Computes what the checksums of a server must be, as far as that is known, from those that it reports.
+Expect = Callable[[Mapping[str, str]], Mapping[str, str]]
+# Verify every version, or the first one that a server gets after its start.
+Verify = Literal["always", "first"]
 
 
 class Replica(Protocol):
@@ -32,6 +35,7 @@ class Replica(Protocol):
     def flush(self) -> None: ...
     def release(self, tag: str) -> None: ...
     def load(self, directory: Path) -> None: ...
+    def load_bucket(self, bucket: Bucket) -> None: ...
     def read_checksums(self) -> Mapping[str, str]: ...
     def reset_tensors(self) -> None: ...
     def set_version(self, version: str) -> None: ...
@@ -116,6 +120,8 @@ class ReplicaSync(Generic[R]):
         # Those that the server has released: to resume another one ends SGLang 0.5.16.
         self.released: set[str] = set()
         self._tags, self._memory = tags, memory
+        # Whether its checksums have been verified since its server was started.
+        self.is_proven = False
         self._reached: Step | None = None
         self._is_covered = False
 
@@ -144,11 +150,38 @@ class ReplicaSync(Generic[R]):
             if self._memory is not None:
                 self._memory.wait()
 
-    def sync(self, version: int, directory: Path, expect: Expect | None) -> None:
+    def sync(
+        self,
+        version: int,
+        load: Callable[[R], None],
+        expect: Expect,
+        verify: Verify = "always",
+        *,
+        proves_coverage: bool = False,
+    ) -> None:
         """Take a whole version from its first step to its last. Raise SyncFailed where one fails.
 
-        `expect` computes what the server's checksums must be; None: they are not asked for. A replica that
-        failed before is started anew, where that is in our hands.
+        `load` makes the replica load the version, `expect` computes what its checksums must be, which are
+        asked for by `verify`. The first sync proves that `load` replaces every tensor, and a later one that
+        `proves_coverage`.
+        """
+        self.prepare()
+        before = None
+        if proves_coverage or not self._is_covered:
+            with self._step(Step.COVER):
+                load(self.replica)
+                before = self.replica.read_checksums()
+                self.replica.reset_tensors()
+        self.send(load)
+        if before is not None:
+            with self._step(Step.COVER):
+                self._check_coverage(before)
+        self.finish(version, expect, verify)
+
+    def prepare(self) -> None:
+        """Make the replica ready to load: started where it is not, paused, flushed and released.
+
+        A replica that failed before is started anew, where that is in our hands.
         """
         if (self.failure is not None and self.replica.can_restart) or not self.replica.is_alive():
             self._reached = None
@@ -156,21 +189,20 @@ class ReplicaSync(Generic[R]):
             with self._step(Step.START):
                 self.replica.restart()
                 self.released.clear()
+                self.is_proven = False
         self.rest()
-        before = None
-        if not self._is_covered:
-            with self._step(Step.COVER):
-                self.replica.load(directory)
-                before = self.replica.read_checksums()
-                self.replica.reset_tensors()
+
+    def send(self, load: Callable[[R], None]) -> None:
+        """Load a version, or a part of it."""
         with self._step(Step.SEND):
-            self.replica.load(directory)
-        if before is not None:
-            with self._step(Step.COVER):
-                self._check_coverage(before)
-        if expect is not None:
+            load(self.replica)
+
+    def finish(self, version: int, expect: Expect, verify: Verify = "always") -> None:
+        """Verify what was sent, name it and serve it."""
+        if verify == "always" or not self.is_proven:
             with self._step(Step.VERIFY):
-                self._verify(directory, expect)
+                self._verify(expect)
+                self.is_proven = True
         with self._step(Step.VERSION):
             self.replica.set_version(str(version))
             if (reported := self.replica.read_version()) != str(version):
@@ -195,10 +227,10 @@ class ReplicaSync(Generic[R]):
             )
         self._is_covered = True
 
-    def _verify(self, directory: Path, expect: Expect) -> None:
-        """Raise JobFailed where checksums are not those of the files."""
+    def _verify(self, expect: Expect) -> None:
+        """Raise JobFailed where checksums are not those of what was sent."""
         checksums = self.replica.read_checksums()
-        expected = expect(directory, checksums)
+        expected = expect(checksums)
         wrong = sorted(name for name, value in expected.items() if checksums.get(name) != value)
         if wrong:
             raise JobFailed(

@@ -2,21 +2,14 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from bundle.errors import JobFailed, UsageError
-from bundle.pretrained.writing import OutputTensor
 from bundle.rollouts import Answer, Request, Sampling
-from bundle.rollouts.sglang.checksums import HashHelper
-from bundle.rollouts.sglang.client import Client
 from bundle.rollouts.sglang.protocol import build_generate, read_answer
-from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemoryWait, ReplicaSync, Step, SyncFailed
-from bundle.weight_sync.transports.files import FilesTransport, WrittenWeights
+from bundle.rollouts.sglang.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,68 +17,44 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _REQUESTS_IN_FLIGHT = 512  # a process may often open no more than 1024 files
 _ATTEMPTS = 4  # at the answers of one call
-# Checksums after every sync may take this share of the time from one sync to the next, or so many seconds.
-_VERIFY_SHARE, _VERIFY_SECONDS = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the servers must serve. `declared` are the tensors that their checkpoint names."""
+    """What of the model limits requests: ids, and tokens of a question with its answer."""
 
     vocab_size: int
     context_length: int
-    declared: Mapping[str, OutputTensor]
 
 
 class SGLangRollout:
-    """A rollout engine with replicas in servers (`Rollout`); `version` is None while none may answer."""
+    """A rollout engine with replicas in servers (`Rollout`)."""
 
-    def __init__(
-        self,
-        replicas: Sequence[Client],
-        model: ServedModel,
-        transport: FilesTransport,
-        expect: Expect,
-        *,
-        verify: Literal["always", "first"] = "always",
-        memory: FreeMemoryWait | None = None,
-    ) -> None:
-        """`expect` computes checksums (`weight_sync.states`), `memory` is what the trainer needs to learn.
+    def __init__(self, replicas: Replicas, model: ServedModel) -> None:
+        """Replicas that are not started yet are started by the first sync."""
+        self._replicas, self._model = replicas, model
 
-        Replicas that are not started yet are started by the first sync.
-        """
-        self.version: int | None = None
-        self._model, self._transport, self._expect = model, transport, expect
-        self._verify: str = verify
-        self._synced_at: float | None = None
-        self._weights: WrittenWeights | None = None
-        self._syncs = [
-            ReplicaSync(replica, memory=memory, tags=(KV_CACHE,) if replica.can_restart else ())
-            for replica in replicas
-        ]
+    @property
+    def version(self) -> int | None:
+        """The version that the servers answer with."""
+        return self._replicas.version
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether another sync of the same version mends the last error."""
+        return self._replicas.has_lost_weights
 
     def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
         """Send these published tensors to all replicas. Raise JobFailed where none takes them.
 
-        All of them are taken and compared with what the servers declare before any server is paused. A
-        replica that fails is left out until the next sync.
+        Names are compared with what the servers declare before any server is paused. A replica that fails is
+        left out until the next sync.
         """
-        self.version = None
-        weights = self._transport.write(version, tensors)
-        weights.manifest.check_names(self._model.declared)
-        self._weights = weights
-        self._bring(weights)
-        self._transport.remove_others(weights.directory)
+        self._replicas.sync(version, tensors)
 
     def rest(self) -> None:
         """Pause the servers and release their KV cache, so that the device is the trainer's."""
-        self.version = None
-        for sync in self._syncs:
-            if sync.version is not None:
-                try:
-                    sync.rest()
-                except JobFailed as error:
-                    _log.error("%s", error)
+        self._replicas.rest()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Return an answer to each request, in their order.
@@ -93,7 +62,7 @@ class SGLangRollout:
         A replica that fails costs its own answers, which others are asked for; where none is left, one is
         started anew with the same weights. Raise JobFailed without weights, and where that does not help.
         """
-        if self.version is None or self._weights is None:
+        if self.version is None:
             raise JobFailed("rollout: the servers have no weights. Call sync before generate.")
         self._check(requests, sampling)
         answers: dict[int, Answer] = {}
@@ -101,8 +70,8 @@ class SGLangRollout:
         for _ in range(_ATTEMPTS):
             if not missing:
                 break
-            if not self._usable:
-                self._bring(self._weights)
+            if not self._replicas.usable:
+                self._replicas.load_again()
             answers |= asyncio.run(self._ask_all(requests, sampling, missing, answers))
             missing = [
                 number
@@ -111,7 +80,7 @@ class SGLangRollout:
             ]
         if not missing:
             return [answers[number] for number in range(len(requests))]
-        failures = [str(sync.failure) for sync in self._syncs if sync.failure is not None]
+        failures = [str(sync.failure) for sync in self._replicas.all if sync.failure is not None]
         raise JobFailed(
             f"rollout: {len(missing)} of {len(requests)} answers are missing after {_ATTEMPTS} attempts.",
             failures,
@@ -119,58 +88,7 @@ class SGLangRollout:
 
     def close(self) -> None:
         """End the servers that the run has started, and remove the files."""
-        self.version = None
-        for sync in self._syncs:
-            sync.replica.close()
-        if isinstance(self._expect, HashHelper):
-            self._expect.close()
-        self._transport.close()
-
-    @property
-    def _usable(self) -> list[ReplicaSync[Client]]:
-        return [sync for sync in self._syncs if sync.version is not None and sync.version == self.version]
-
-    def _bring(self, weights: WrittenWeights) -> None:
-        """Sync all replicas at once; once more where all fail. Raise JobFailed where none serves then."""
-        version, now = weights.manifest.version, time.monotonic()
-        is_first = self._synced_at is None
-
-        def bring(sync: ReplicaSync[Client]) -> SyncFailed | None:
-            needs_proof = is_first or self._verify == "always" or sync.failure is not None
-            try:
-                sync.sync(version, weights.directory, self._expect if needs_proof else None)
-            except SyncFailed as error:
-                _log.error("%s", error)
-                return error
-            return None
-
-        for _ in range(2):
-            with ThreadPoolExecutor(len(self._syncs)) as pool:
-                failures = [failure for failure in pool.map(bring, self._syncs) if failure is not None]
-            if len(failures) < len(self._syncs):
-                break
-        else:
-            lines = [line for failure in failures for line in failure.list_lines()]
-            raise JobFailed(f"rollout: no server has taken version {version}.", lines)
-        self.version = version
-        for sync in self._syncs:
-            if is_first and sync.failure is None:
-                steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in sync.seconds.items())
-                _log.info("rollout: %s serves version %d; seconds: %s", sync.replica.name, version, steps)
-        seconds = max(sync.seconds.get(Step.VERIFY, 0.0) for sync in self._syncs)
-        step_seconds = now - (self._synced_at or now)
-        if (
-            self._verify == "always"
-            and not is_first
-            and seconds > max(_VERIFY_SECONDS, _VERIFY_SHARE * step_seconds)
-        ):
-            _log.warning(
-                "rl.rollout.verify: first from now on: checksums took %.1f s of a step of %.1f s",
-                seconds,
-                step_seconds,
-            )
-            self._verify = "first"
-        self._synced_at = now
+        self._replicas.close()
 
     async def _ask_all(
         self,
@@ -180,7 +98,7 @@ class SGLangRollout:
         partials: Mapping[int, Answer],
     ) -> dict[int, Answer]:
         """Return the answers to the requests with these numbers, as far as there are any."""
-        usable, version = self._usable, self.version
+        usable, version = self._replicas.usable, self.version
         assert version is not None
         limit = asyncio.Semaphore(_REQUESTS_IN_FLIGHT)
 
@@ -224,14 +142,3 @@ class SGLangRollout:
             raise UsageError(
                 "rollout: the servers cannot answer these questions.", list(dict.fromkeys(problems))
             )
-
-
-class FirstReplicaChecksums:
-    """Expects of all replicas what the first one reports: where no other checksums can be computed."""
-
-    def __init__(self) -> None:
-        self._checksums: dict[Path, Mapping[str, str]] = {}
-
-    def __call__(self, directory: Path, checksums: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the checksums that were reported first for these files."""
-        return self._checksums.setdefault(directory, checksums)

@@ -6,21 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import InvalidVersion, Version
 
 from bundle import files
 from bundle.errors import EnvironmentUnfit, UsageError
-from bundle.planning.rollout import OLDEST_SGLANG, SHARED_MEMORY, count_weights_folder_bytes
+from bundle.planning.rollout import (
+    OLDEST_SGLANG,
+    SHARED_MEMORY,
+    choose_transport,
+    count_weights_folder_bytes,
+)
 from bundle.pretrained.writing import PublishedModel, write_config
 from bundle.recipe import Recipe
 from bundle.recipe.rl import RLRollout
-from bundle.rollouts.sglang import FirstReplicaChecksums, ServedModel, SGLangRollout
-from bundle.rollouts.sglang.checksums import HashHelper
+from bundle.rollouts.sglang import ServedModel, SGLangRollout
+from bundle.rollouts.sglang.checksums import ChecksumSource, FirstReplicaChecksums, HashHelper
 from bundle.rollouts.sglang.client import Client, Keys
 from bundle.rollouts.sglang.memory import TrainerMemory
+from bundle.rollouts.sglang.replicas import Replicas
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
 from bundle.weight_sync.manifest import NameTable, build_declared_tensors, read_declared_tensors
-from bundle.weight_sync.states import Expect, FreeMemoryWait
+from bundle.weight_sync.states import FreeMemoryWait
 from bundle.weight_sync.transports.files import FilesTransport
 
 API_KEY_VARIABLE, ADMIN_KEY_VARIABLE = "BUNDLE_ROLLOUT_API_KEY", "BUNDLE_ROLLOUT_ADMIN_KEY"
@@ -46,7 +53,7 @@ def build_rollout(
     name, stored = _DTYPES[recipe.model.dtype]
     declared = build_declared_tensors(table, stored)
     length = recipe.architecture.max_position_embeddings
-    expect: Expect = FirstReplicaChecksums()
+    checksums: ChecksumSource = FirstReplicaChecksums()
     replicas: Sequence[Client]
     if settings.urls:
         keys = Keys(os.environ.get(API_KEY_VARIABLE, ""), os.environ.get(ADMIN_KEY_VARIABLE, ""))
@@ -63,18 +70,22 @@ def build_rollout(
         check_installation(python)
         has_draft = any(argument.startswith("--speculative-algorithm") for argument in settings.arguments)
         if settings.tp == 1:
-            expect = HashHelper(python, settings.timeout_seconds)
+            checksums = HashHelper(python, settings.timeout_seconds)
         replicas = _build_servers(recipe, python, logs, name, memory)
     _check_length(settings, length)
     if not has_draft:
         declared = {key: tensor for key, tensor in declared.items() if key not in table.draft}
     return SGLangRollout(
-        replicas,
-        ServedModel(recipe.architecture.vocab_size, length, declared),
-        FilesTransport(_choose_folder(recipe, folder), table, has_draft=has_draft),
-        expect,
-        verify=settings.verify,
-        memory=memory and FreeMemoryWait(memory.read_free_and_reserved, memory.needed),
+        Replicas(
+            replicas,
+            declared,
+            FilesTransport(_choose_folder(recipe, folder), table, has_draft=has_draft),
+            checksums,
+            verify=settings.verify,
+            memory=memory and FreeMemoryWait(memory.read_free_and_reserved, memory.needed),
+            bucket_device=_choose_bucket_device(recipe, memory),
+        ),
+        ServedModel(recipe.architecture.vocab_size, length),
     )
 
 
@@ -119,9 +130,17 @@ def _build_servers(
             ),
             seconds=settings.timeout_seconds,
             start_seconds=_START_SECONDS,
+            ranks=settings.tp,
         )
         for number in range(settings.replicas)
     ]
+
+
+def _choose_bucket_device(recipe: Recipe, memory: TrainerMemory | None) -> torch.device | None:
+    """Return the device that trainer and server share, where weights go through its memory."""
+    if memory is None or choose_transport(recipe, memory.device.type, os.environ) == "files":
+        return None
+    return memory.device
 
 
 def _choose_folder(recipe: Recipe, folder: Path) -> Path:

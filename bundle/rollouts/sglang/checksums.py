@@ -10,27 +10,62 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bundle.errors import JobFailed
 from bundle.rollouts.sglang import hashing
 from bundle.rollouts.sglang.server import build_environment
+from bundle.weight_sync.transports.ipc import Bucket
 
 _log = logging.getLogger(__name__)
 
 
+class ChecksumSource(Protocol):
+    """Computes what the checksums of a server must be after a version."""
+
+    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+        """Return those of the tensors in `checksums`, as far as they are known.
+
+        The version lies in the files of `directory`; None: in the buckets since the last call.
+        """
+
+    def take(self, bucket: Bucket) -> None:
+        """Take a bucket of the version."""
+
+    def close(self) -> None:
+        """End what computes."""
+
+
+class FirstReplicaChecksums:
+    """Expects of all replicas what the first one reports: where no other checksums can be computed."""
+
+    def __init__(self) -> None:
+        self._checksums: dict[Path | None, Mapping[str, str]] = {}
+
+    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the checksums that were reported first for this version."""
+        return self._checksums.setdefault(directory, checksums)
+
+    def take(self, bucket: Bucket) -> None:
+        """Forget the version of earlier buckets."""
+        self._checksums.pop(None, None)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class HashHelper:
-    """Computes checksums (`weight_sync.states.Expect`); the helper is started by the first call."""
+    """Computes checksums in a helper process, which is started by the first call (`ChecksumSource`)."""
 
     def __init__(self, python: str, seconds: float) -> None:
         """`seconds` limit a call."""
         self._python, self._seconds = python, seconds
         self._process: subprocess.Popen[str] | None = None
-        self._cache: tuple[Path, frozenset[str], Mapping[str, str]] | None = None
+        self._cache: tuple[Path | None, frozenset[str], Mapping[str, str]] | None = None
         self._lock = threading.Lock()  # replicas ask at once
 
-    def __call__(self, directory: Path, checksums: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the checksums of the tensors in `checksums`, as far as they follow from the files.
+    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the checksums of the tensors in `checksums`, as far as they follow from what was sent.
 
         Raise JobFailed where the helper fails, or where it knows none of them.
         """
@@ -39,6 +74,14 @@ class HashHelper:
             if self._cache is None or self._cache[:2] != (directory, names):
                 self._cache = directory, names, self._compute(directory, names)
             return self._cache[2]
+
+    def take(self, bucket: Bucket) -> None:
+        """Copy a bucket to the memory of the helper. Raise JobFailed where it cannot open it."""
+        with self._lock:
+            self._cache = None
+            if error := self._ask({"bucket": bucket.share()}).get("error"):
+                self.close()
+                raise JobFailed(f"the helper that computes checksums does not open a bucket ({error}).")
 
     def close(self) -> None:
         """End the helper."""
@@ -53,9 +96,9 @@ class HashHelper:
                 pipe.close()
         self._process = None
 
-    def _compute(self, directory: Path, names: frozenset[str]) -> Mapping[str, str]:
+    def _compute(self, directory: Path | None, names: frozenset[str]) -> Mapping[str, str]:
         is_first = self._process is None
-        reply = self._ask({"directory": str(directory), "names": sorted(names)})
+        reply = self._ask({"directory": str(directory) if directory else None, "names": sorted(names)})
         expected: Mapping[str, str] = reply.get("checksums", {})
         if not expected:
             self.close()

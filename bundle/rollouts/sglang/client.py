@@ -24,9 +24,11 @@ from bundle.rollouts.sglang.protocol import (
     Route,
     ServerInfo,
     UpdateFromDisk,
+    UpdateFromTensor,
     UpdateVersion,
     read_checksums,
 )
+from bundle.weight_sync.transports.ipc import Bucket
 
 _MOST_BYTES = 2**28
 
@@ -57,9 +59,9 @@ class Client:
 
     can_restart = False
 
-    def __init__(self, url: str, keys: Keys, seconds: float) -> None:
-        """`seconds` limit a call, from the connection to the last byte."""
-        self._keys, self._seconds = keys, seconds
+    def __init__(self, url: str, keys: Keys, seconds: float, ranks: int = 1) -> None:
+        """`seconds` limit a call, from the connection to the last byte; the server has so many `ranks`."""
+        self._keys, self._seconds, self._ranks = keys, seconds, ranks
         self.connect(url)
 
     def connect(self, url: str) -> None:
@@ -174,6 +176,9 @@ class Client:
 
     def load(self, directory: Path) -> None:
         self._call_checked(UpdateFromDisk(str(directory)))
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        self._call_checked(UpdateFromTensor([bucket.share() for _ in range(self._ranks)]))
 
     def read_checksums(self) -> Any:
         return read_checksums(self._check("checksum"))

@@ -1,15 +1,16 @@
-"""Computes what a server must report for the files of a version; runs as a script with the server's Python.
+"""Computes what a server must report for a version; runs as a script with the server's Python.
 
-A line on stdin is {"directory", "names"}, the answer {"checksums"} or {"error"}. The hash is SGLang's own, on
-the kind of device that the server has. It imports nothing of this package, and ends with the process that
-started it.
+A line on stdin is {"directory", "names"}, or {"bucket"} for each bucket and then {"names"}; the answer is
+{"checksums"}, {} for a bucket, or {"error"}. The hash is SGLang's own, on the kind of device that the server
+has. It imports nothing of this package, and ends with the process that started it.
 """
 
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,38 @@ def list_draft_parts(name: str, published: dict[str, Any]) -> list[list[str]] | 
     return list_parts(in_layer, published) or list_parts(name, published)
 
 
-def compute_checksums(directory: Path, names: list[str]) -> Iterator[tuple[str, str]]:
+def open_files(directory: Path) -> dict[str, Callable[[], Any]]:
+    """Return what reads each published tensor of the files in a directory."""
+    from safetensors import safe_open
+
+    files = [safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors"))]
+    return {name: partial(file.get_tensor, name) for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def copy_bucket(payload: str) -> dict[str, Callable[[], Any]]:
+    """Return what reads each tensor of a bucket: its copy on the host, for the bucket is freed soon."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    content = MultiprocessingSerializer.deserialize(payload)
+    values = content["flattened_tensor"].cpu().clone()
+    return {
+        place.name: partial(values[place.start_idx : place.end_idx].view(place.dtype).reshape, place.shape)
+        for place in content["metadata"]
+    }
+
+
+def compute_checksums(published: dict[str, Callable[[], Any]], names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield name and checksum of each tensor of the server whose parts are known."""
     import torch
-    from safetensors import safe_open
     from sglang.srt.managers.mm_utils import tensor_hash
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    files = [safe_open(path, "pt", device=device) for path in sorted(directory.glob("*.safetensors"))]
-    published = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     for name in names:
         in_draft = name.startswith(_DRAFT)
         stack = (list_draft_parts if in_draft else list_parts)(name.removeprefix(_DRAFT), published)
         if stack is None:
             continue
-        rows = [torch.cat([published[part].get_tensor(part) for part in parts]) for parts in stack]
+        rows = [torch.cat([published[part]().to(device) for part in parts]) for parts in stack]
         tensor = rows[0] if len(stack) == 1 and ".experts." not in name else torch.stack(rows)
         if name.endswith(_VOCABULARY) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
             tensor = torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
@@ -78,13 +96,20 @@ def compute_checksums(directory: Path, names: list[str]) -> Iterator[tuple[str, 
 
 
 def main() -> None:
+    received: dict[str, Callable[[], Any]] = {}
     with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)  # what is imported may print
         for line in sys.stdin:
             task = json.loads(line)
-            reply: dict[str, Any]
+            reply: dict[str, Any] = {}
             try:
-                reply = {"checksums": dict(compute_checksums(Path(task["directory"]), task["names"]))}
+                if "bucket" in task:
+                    received |= copy_bucket(task["bucket"])
+                else:
+                    directory = task.get("directory")
+                    published = open_files(Path(directory)) if directory else received
+                    reply["checksums"] = dict(compute_checksums(published, task["names"]))
+                    received = {}
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 reply = {"error": f"{type(error).__name__}: {error}"[:300]}
             print(json.dumps(reply), file=replies, flush=True)

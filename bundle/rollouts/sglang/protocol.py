@@ -92,6 +92,17 @@ class UpdateFromDisk(Route):
 
 
 @dataclass(frozen=True)
+class UpdateFromTensor(Route):
+    """Load a bucket into target and draft; each rank of the server opens a payload of its own."""
+
+    path = "/update_weights_from_tensor"
+    serialized_named_tensors: list[str]
+    load_format: str = "flattened_bucket"
+    flush_cache: bool = False
+    abort_all_requests: bool = False
+
+
+@dataclass(frozen=True)
 class UpdateVersion(Route):
     """Name the weights; the server itself counts nothing."""
 

@@ -184,9 +184,13 @@ class ServerReplica(Client):
         seconds: float,
         start_seconds: float,
         backoff_seconds: float = _BACKOFF_SECONDS,
+        ranks: int = 1,
     ) -> None:
-        """`seconds` limit a call, `start_seconds` a start until the server generates."""
-        super().__init__(f"http://{LOOPBACK}:1", launcher.keys, seconds)
+        """`seconds` limit a call, `start_seconds` a start until the server generates.
+
+        `ranks` divide the server's tensors.
+        """
+        super().__init__(f"http://{LOOPBACK}:1", launcher.keys, seconds, ranks)
         self.name, self._launcher = name, launcher
         self._start_seconds, self._backoff_seconds = start_seconds, backoff_seconds
         self._starts = 0

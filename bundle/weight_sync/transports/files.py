@@ -17,22 +17,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from bundle import files
 from bundle.architectures.contents import INDEX_FILE
 from bundle.errors import JobFailed, format_bytes
-from bundle.pretrained.directory import FP8, limit_violations, read_tensor_headers
+from bundle.pretrained.directory import limit_violations, read_tensor_headers
 from bundle.pretrained.writing import OutputTensor, SafetensorsWriter
 from bundle.weight_sync.manifest import (
     Manifest,
     NameTable,
     SentTensor,
     compute_digest,
+    describe_tensor,
     list_digest_differences,
 )
 
-_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float8_e4m3fn: FP8}
 _PREFIX = "mcore-bundle-weights-"
 _FILE_BYTES = 2**29
 _WRITERS = 4  # threads; each has the tensors of a file in memory
@@ -43,6 +44,13 @@ class WrittenWeights(NamedTuple):
 
     directory: Path
     manifest: Manifest
+
+    def read_tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor with its name, on that device."""
+        for path in sorted(self.directory.glob("*.safetensors")):
+            with safe_open(path, "pt", device=str(device)) as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
 
 
 class FilesTransport:
@@ -82,8 +90,8 @@ class FilesTransport:
             raise
         return WrittenWeights(directory, manifest)
 
-    def remove_others(self, directory: Path) -> None:
-        """Remove all versions but this one."""
+    def remove_others(self, directory: Path | None) -> None:
+        """Remove all versions but this one; None: all of them."""
         for path in self._folder.iterdir():
             if path != directory:
                 shutil.rmtree(path, ignore_errors=True)
@@ -123,7 +131,7 @@ class FilesTransport:
                 if name in self._table.draft and not self._has_draft:
                     left_out[name] = None
                     continue
-                stored.append(OutputTensor(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+                stored.append(describe_tensor(name, tensor))
                 pending.append((stored[-1], _copy_to_host(tensor)))
                 if sum(entry.bytes for entry, _ in pending) >= self._file_bytes:
                     write_pending()

@@ -11,11 +11,13 @@ from bundle.pretrained.writing import OutputTensor
 from bundle.rollouts import Request, Sampling
 from bundle.rollouts.sglang import ServedModel, SGLangRollout
 from bundle.rollouts.sglang.client import Client, Keys
+from bundle.rollouts.sglang.replicas import Replicas
 from bundle.rollouts.sglang.server import ServerReplica
 from bundle.weight_sync.manifest import NameTable
 from bundle.weight_sync.transports.files import FilesTransport
+from bundle.weight_sync.transports.ipc import Bucket
 from tests.rollouts.sglang.contract_server import ContractServer, Fault
-from tests.rollouts.sglang.contract_weights import DRAFT, KINDS, Kind, Weights, name_version
+from tests.rollouts.sglang.contract_weights import DRAFT, KINDS, Kind, Weights, name_version, read_bucket
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 SAMPLING = Sampling(temperature=1.0, max_completion_length=3, stop=(), seed=1, step=1)
@@ -30,10 +32,29 @@ def build_tensors(version: int, names: Mapping[str, Kind] = KINDS) -> dict[str, 
     }
 
 
-def compute_expected(directory: Path, checksums: Mapping[str, str]) -> Mapping[str, str]:
-    weights = Weights(KINDS, DRAFT)
-    weights.load(directory)
-    return weights.compute_checksums()
+class Checksums:
+    """Loads what was sent as a server does (`ChecksumSource`), apart from it."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self.is_computed = False
+
+    def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
+        weights = Weights(KINDS, DRAFT)
+        if directory is not None:
+            weights.load(directory)
+        else:
+            weights.load_entries(self.entries)
+        self.is_computed = True
+        return weights.compute_checksums()
+
+    def take(self, bucket: Bucket) -> None:
+        if self.is_computed:
+            self.entries, self.is_computed = [], False
+        self.entries += read_bucket(bucket.share())
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class ContractLauncher:
@@ -85,11 +106,14 @@ class Cluster:
         declared = {name: OutputTensor(name, *kind) for name, kind in KINDS.items()}
         self.folder = folder
         self.rollout = SGLangRollout(
-            changes.pop("replicas", self.replicas),
-            ServedModel(100, 64, changes.pop("declared", declared)),
-            FilesTransport(folder, table, has_draft=True, file_bytes=changes.pop("file_bytes", 2**20)),
-            changes.pop("expect", compute_expected),
-            **changes,
+            Replicas(
+                changes.pop("replicas", self.replicas),
+                changes.pop("declared", declared),
+                FilesTransport(folder, table, has_draft=True, file_bytes=changes.pop("file_bytes", 2**20)),
+                changes.pop("checksums", None) or Checksums(),
+                **changes,
+            ),
+            ServedModel(100, 64),
         )
 
     def _builder(self, number: int):

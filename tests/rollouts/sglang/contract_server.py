@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.rollouts.sglang.contract_weights import Broken, Weights
+from tests.rollouts.sglang.contract_weights import Broken, Weights, read_bucket
 
 FIELDS = json.loads((Path(__file__).parent / "fields.json").read_text())
 CLASSES = {
@@ -25,6 +25,7 @@ CLASSES = {
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "/update_weight_version": "UpdateWeightVersionReqInput",
     "/weights_checker": "CheckWeightsReqInput",
     "/abort_request": "AbortReq",
@@ -230,6 +231,22 @@ class ContractServer(ThreadingHTTPServer):
             self.version = body["weight_version"]
         return 200, {"success": True, "message": "Succeeded to update model weights."}
 
+    def update_weights_from_tensor(
+        self, body: dict[str, Any], change: str | None = None, most: int | None = None
+    ) -> tuple[int, Any]:
+        if body.get("load_format") != "flattened_bucket":  # null loads (name, tensor), of which none is here
+            return 400, {"success": False, "message": "too many values to unpack"}
+        for payload in body["serialized_named_tensors"][:1]:  # of rank 0, the only one
+            try:
+                self.weights.load_entries(read_bucket(payload), change, most)
+            except Broken as error:  # nothing goes back: what was loaded stays
+                return 400, {"success": False, "message": str(error)}
+        if body.get("flush_cache", True):
+            if self.requests:
+                raise Died("Cache flush failed after updating weights")
+            self.cache.clear()
+        return 200, {"success": True, "message": "Success"}
+
     def update_weight_version(self, body: dict[str, Any]) -> tuple[int, Any]:
         if body.get("abort_all_requests", True):
             self.abort()
@@ -326,16 +343,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _act(self, path: str, body: dict[str, Any], fault: str | None) -> tuple[int, Any]:
         server = self.server
-        if path != "/update_weights_from_disk":
+        if path not in ("/update_weights_from_disk", "/update_weights_from_tensor"):
             route: Callable[[dict[str, Any]], tuple[int, Any]] = getattr(server, path[1:])
             return route(body)
-        if fault == "truncated":
+        if fault == "truncated" and "model_path" in body:
             first = sorted(Path(body["model_path"]).glob("*.safetensors"))[0]
             first.write_bytes(first.read_bytes()[:-1])
         most = len(server.weights.kinds) // 2 if fault in ("400", "during") else None
-        return server.update_weights_from_disk(
-            body, fault if fault in ("lost", "doubled", "swapped") else None, most
-        )
+        update: Callable[..., tuple[int, Any]] = getattr(server, path[1:])
+        return update(body, fault if fault in ("lost", "doubled", "swapped") else None, most)
 
     def _reply(self, status: int, document: Any, *, is_cut: bool = False) -> None:
         data = (document if isinstance(document, str) else json.dumps(document)).encode()

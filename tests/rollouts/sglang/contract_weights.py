@@ -1,8 +1,11 @@
 """The weights of the contract server: bytes by name, loaded from safetensors as SGLang loads a directory."""
 
+import base64
 import hashlib
+import io
 import json
 import math
+import pickle
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -33,6 +36,45 @@ def read_directory(directory: Path) -> Iterator[tuple[str, str, tuple[int, ...],
             if len(values) != stop - start:
                 raise Broken(f"{path.name} is truncated")
             yield name, entry["dtype"], tuple(entry["shape"]), values
+
+
+class Unpickler(pickle.Unpickler):
+    """SGLang loads what these modules hold, and nothing else (0.5.16, utils/common.py)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        prefixes = (
+            "builtins.",
+            "collections.",
+            "copyreg.",
+            "functools.",
+            "types.",
+            "torch.",
+            "multiprocessing.",
+        )
+        if not (module + ".").startswith(prefixes) or (module, name) == ("types", "FunctionType"):
+            raise Broken(f"Blocked unsafe class loading ({module}.{name})")
+        return super().find_class(module, name)
+
+
+def open_bucket(payload: str) -> tuple[Any, list[Any]]:
+    """The flat tensor of a bucket, and where each tensor lies in it."""
+    content = Unpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    return content["flattened_tensor"], content["metadata"]
+
+
+def read_bucket(payload: str) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    """name, dtype, shape, bytes of each tensor of a bucket."""
+    import torch
+
+    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    flat, places = open_bucket(payload)
+    entries = []
+    for place in places:
+        part = flat[place.start_idx : place.end_idx].view(place.dtype).reshape(place.shape)
+        values = part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert place.numel == len(values)
+        entries.append((place.name, names[place.dtype], tuple(place.shape), values))
+    return entries
 
 
 class Weights:
@@ -68,7 +110,10 @@ class Weights:
 
         `change` is a fault of the way: a tensor is lost, doubled, or swapped with another of its shape.
         """
-        entries = list(read_directory(directory))
+        self.load_entries(list(read_directory(directory)), change, most)
+
+    def load_entries(self, entries: list, change: str | None = None, most: int | None = None) -> None:
+        """As `load`, of the tensors in a list."""
         if change == "lost":
             del entries[len(entries) // 2]
         if change == "doubled":

@@ -17,7 +17,7 @@ CLASSES = (
     "AbortReq", "BeginWeightUpdateReqInput", "CheckWeightsReqInput", "ContinueGenerationReqInput",
     "EndWeightUpdateReqInput", "FlushCacheReqInput", "GenerateReqInput", "PauseGenerationReqInput",
     "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput", "SamplingParams",
-    "UpdateWeightFromDiskReqInput", "UpdateWeightVersionReqInput",
+    "UpdateWeightFromDiskReqInput", "UpdateWeightVersionReqInput", "UpdateWeightsFromTensorReqInput",
 )  # fmt: skip
 
 

@@ -13,6 +13,14 @@ def tensor_hash(tensor):
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return int.from_bytes(hashlib.sha256(memoryview(data)).digest()[:8], "big")
 '''
+SERIALIZER = """from tests.rollouts.sglang.contract_weights import open_bucket
+
+class MultiprocessingSerializer:
+    @staticmethod
+    def deserialize(data):
+        values, places = open_bucket(data)
+        return {"flattened_tensor": values, "metadata": places}
+"""
 
 
 def build_python(folder: Path, version: str | None = "0.5.16") -> str:
@@ -25,6 +33,7 @@ def build_python(folder: Path, version: str | None = "0.5.16") -> str:
         "sglang/srt/__init__.py": "print('noise')\n",
         "sglang/srt/managers/__init__.py": "",
         "sglang/srt/managers/mm_utils.py": HASHES,
+        "sglang/srt/utils/__init__.py": SERIALIZER,
         f"sglang-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n",
     }
     for name, text in files.items() if version else ():

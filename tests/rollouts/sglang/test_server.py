@@ -13,6 +13,7 @@ import torch
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.rollouts.sglang.checksums import HashHelper
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
+from bundle.weight_sync.transports.ipc import Bucket
 from tests.rollouts.sglang.building import REQUESTS, build_tensors, run_cluster
 from tests.rollouts.sglang.contract_server import wait_until
 from tests.rollouts.sglang.site import REPOSITORY, build_python
@@ -146,7 +147,7 @@ def compute_hash(*tensors: torch.Tensor) -> str:
     return hashlib.sha256(data).digest()[:8].hex()
 
 
-def test_a_helper_puts_together_what_the_server_has(tmp_path, python):
+def test_a_helper_puts_together_what_the_server_has(tmp_path, python, share_by_names):
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
@@ -181,20 +182,30 @@ def test_a_helper_puts_together_what_the_server_has(tmp_path, python):
     expected["draft.model.embed_tokens.weight"] = expected["model.embed_tokens.weight"]
     unknown = ["draft.model.norm.weight", "c.qkv_proj.weight", "other.experts.w2_weight", "other.experts.x"]
     helper = HashHelper(python, 60)
-    assert helper(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
+    assert helper.compute(tmp_path, dict.fromkeys([*expected, *unknown], "")) == expected
     with pytest.raises(JobFailed):
-        helper(tmp_path / "none", {"norm.weight": ""})
-    assert helper(tmp_path, {"norm.weight": ""}) == {"norm.weight": expected["norm.weight"]}
+        helper.compute(tmp_path / "none", {"norm.weight": ""})
+    assert helper.compute(tmp_path, {"norm.weight": ""}) == {"norm.weight": expected["norm.weight"]}
+    for addend in (0, 1):  # a second version replaces the first
+        for names in (parts[:7], parts[7:]):
+            helper.take(Bucket([(name, tensors[name] + addend) for name in names]))
+        checksums = helper.compute(None, dict.fromkeys([*expected, *unknown], ""))
+        assert checksums["norm.weight"] == compute_hash(tensors["norm.weight"] + addend)
+        assert checksums.keys() == expected.keys() and (checksums == expected) is (addend == 0)
+    with pytest.raises(JobFailed):
+        helper.compute(None, {"norm.weight": ""})  # no bucket came since
     helper.close()
 
 
 @pytest.mark.parametrize("body", ["exit 1", "sleep 600", "echo nonsense; sleep 600"])
-def test_a_helper_that_fails_is_no_proof(tmp_path, body):
+def test_a_helper_that_fails_is_no_proof(tmp_path, body, share_by_names):
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     with pytest.raises(JobFailed):
-        HashHelper(str(program), 0.3)(tmp_path, {"a": ""})
+        HashHelper(str(program), 0.3).compute(tmp_path, {"a": ""})
+    with pytest.raises(JobFailed):
+        HashHelper(str(program), 0.3).take(Bucket([("a", torch.ones(1))]))
 
 
 def test_weights_of_runs_that_were_killed_are_removed(tmp_path):

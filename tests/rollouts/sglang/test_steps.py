@@ -1,12 +1,13 @@
 """The order of all calls, and the traps of SGLang: each has a test that fails without its guard."""
 
 import threading
+from functools import partial
 
 import pytest
 
 from bundle.errors import JobFailed, UsageError
 from bundle.rollouts import Request, Rollout, Sampling
-from bundle.rollouts.sglang import FirstReplicaChecksums
+from bundle.rollouts.sglang.checksums import FirstReplicaChecksums
 from bundle.rollouts.sglang.client import Client, Keys, ServerFault
 from bundle.rollouts.sglang.server import ServerReplica
 from bundle.weight_sync.manifest import NameTable
@@ -15,9 +16,9 @@ from bundle.weight_sync.transports.files import FilesTransport
 from tests.rollouts.sglang.building import (
     REQUESTS,
     SAMPLING,
+    Checksums,
     Cluster,
     build_tensors,
-    compute_expected,
     run_cluster,
 )
 from tests.rollouts.sglang.contract_server import ContractServer, wait_until
@@ -152,9 +153,11 @@ def test_a_tag_that_is_not_released_is_not_resumed(tmp_path):
     written = FilesTransport(tmp_path, NameTable({}, DRAFT, {}), has_draft=True).write(
         1, build_tensors(1).items()
     )
-    sync.sync(1, written.directory, compute_expected)
-    sync.rest()
-    sync.sync(1, written.directory, compute_expected)
+    expect = partial(Checksums().compute, written.directory)
+    for _ in range(2):
+        sync.sync(1, lambda replica: replica.load(written.directory), expect)
+        sync.rest()
+    sync.sync(1, lambda replica: replica.load(written.directory), expect)
     assert not server.is_dead.is_set() and sync.version == 1
     assert set(sync.seconds) == set(Step) - {Step.START, Step.COVER} and min(sync.seconds.values()) >= 0
     assert not {"/resume_memory_occupation", "/release_memory_occupation"} & {
@@ -269,7 +272,7 @@ def test_an_interrupted_answer_goes_on_where_it_was(cluster: Cluster):
 
 
 def test_checksums_come_from_the_first_replica_where_nothing_else_computes_them(tmp_path):
-    with run_cluster(tmp_path, 2, expect=FirstReplicaChecksums()) as cluster:
+    with run_cluster(tmp_path, 2, checksums=FirstReplicaChecksums()) as cluster:
         cluster.sync(1)
         cluster.server(1).weights.values["model.embed_tokens.weight"] = b""
         cluster.sync(2)
@@ -279,11 +282,12 @@ def test_checksums_come_from_the_first_replica_where_nothing_else_computes_them(
 def test_a_checksum_that_takes_long_is_asked_for_once(tmp_path):
     import time
 
-    def compute_slowly(directory, checksums):
-        time.sleep(0.6)
-        return compute_expected(directory, checksums)
+    class SlowChecksums(Checksums):
+        def compute(self, directory, checksums):
+            time.sleep(0.6)
+            return super().compute(directory, checksums)
 
-    with run_cluster(tmp_path, expect=compute_slowly) as cluster:
+    with run_cluster(tmp_path, checksums=SlowChecksums()) as cluster:
         counts = []
         for version in (1, 2, 3, 4):
             cluster.sync(version)
@@ -291,6 +295,7 @@ def test_a_checksum_that_takes_long_is_asked_for_once(tmp_path):
         assert counts == [4, 5, 5, 5]
         cluster.server().die("killed")
         cluster.sync(5)  # what was started anew is proven anew
+        assert cluster.paths().count(CHECK) == 6
         assert cluster.ask() == [(5, 5, 5)] * len(REQUESTS)
 
 

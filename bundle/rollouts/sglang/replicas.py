@@ -1,0 +1,232 @@
+"""The servers of a run, and how each version of the weights comes to them: by files, or in buckets."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bundle.errors import JobFailed
+from bundle.pretrained.writing import OutputTensor
+from bundle.rollouts.sglang.checksums import ChecksumSource
+from bundle.rollouts.sglang.client import Client
+from bundle.weight_sync.manifest import Manifest
+from bundle.weight_sync.states import KV_CACHE, Expect, FreeMemoryWait, ReplicaSync, Step, SyncFailed, Verify
+from bundle.weight_sync.transports.files import FilesTransport, WrittenWeights
+from bundle.weight_sync.transports.ipc import Bucket, build_buckets, load_buckets
+
+_log = logging.getLogger(__name__)
+# Checksums after every sync may take this share of the time from one sync to the next, or so many seconds.
+_VERIFY_SHARE, _VERIFY_SECONDS = 0.02, 0.5
+
+
+class Replicas:
+    """All replicas and the weights that they have; `version` is None while none may answer.
+
+    The first version comes by files, which prove that all of it arrives. Where a device of buckets is named,
+    the same version comes in buckets, too; the next ones do where that gave the same checksums.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        declared: Mapping[str, OutputTensor],
+        files: FilesTransport,
+        checksums: ChecksumSource,
+        *,
+        verify: Verify = "always",
+        memory: FreeMemoryWait | None = None,
+        bucket_device: torch.device | None = None,
+    ) -> None:
+        """`declared` are the tensors that the servers' checkpoint names.
+
+        `bucket_device` is where buckets lie; None: all versions come by files.
+        """
+        self.version: int | None = None
+        # Whether another sync of the same version mends the last error.
+        self.has_lost_weights = False
+        self.all = [
+            ReplicaSync(client, memory=memory, tags=(KV_CACHE,) if client.can_restart else ())
+            for client in clients
+        ]
+        self._declared, self._files, self._checksums = declared, files, checksums
+        self._verify: Verify = verify
+        self._bucket_device = bucket_device
+        self._synced_at: float | None = None
+        self._weights: WrittenWeights | None = None
+        self._bucket_manifest: Manifest | None = None
+
+    @property
+    def usable(self) -> list[ReplicaSync[Client]]:
+        """Those that have the version."""
+        return [sync for sync in self.all if sync.version is not None and sync.version == self.version]
+
+    def sync(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send these published tensors to all replicas, all of which are taken from the iterable.
+
+        A replica that fails is left out until the next sync. Raise JobFailed where none takes them.
+        """
+        self.version, self.has_lost_weights = None, False
+        if self._bucket_manifest is not None:
+            self._weights = None
+            self._send_buckets(version, tensors, self._bucket_manifest)
+            return
+        weights = self._files.write(version, tensors)
+        weights.manifest.check_names(self._declared)
+        self._weights = weights
+        self._load_files(weights)
+        self._files.remove_others(weights.directory)
+        if self._bucket_device is not None:
+            self._prove_buckets(weights, self._bucket_device)
+
+    def load_again(self) -> None:
+        """Load the version again, where no replica has it. Raise JobFailed where none takes it."""
+        if self._weights is None:
+            self.version, self.has_lost_weights = None, True
+            raise JobFailed("rollout: no server has the weights any more, and no file has them.")
+        self._load_files(self._weights)
+
+    def rest(self) -> None:
+        """Pause the servers and release their KV cache."""
+        self.version = None
+        for sync in self.all:
+            if sync.version is not None:
+                try:
+                    sync.rest()
+                except JobFailed as error:
+                    _log.error("%s", error)
+
+    def close(self) -> None:
+        """End the servers that the run has started, and remove the files."""
+        self.version = None
+        for sync in self.all:
+            sync.replica.close()
+        self._checksums.close()
+        self._files.close()
+
+    def _load_files(self, weights: WrittenWeights) -> None:
+        """Sync all replicas at once; once more where all fail. Raise JobFailed where none serves then."""
+        version = weights.manifest.version
+
+        def load(sync: ReplicaSync[Client]) -> None:
+            expect = self._expect(weights.directory)
+            sync.sync(version, lambda replica: replica.load(weights.directory), expect, self._verify)
+
+        for _ in range(2):
+            if _attempt(load, self.all):
+                break
+        else:
+            raise self._build_error(version)
+        self._count_sync(version)
+
+    def _prove_buckets(self, weights: WrittenWeights, device: torch.device) -> None:
+        """Send a version that all have by files once more, in buckets; use these from then on, or never."""
+        version, usable = weights.manifest.version, self.usable
+
+        def load(replica: Client) -> None:
+            load_buckets(build_buckets(weights.read_tensors(device)), replica.load_bucket)
+
+        expect = self._expect(weights.directory)
+        proven = _attempt(lambda sync: sync.sync(version, load, expect, proves_coverage=True), usable)
+        if len(proven) < len(usable):
+            self._stop_buckets(usable)
+            self._load_files(weights)
+            return
+        self._bucket_manifest, self._weights = weights.manifest, None
+        self._files.remove_others(None)
+
+    def _send_buckets(self, version: int, tensors: Iterable[tuple[str, Tensor]], manifest: Manifest) -> None:
+        """Send a version in buckets; each goes to all replicas before the next one."""
+        prepared = ready = _attempt(ReplicaSync.prepare, self.all)
+        needs_proof = self._verify == "always" or not all(sync.is_proven for sync in prepared)
+        taking_seconds = 0.0
+
+        def load(bucket: Bucket) -> None:
+            nonlocal ready, taking_seconds
+            ready = _attempt(lambda sync: sync.send(lambda replica: replica.load_bucket(bucket)), ready)
+            started = time.monotonic()
+            if needs_proof and ready:
+                self._checksums.take(bucket)
+            taking_seconds += time.monotonic() - started
+
+        stream = iter(tensors)
+        try:
+            load_buckets(build_buckets(manifest.select_sent(stream)), load)
+        except BaseException as error:
+            for sync in ready:
+                sync.fail(Step.SEND, error)
+            self._stop_buckets(prepared)
+            self.has_lost_weights = isinstance(error, JobFailed)
+            raise
+        finally:
+            for _ in stream:
+                pass
+        finished = _attempt(lambda sync: sync.finish(version, self._expect(None), self._verify), ready)
+        if len(finished) < len(prepared):
+            self._stop_buckets(prepared)
+        if not finished:
+            self.has_lost_weights = True
+            raise self._build_error(version)
+        self._count_sync(version, taking_seconds)
+
+    def _expect(self, directory: Path | None) -> Expect:
+        return partial(self._checksums.compute, directory)
+
+    def _stop_buckets(self, syncs: Sequence[ReplicaSync[Client]]) -> None:
+        """Use files from now on, and say why."""
+        reasons = [str(sync.failure) for sync in syncs if sync.failure is not None]
+        _log.warning(
+            "rl.rollout.transport: files from now on: %s", "; ".join(reasons) or "no server was ready"
+        )
+        self._bucket_device = self._bucket_manifest = None
+
+    def _build_error(self, version: int) -> JobFailed:
+        failures = [sync.failure for sync in self.all if sync.failure is not None]
+        lines = [line for failure in failures for line in failure.list_lines()]
+        return JobFailed(f"rollout: no server has taken version {version}.", lines)
+
+    def _count_sync(self, version: int, taking_seconds: float = 0.0) -> None:
+        """Note a sync that has gone through; ask for no checksums any more where they take too long."""
+        now, is_first = time.monotonic(), self._synced_at is None
+        self.version = version
+        for sync in self.all:
+            if is_first and sync.failure is None:
+                steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in sync.seconds.items())
+                _log.info("rollout: %s serves version %d; seconds: %s", sync.replica.name, version, steps)
+        seconds = taking_seconds + max(sync.seconds.get(Step.VERIFY, 0.0) for sync in self.all)
+        step_seconds = now - (self._synced_at or now)
+        if (
+            self._verify == "always"
+            and not is_first
+            and seconds > max(_VERIFY_SECONDS, _VERIFY_SHARE * step_seconds)
+        ):
+            _log.warning(
+                "rl.rollout.verify: first from now on: checksums took %.1f s of a step of %.1f s",
+                seconds,
+                step_seconds,
+            )
+            self._verify = "first"
+        self._synced_at = now
+
+
+def _attempt(
+    action: Callable[[ReplicaSync[Client]], None], syncs: Sequence[ReplicaSync[Client]]
+) -> list[ReplicaSync[Client]]:
+    """Do this with all replicas at once; return those where it has gone through, and log why others fail."""
+
+    def attempt(sync: ReplicaSync[Client]) -> bool:
+        try:
+            action(sync)
+        except SyncFailed as error:
+            _log.error("%s", error)
+            return False
+        return True
+
+    if not syncs:
+        return []
+    with ThreadPoolExecutor(len(syncs)) as pool:
+        return [sync for sync, is_done in zip(syncs, pool.map(attempt, syncs), strict=True) if is_done]
