@@ -90,8 +90,6 @@ class Job:
         """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention
-        if self.mem_fraction_static is not None:
-            values["rl"]["rollout"]["mem_fraction_static"] = self.mem_fraction_static
         return from_mapping(values, "the job's recipe")
 
     @cached_property

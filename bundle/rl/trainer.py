@@ -23,7 +23,6 @@ from bundle.engine import MicroBatch, Scores, StepResult
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.launch.job import Job
 from bundle.models.streaming import Receiver, TensorStream
-from bundle.planning.rollout import has_own_servers
 from bundle.rewards import RewardPool, check_failed_share
 from bundle.rl import loop, rollout_files
 from bundle.rl.advantages import (
@@ -47,7 +46,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RESENDINGS = 2  # of weights that all servers have lost, for the same answers
-_NEEDED_PART = 0.9  # of what the plan counts, which may be too much
 _NO_IMAGES: NDArray[np.int64] = np.zeros((0, 3), np.int64)
 
 
@@ -91,12 +89,7 @@ class PolicyTrainer:
         for name in ("rollouts", "skipped_steps", "flat_steps"):
             self._state.setdefault(name, 0)
         self.session.checkpoints.best_step = self._state.get("best_step")
-        shares_device = has_own_servers(recipe) and builder.device.type != "cpu"
-        self._shared_memory = (
-            TrainerMemory(builder.device, int(_NEEDED_PART * builder.job.learning_bytes))
-            if shares_device
-            else None
-        )
+        self._shared_memory = TrainerMemory.from_job(builder.job, builder.device)
         is_replay = self.settings.rollout.path is not None
         self._sampler = None if is_replay else self._start_sampler(builder, exit_stack)
 

@@ -115,9 +115,8 @@ def _build_servers(
         arguments += ["--chunked-prefill-size", str(length)]
 
     def read_memory_arguments() -> list[str]:
-        if memory is None or settings.mem_fraction_static is None:
-            return []
-        return ["--mem-fraction-static", f"{memory.convert_to_free_part(settings.mem_fraction_static):.4f}"]
+        part = memory and memory.compute_free_part()
+        return [] if part is None else ["--mem-fraction-static", f"{part:.4f}"]
 
     return [
         ServerReplica(

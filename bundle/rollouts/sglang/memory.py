@@ -5,15 +5,30 @@ from typing import Any, NamedTuple
 import torch
 
 from bundle.errors import JobFailed, format_bytes
+from bundle.launch.job import Job
+from bundle.planning.rollout import has_own_servers
 
 _MOST = 0.95  # of the free memory
+_NEEDED_PART = 0.9  # of what the plan counts, which may be too much
 
 
 class TrainerMemory(NamedTuple):
-    """The memory of `device`; `needed` is what the trainer must be able to have while it learns [bytes]."""
+    """The memory of `device`; `needed` is what the trainer must be able to have while it learns [bytes].
+
+    `server_part` of all memory is the server's; None: what the server chooses.
+    """
 
     device: torch.device
     needed: int
+    server_part: float | None = None
+
+    @classmethod
+    def from_job(cls, job: Job, device: torch.device) -> "TrainerMemory | None":
+        """Return the memory that a job shares with servers of its own; None without them, and on a CPU."""
+        if job.recipe.rl is None or not has_own_servers(job.recipe) or device.type == "cpu":
+            return None
+        part = job.mem_fraction_static or job.recipe.rl.rollout.mem_fraction_static
+        return cls(device, int(_NEEDED_PART * job.learning_bytes), part)
 
     @property
     def _module(self) -> Any:
@@ -27,17 +42,19 @@ class TrainerMemory(NamedTuple):
         """Return what is free and what the trainer has [bytes]."""
         return int(self._module.mem_get_info(self.device)[0] + self._module.memory_reserved(self.device))
 
-    def convert_to_free_part(self, part_of_total: float) -> float:
-        """Return a part of all memory as a part of the free memory, in which SGLang counts.
+    def compute_free_part(self) -> float | None:
+        """Return the server's part of the free memory, in which SGLang counts; None: it chooses.
 
         Raise JobFailed where less is free: another process uses the device, such as a second run.
         """
+        if self.server_part is None:
+            return None
         self.release_cache()
         free, total = self._module.mem_get_info(self.device)
-        if part_of_total * total > free:
-            part = format_bytes(int(part_of_total * total))
+        if self.server_part * total > free:
+            part = format_bytes(int(self.server_part * total))
             raise JobFailed(
                 f"rl.rollout.mem_fraction_static: {part} of the device are the server's, and"
                 f" {format_bytes(free)} are free. End what else uses the device, or lower it."
             )
-        return float(min(part_of_total * total / free, _MOST))
+        return float(min(self.server_part * total / free, _MOST))

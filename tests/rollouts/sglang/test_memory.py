@@ -25,15 +25,15 @@ def device(monkeypatch):
 
 
 def test_a_part_of_the_device_is_a_part_of_what_is_free(device):
-    memory = TrainerMemory(torch.device("meta"), 1)
-    assert memory.convert_to_free_part(0.2) == 0.4  # 20 of 50
+    assert TrainerMemory(torch.device("meta"), 1, 0.2).compute_free_part() == 0.4  # 20 of 50
     assert device.reserved == 30
-    assert memory.convert_to_free_part(0.49) == 0.95
+    assert TrainerMemory(torch.device("meta"), 1, 0.49).compute_free_part() == 0.95
+    assert TrainerMemory(torch.device("meta"), 1).compute_free_part() is None
 
 
 def test_a_device_that_another_process_uses_is_refused(device, messages):
     with pytest.raises(JobFailed) as error:
-        TrainerMemory(torch.device("meta"), 1).convert_to_free_part(0.51)
+        TrainerMemory(torch.device("meta"), 1, 0.51).compute_free_part()
     assert str(error.value).partition(":")[0] == KEY
     messages(error.value)
 
