@@ -30,11 +30,11 @@ OTHER_SHARE = 0.05
 def main() -> None:
     """Train, print the seconds and shares of the phases as JSON, and judge the share of everything else."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="updates; without it, those of the recipe")
     parser.add_argument("--packed", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    overrides = [f"train.steps={chosen.steps}"]
+    overrides = [f"train.steps={chosen.steps}"] * (chosen.steps is not None)
     overrides += ["data.packed=true", "train.micro_batch_size=1", "data.sequence_length=4096"] * chosen.packed
     with tempfile.TemporaryDirectory() as directory:
         seconds, total = run(load("grpo-arithmetic-cpu", overrides), Path(directory) / "run")

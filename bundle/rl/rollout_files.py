@@ -27,7 +27,7 @@ def find_path(directory: Path, number: int, attempt: int) -> Path:
 def write_batch(path: Path, batch: AnswerBatch, tokenizer: Tokenizer) -> None:
     """Write the answers of a step; `read_batch` returns exactly the same numbers."""
     path.parent.mkdir(exist_ok=True)
-    files.write_text(path, "".join(f"{json.dumps(line)}\n" for line in _dump(batch, tokenizer)))
+    files.write_text(path, "".join(_dump(batch, tokenizer)))
 
 
 def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> AnswerBatch:
@@ -56,18 +56,24 @@ def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> An
     return batch
 
 
-def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the line of each answer; what a question says is encoded once for its answers."""
     judgement, size = batch.judgement, batch.group_size
-    prompts = [tokenizer.decode(question.ids) for question in batch.questions]
+    beginnings = [
+        json.dumps(
+            {
+                "place": question.place,
+                "prompt": tokenizer.decode(question.ids),
+                "prompt_ids": list(question.ids),
+            }
+        )
+        for question in batch.questions
+    ]
     for number, (answer, text) in enumerate(zip(batch.answers, batch.texts, strict=True)):
-        question = batch.questions[number // size]
-        yield {
-            "place": question.place,
+        rest = {
             "question": answer.question,
             "answer": answer.answer,
-            "prompt": prompts[number // size],
-            "prompt_ids": list(question.ids),
-            "ids": list(answer.ids),
+            "ids": answer.ids,
             "text": text,
             "reward": _to_json(judgement.rewards[number]),
             "rewards": {name: _to_json(column[number]) for name, column in judgement.values.items()},
@@ -75,6 +81,7 @@ def _dump(batch: AnswerBatch, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
             "log_probs": answer.log_probs.tolist(),
             "versions": answer.versions.tolist(),
         }
+        yield f"{beginnings[number // size][:-1]}, {json.dumps(rest)[1:]}\n"
 
 
 def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question], group_size: int) -> AnswerBatch:
