@@ -156,7 +156,7 @@ def measure_coverage(config: dict[str, Any], *arguments: str) -> Callable[[str, 
                     print(f"without {label}, {way}: {error or 'taken'}", flush=True)
                     if not error:
                         yield f"a sync without {label} is taken by {way}"
-            sync.failure = None  # the server lives, and needs no start to take a whole version
+            sync.failure, sync._reached = None, Step.RELEASE
             rollout.sync(9, draw_tensors(recipe, 9))
             generate(rollout, recipe.architecture.vocab_size, 9)
         finally:
@@ -183,9 +183,12 @@ def find_failures(
         "files": lambda replica: replica.load(weights.directory),
         "ipc": lambda replica: load_buckets(build_buckets(tensors), replica.load_bucket),
     }
+    sync = replicas.all[0]
+    if sync.failure is None:
+        sync.rest()
     for way, send in loads.items():
-        sync = replicas.all[0]
-        sync.failure = None  # the server lives, and needs no start
+        # The server lives, paused and released: it needs no start.
+        sync.failure, sync._reached = None, Step.RELEASE
         try:
             sync.sync(6, send, lambda _: {}, proves_coverage=True)
             yield way, ""

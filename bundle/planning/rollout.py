@@ -15,13 +15,13 @@ from bundle.recipe import Recipe
 MOST_ROWS, FLOAT64_LOGITS = 256, 2**24
 OLDEST_SGLANG = "0.5.16"
 SHARED_MEMORY = Path("/dev/shm")
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # How many versions of the weights lie in the folder of a sync at once.
 _VERSIONS = 2
 
 
-# What a server has beside weights and cache: its context, graphs and workspaces (`benchmarks.gpu.rollouts`).
-_SERVER_BYTES = 2 * 2**30
+# Beside weights and cache: 3 GiB of a server, 2 GiB of the process of its checksums (`benchmarks.gpu.turns`).
+_SERVER_BYTES = 5 * 2**30
 
 
 class RolloutBytes(NamedTuple):
@@ -61,10 +61,13 @@ def has_own_servers(recipe: Recipe) -> bool:
     return rollout is not None and rollout.engine == "sglang" and not rollout.urls and rollout.path is None
 
 
-def can_share_memory(backend: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a server can open the trainer's tensors where they lie, with these variables."""
-    settings = [environment.get(name, "") for name in ALLOCATOR_VARIABLES]
-    return backend == "cuda" and not any("expandable_segments:True" in setting for setting in settings)
+def find_sharing_obstacle(backend: str, environment: Mapping[str, str]) -> str | None:
+    """Return what keeps a server from opening the trainer's memory; None: nothing."""
+    if backend != "cuda":
+        return f"backend {backend}"
+    segments = "expandable_segments:True"
+    names = (name for name in _ALLOCATOR_VARIABLES if segments in environment.get(name, ""))
+    return next((f"{name}={segments}" for name in names), None)
 
 
 def choose_transport(recipe: Recipe, backend: str, environment: Mapping[str, str]) -> Literal["files", "ipc"]:
@@ -74,7 +77,7 @@ def choose_transport(recipe: Recipe, backend: str, environment: Mapping[str, str
     if settings.transport is not None:
         return settings.transport
     has_one_device = has_own_servers(recipe) and settings.replicas * settings.tp == 1
-    return "ipc" if has_one_device and can_share_memory(backend, environment) else "files"
+    return "ipc" if has_one_device and find_sharing_obstacle(backend, environment) is None else "files"
 
 
 def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:

@@ -7,12 +7,7 @@ from typing import NamedTuple
 from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
-from bundle.planning.rollout import (
-    ALLOCATOR_VARIABLES,
-    can_share_memory,
-    count_kv_cache_bytes,
-    has_own_servers,
-)
+from bundle.planning.rollout import count_kv_cache_bytes, find_sharing_obstacle, has_own_servers
 from bundle.recipe import Recipe
 
 
@@ -67,12 +62,10 @@ def find_transport_problems(
     recipe: Recipe, backend: str, environment: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Yield why a server cannot open the trainer's memory, where the recipe asks for it."""
-    is_asked = recipe.rl is not None and recipe.rl.rollout.transport == "ipc"
-    if is_asked and not can_share_memory(backend, environment):
-        yield to_hardware_problem(
-            "rl.rollout.transport: ipc needs CUDA, and memory that is no expandable segment"
-            f" ({' or '.join(ALLOCATOR_VARIABLES)}). Set files, or change the variable."
-        )
+    if recipe.rl is None or recipe.rl.rollout.transport != "ipc":
+        return
+    if obstacle := find_sharing_obstacle(backend, environment):
+        yield to_hardware_problem(f"rl.rollout.transport: ipc is not possible with {obstacle}. Set files.")
 
 
 def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:

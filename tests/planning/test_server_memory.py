@@ -8,8 +8,8 @@ import pytest
 from bundle.errors import ExitCode
 from bundle.planning.activations import ActivationBytes
 from bundle.planning.memory import MemoryEstimate, StateBytes
-from bundle.planning.rollout import RolloutBytes, count_kv_cache_bytes
-from bundle.planning.server_memory import DeviceShare, add_cache, share_device
+from bundle.planning.rollout import RolloutBytes, choose_transport, count_kv_cache_bytes
+from bundle.planning.server_memory import DeviceShare, add_cache, find_transport_problems, share_device
 from bundle.recipe import Recipe, load
 from tests.command import run_bundle
 
@@ -98,9 +98,48 @@ def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
     assert share_device(load("grpo-arithmetic-cpu"), stages, GIB) is None
 
 
+@pytest.mark.parametrize(
+    "overrides, backend, setting, transport",
+    [
+        ([], "cuda", "", "ipc"),
+        ([], "cuda", "max_split_size_mb:64", "ipc"),
+        ([], "cuda", "expandable_segments:True", "files"),
+        ([], "cpu", "", "files"),
+        ([], "npu", "", "files"),
+        (["rl.rollout.replicas=2"], "cuda", "", "files"),
+        (["rl.rollout.tp=2"], "cuda", "", "files"),
+        ([URLS], "cuda", "", "files"),
+        (["rl.rollout.transport=files"], "cuda", "", "files"),
+        (["rl.rollout.tp=2", "rl.rollout.transport=ipc"], "cuda", "", "ipc"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_one_server_on_one_gpu_opens_the_memory_of_the_trainer(
+    overrides, backend, setting, transport, variable
+):
+    assert choose_transport(build(*overrides), backend, {variable: setting}) == transport
+
+
+@pytest.mark.parametrize(
+    "backend, setting", [("cpu", ""), ("npu", ""), ("cuda", "a:1,expandable_segments:True")]
+)
+def test_memory_that_no_server_can_open_is_refused(backend, setting, messages):
+    environment = {"PYTORCH_ALLOC_CONF": setting}
+    problems = list(find_transport_problems(build("rl.rollout.transport=ipc"), backend, environment))
+    assert [problem.code for problem in problems] == [ExitCode.ENVIRONMENT_UNFIT]
+    messages(problems[0].text)
+    for recipe in (build(), build("rl.rollout.transport=files"), load("demo")):
+        assert not list(find_transport_problems(recipe, backend, environment))
+    allowed = find_transport_problems(build("rl.rollout.transport=ipc"), "cuda", {})
+    assert not list(allowed)
+
+
 @pytest.mark.processes
 def test_a_plan_and_its_job_have_the_share(tmp_path):
+    import torch
+
     from bundle.launch import job as job_file
+    from bundle.rollouts.sglang.memory import TrainerMemory
 
     words = ["plan", "grpo-arithmetic-cpu", "--hardware=h200", "--backend=cuda", "--devices-per-node=1"]
     words += [f"--set={override}" for override in (*SERVED, f"rl.rollout.weights_folder={tmp_path}")]
@@ -112,9 +151,15 @@ def test_a_plan_and_its_job_have_the_share(tmp_path):
     assert job.learning_bytes == stage["learning"] - stage["rollout_weights"] - stage["rollout_overhead"]
     assert stage["sampling"] > 100 * GIB > stage["learning"]
     assert job.recipe.rl and job.recipe.rl.rollout.mem_fraction_static is None
-    assert job.effective_recipe.rl
-    assert job.effective_recipe.rl.rollout.mem_fraction_static == job.mem_fraction_static
+    memory = TrainerMemory.from_job(job, torch.device("cuda"))
+    assert memory == (torch.device("cuda"), int(0.9 * job.learning_bytes), job.mem_fraction_static)
+    assert TrainerMemory.from_job(job, torch.device("cpu")) is None
     words[-2:] = ["--set=rl.rollout.mem_fraction_static=0.99", "--json"]
     code = ExitCode.ENVIRONMENT_UNFIT
     document = json.loads(run_bundle(*words, cwd=tmp_path, code=code).stdout)
     assert any("mem_fraction_static" in problem["text"] for problem in document["problems"])
+    words[-2:] = ["--set=rl.rollout.transport=ipc", "--json"]
+    run_bundle(*words, cwd=tmp_path, code=0)
+    words.append("--set=environment.PYTORCH_ALLOC_CONF=expandable_segments:True")
+    document = json.loads(run_bundle(*words, cwd=tmp_path, code=code).stdout)
+    assert [problem["text"].partition(":")[0] for problem in document["problems"]] == ["rl.rollout.transport"]

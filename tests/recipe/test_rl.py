@@ -286,8 +286,9 @@ def test_servers_have_keys_with_defaults():
         ({"urls": ["http://user@one:1"]}, {"urls"}),
         ({"urls": ["http://one:1", "http://one:1"]}, {"urls"}),
         (
-            {"urls": ["http://one:1"], "python": "x", "replicas": 2, "tp": 2, "arguments": ["--x"]},
-            {"python", "replicas", "tp", "arguments"},
+            {"urls": ["http://one:1"], "python": "x", "replicas": 2, "tp": 2, "arguments": ["--x"]}
+            | {"transport": "files"},
+            {"python", "replicas", "tp", "arguments", "transport"},
         ),
         ({"arguments": ["--port", "1"]}, {"arguments"}),
         ({"arguments": ["--api-key=mine"]}, {"arguments"}),
@@ -297,6 +298,7 @@ def test_servers_have_keys_with_defaults():
         ({"timeout_seconds": 86_401}, {"timeout_seconds"}),
         ({"engine": "transformers", "urls": ["http://one:1"], "tp": 2}, {"urls", "tp"}),
         ({"engine": "vllm"}, {"engine"}),
+        ({"transport": "nccl"}, {"transport"}),
     ],
 )
 def test_keys_of_servers_that_cannot_be(changes, keys):

@@ -14,6 +14,8 @@ import torch
 import torch.multiprocessing  # registers with ForkingPickler how tensors are shared
 from torch import Tensor
 
+from bundle.errors import JobFailed
+
 _BUCKET_BYTES = 2**28
 _ALIGNMENT = 16
 
@@ -47,10 +49,14 @@ class Bucket:
     def share(self) -> str:
         """Return what one process opens the bucket with, once, as base64.
 
-        The memory stays in use until that process has given it back.
+        The memory stays in use until that process has given it back. Raise JobFailed for memory that no other
+        process can open.
         """
         content = {"flattened_tensor": self._values, "metadata": self._places}
-        return base64.b64encode(ForkingPickler.dumps(content)).decode()
+        try:
+            return base64.b64encode(ForkingPickler.dumps(content)).decode()
+        except RuntimeError as error:
+            raise JobFailed(f"the memory of a bucket cannot be shared ({error}).") from error
 
 
 def build_buckets(tensors: Iterable[tuple[str, Tensor]], size: int = _BUCKET_BYTES) -> Iterator[Bucket]:
@@ -77,8 +83,9 @@ def load_buckets(buckets: Iterable[Bucket], load: Callable[[Bucket], None]) -> N
             _free_opened()
         if loading is not None:
             loading.result()
-    del loading
     _free_opened()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the server takes its cache of keys and values next
 
 
 def _free_opened() -> None:

@@ -165,6 +165,17 @@ def test_a_bucket_holds_each_tensor_at_a_multiple_of_16_bytes():
         assert (entry[0], entry[2], entry[3]) == (name, tuple(tensor.shape), expected)
 
 
+def test_memory_that_cannot_be_shared_is_given_up_for_files(run, monkeypatch):
+    def refuse(tensor):
+        raise RuntimeError("expandable segments")
+
+    with run() as cluster:
+        monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", refuse)
+        for version in (1, 2):
+            cluster.sync(version)
+            assert BUCKET not in cluster.paths() and answers(cluster) == {(version,) * 3}
+
+
 def test_buckets_end_between_modules_that_servers_do_not_join():
     sizes = {
         "m.0.attn.q_a.weight": 3,

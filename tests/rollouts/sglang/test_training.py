@@ -30,6 +30,9 @@ def runs(installed, tmp_path_factory):
     alone, ranks = ({name: {"overrides": STEPS | more}} for name, more in (("one", {}), ("servers", servers)))
     installed.world.run("tests.rl.training", 1, str(directory), json.dumps(alone), timeout=400)
     installed.world.run("tests.rl.training", 2, str(directory), json.dumps(ranks), timeout=400)
+    in_buckets = json.dumps({"buckets": {"overrides": STEPS | servers}})
+    module = "tests.rollouts.sglang.bucket_training"
+    installed.world.run(module, 2, str(directory), in_buckets, timeout=400)
     assert not [*(directory / "weights").iterdir()]
     return directory
 
@@ -39,8 +42,9 @@ def read_answers(run: Path) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
-def test_answers_are_those_of_one_process(runs):
-    ours, theirs = read_answers(runs / "servers"), read_answers(runs / "one")
+@pytest.mark.parametrize("run", ["servers", "buckets"])
+def test_answers_are_those_of_one_process(runs, run):
+    ours, theirs = read_answers(runs / run), read_answers(runs / "one")
     assert len(ours) == len(theirs) == 2
     for batch, same_batch in zip(ours, theirs, strict=True):
         for answer, same in zip(batch, same_batch, strict=True):
@@ -49,15 +53,16 @@ def test_answers_are_those_of_one_process(runs):
             np.testing.assert_allclose(answer["log_probs"], same["log_probs"], rtol=0, atol=1e-5)
     lines, others = (
         [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("servers", "one")
+        for run in (run, "one")
     )
     for key in ("train/loss", "reward/mean"):
         values = [line[key] for line in lines if key in line]
         assert values and values == pytest.approx([line[key] for line in others if key in line], rel=1e-5)
 
 
-def test_a_server_that_was_killed_was_started_anew(runs):
-    logs = runs / "servers" / "logs" / "rollout"
+@pytest.mark.parametrize("run", ["servers", "buckets"])
+def test_a_server_that_was_killed_was_started_anew(runs, run):
+    logs = runs / run / "logs" / "rollout"
     starts = sum(path.read_text().count("\npid ") for path in logs.glob("server-*.log"))
     assert (logs / "model" / "killed").exists() and starts == 2
     config = json.loads((logs / "model" / "config.json").read_text())
