@@ -18,7 +18,8 @@ NPU_VENV    ?= .cache/npu
 # What frameworks import, and want older than we do: an environment on top of the one above.
 FOREIGN_VENV ?= .cache/foreign
 
-PIP     := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported; most of torch never is.
+PIP     := $(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 RUN     := $(VENV)/.run
 DEVELOP := $(VENV)/.develop
 FOREIGN := $(FOREIGN_VENV)/.run

@@ -6,7 +6,7 @@ import pytest
 import torch.multiprocessing
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def share_by_names() -> Iterator[None]:
     """Memory of a CPU is opened by its name: descriptors go to children alone."""
     strategy = torch.multiprocessing.get_sharing_strategy()

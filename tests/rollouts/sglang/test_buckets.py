@@ -8,9 +8,9 @@ from bundle.weight_sync.transports.ipc import Bucket, build_buckets, load_bucket
 from tests.rollouts.sglang.building import REQUESTS, build_tensors, run_cluster
 from tests.rollouts.sglang.contract_server import Fault
 from tests.rollouts.sglang.contract_weights import KINDS, open_bucket, read_bucket
+from tests.rollouts.sglang.test_faults import BUCKET
 from tests.rollouts.sglang.test_steps import CHECK, TO_REST, TO_SERVE, UPDATE
 
-BUCKET = "/update_weights_from_tensor"
 pytestmark = pytest.mark.usefixtures("share_by_names")
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ STEPS = (
     "/continue_generation",
 )
 UPDATE, CHECK = "/update_weights_from_disk", "/weights_checker"
+BUCKET = "/update_weights_from_tensor"
 KINDS_OF_FAULTS = ("before", "during", "after", "400", "401", "500", "kill")
 SPECIAL = [
     *((UPDATE, kind) for kind in ("nonsense", "lost", "swapped", "truncated")),
@@ -199,8 +201,9 @@ faults = st.builds(
     lambda replica, fault, skip: (replica, Fault(fault[0], fault[1], skip)),
     st.integers(0, 1),
     st.sampled_from(
-        [(path, kind) for path in (*STEPS, "/generate") for kind in KINDS_OF_FAULTS]
+        [(path, kind) for path in (*STEPS, BUCKET, "/generate") for kind in KINDS_OF_FAULTS]
         + SPECIAL
+        + [(BUCKET, kind) for kind in ("nonsense", "lost", "swapped")]
         + [("/generate", kind) for kind in MANGLED]
         + [(UPDATE, "doubled")]
     ),
@@ -210,13 +213,12 @@ streams = st.sampled_from([None, None, None, "lost", "doubled", "truncated", "di
 rounds = st.lists(st.tuples(st.lists(faults, max_size=2), streams, st.booleans()), min_size=1, max_size=2)
 
 
-@settings(max_examples=200)
-@given(rounds=rounds, count=st.integers(1, 2), protocol=st.sampled_from(["old", "new"]))
-def test_random_faults_never_mix_versions_and_never_last(rounds, count, protocol):
+def check_random_faults(rounds, count: int, protocol: str, in_buckets: bool) -> None:
     folder = Path(tempfile.mkdtemp())
     limit, server_module._RESTARTS = server_module._RESTARTS, 100
     try:
-        with run_cluster(folder, count, protocol) as cluster:
+        device = torch.device("cpu") if in_buckets else None
+        with run_cluster(folder, count, protocol, bucket_device=device) as cluster:
             version = 1
             for ordered, change, rests in rounds:
                 for replica, fault in ordered:
@@ -241,3 +243,24 @@ def test_random_faults_never_mix_versions_and_never_last(rounds, count, protocol
     finally:
         server_module._RESTARTS = limit
         shutil.rmtree(folder)
+
+
+sequences = given(
+    rounds=rounds,
+    count=st.integers(1, 2),
+    protocol=st.sampled_from(["old", "new"]),
+    in_buckets=st.booleans(),
+)
+
+
+@settings(max_examples=30)
+@sequences
+def test_random_faults_never_mix_versions_and_never_last(share_by_names, **case):
+    check_random_faults(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@sequences
+def test_two_hundred_sequences_of_random_faults(share_by_names, **case):
+    check_random_faults(**case)
