@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from bundle.errors import format_value
+
 Restarts = Annotated[
     int,
     typer.Option(
@@ -41,7 +43,7 @@ def allow_only(choices: Collection[str]) -> Callable[[str], str]:
 
     def check(value: str) -> str:
         if value and value not in choices:
-            raise typer.BadParameter(f"choose one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{format_value(value)} is unknown. Choose one of {', '.join(choices)}")
         return value
 
     return check

@@ -55,6 +55,12 @@ def test_an_image_that_is_none_of_ours_has_a_name():
     assert "--image" in done.stderr and "REGISTRY/cuda:" in done.stderr
 
 
+def test_an_empty_form_is_refused():
+    done = launch(form="")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--form" in done.stderr
+
+
 def test_a_form_that_no_image_of_ours_can_run_wants_one(messages):
     done = launch("--image-record=none", form="rayjob")
     assert done.returncode == 2 and "--image" in done.stderr
