@@ -38,11 +38,11 @@ Grace = Annotated[
 Rdma = Annotated[bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")]
 
 
-def allow_only(choices: Collection[str]) -> Callable[[str], str]:
-    """Return a callback that raises BadParameter for any other value but an empty one."""
+def allow_only(choices: Collection[str], *, may_be_empty: bool = True) -> Callable[[str], str]:
+    """Return a callback that raises BadParameter for any other value."""
 
     def check(value: str) -> str:
-        if value and value not in choices:
+        if value not in choices and not (may_be_empty and value == ""):
             raise typer.BadParameter(f"{format_value(value)} is unknown. Choose one of {', '.join(choices)}")
         return value
 

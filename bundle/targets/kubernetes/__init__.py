@@ -69,7 +69,7 @@ def build_workload_name(job: Job) -> str:
 
 def explain_missing_extra(form: str) -> str:
     """Return what to say of a form whose image none of ours is; empty where ours will do."""
-    extra = FORMS[form].extra if form in FORMS else ""
+    extra = FORMS[form].extra
     return extra and (
         f"--form {form}: images of ours have no {extra}: say --image, of one that is made of ours"
         f" with `pip install 'mcore-bundle[{extra}]'`"

@@ -49,7 +49,7 @@ class KubernetesOptions:
     form: Annotated[
         str,
         typer.Option(
-            callback=allow_only(FORM_HELP),
+            callback=allow_only(FORM_HELP, may_be_empty=False),
             help="; ".join(f"{name} {text}" for name, text in FORM_HELP.items()) + ".",
         ),
     ] = next(iter(FORM_HELP))
