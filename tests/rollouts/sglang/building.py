@@ -35,12 +35,13 @@ def build_tensors(version: int, names: Mapping[str, Kind] = KINDS) -> dict[str, 
 class Checksums:
     """Loads what was sent as a server does (`ChecksumSource`), apart from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Mapping[str, Kind] = KINDS) -> None:
+        self.kinds = kinds
         self.entries: list[Any] = []
         self.is_computed = False
 
     def compute(self, directory: Path | None, checksums: Mapping[str, str]) -> Mapping[str, str]:
-        weights = Weights(KINDS, DRAFT)
+        weights = Weights(self.kinds, DRAFT)
         if directory is not None:
             weights.load(directory)
         else:
@@ -92,6 +93,8 @@ class Cluster:
         self.faults: list[list[Fault]] = [[] for _ in range(count)]
         self.calls: list[list[tuple[str, dict[str, Any]]]] = [[] for _ in range(count)]
         self.derived = changes.pop("derived", ())
+        has_draft = changes.pop("has_draft", True)
+        self.kinds = {name: kind for name, kind in KINDS.items() if has_draft or name not in DRAFT}
         self.engine = changes.pop("engine", name_version)
         self.protocol = protocol
         self.launchers = [ContractLauncher(self._builder(number)) for number in range(count)]
@@ -103,14 +106,16 @@ class Cluster:
             for number, launcher in enumerate(self.launchers)
         ]
         table = NameTable({}, DRAFT, {})
-        declared = {name: OutputTensor(name, *kind) for name, kind in KINDS.items()}
+        declared = {name: OutputTensor(name, *kind) for name, kind in self.kinds.items()}
         self.folder = folder
         self.rollout = SGLangRollout(
             Replicas(
                 changes.pop("replicas", self.replicas),
                 changes.pop("declared", declared),
-                FilesTransport(folder, table, has_draft=True, file_bytes=changes.pop("file_bytes", 2**20)),
-                changes.pop("checksums", None) or Checksums(),
+                FilesTransport(
+                    folder, table, has_draft=has_draft, file_bytes=changes.pop("file_bytes", 2**20)
+                ),
+                changes.pop("checksums", None) or Checksums(self.kinds),
                 **changes,
             ),
             ServedModel(100, 64),
@@ -119,7 +124,7 @@ class Cluster:
     def _builder(self, number: int):
         def build(keys: Keys) -> ContractServer:
             return ContractServer(
-                Weights(KINDS, DRAFT, self.derived),
+                Weights(self.kinds, DRAFT, self.derived),
                 self.engine,
                 protocol=self.protocol,
                 keys=keys,

@@ -141,6 +141,14 @@ def test_other_tensors_than_those_of_the_first_version_end_the_sync(run, change,
         assert answers(cluster) == {(3,) * 3}
 
 
+def test_a_draft_that_no_server_loads_is_left_out(run):
+    with run(has_draft=False) as cluster:
+        for version in (1, 2):
+            cluster.sync(version)
+            assert cluster.rollout.version == version and answers(cluster) == {(version,) * 3}
+        assert not cluster.server().weights.warnings and BUCKET in cluster.paths()
+
+
 def test_checksums_are_asked_for_as_the_recipe_says(run):
     with run(verify="first") as cluster:
         cluster.sync(1)
