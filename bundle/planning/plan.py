@@ -241,7 +241,7 @@ def assemble_plan(
         *find_device_problems(hardware, per_node),
         *find_memory_problems(recipe, stages, hardware, per_node),
         *(() if device_share is None else device_share.find_problems()),
-        *find_transport_problems(recipe, hardware.backend, {item.name: item.value for item in environment}),
+        *(() if recipe.rl is None else find_transport_problems(recipe, can.backend, environment)),
     )
     return Plan(
         recipe=recipe,

@@ -1,9 +1,10 @@
 """How a trainer and a server of rollouts share the memory of a device."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from bundle.capabilities import EnvVariable
 from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
@@ -59,12 +60,13 @@ def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int |
 
 
 def find_transport_problems(
-    recipe: Recipe, backend: str, environment: Mapping[str, str]
+    recipe: Recipe, backend: str, environment: Sequence[EnvVariable]
 ) -> Iterator[Problem]:
     """Yield why a server cannot open the trainer's memory, where the recipe asks for it."""
     if recipe.rl is None or recipe.rl.rollout.transport != "ipc":
         return
-    if obstacle := find_sharing_obstacle(backend, environment):
+    variables = {variable.name: variable.value for variable in environment}
+    if obstacle := find_sharing_obstacle(backend, variables):
         yield to_hardware_problem(f"rl.rollout.transport: ipc is not possible with {obstacle}. Set files.")
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from bundle.capabilities import EnvVariable
 from bundle.errors import ExitCode
 from bundle.planning.activations import ActivationBytes
 from bundle.planning.memory import MemoryEstimate, StateBytes
@@ -124,13 +125,13 @@ def test_one_server_on_one_gpu_opens_the_memory_of_the_trainer(
     "backend, setting", [("cpu", ""), ("npu", ""), ("cuda", "a:1,expandable_segments:True")]
 )
 def test_memory_that_no_server_can_open_is_refused(backend, setting, messages):
-    environment = {"PYTORCH_ALLOC_CONF": setting}
+    environment = [EnvVariable("PYTORCH_ALLOC_CONF", setting, "")]
     problems = list(find_transport_problems(build("rl.rollout.transport=ipc"), backend, environment))
     assert [problem.code for problem in problems] == [ExitCode.ENVIRONMENT_UNFIT]
     messages(problems[0].text)
     for recipe in (build(), build("rl.rollout.transport=files"), load("demo")):
         assert not list(find_transport_problems(recipe, backend, environment))
-    allowed = find_transport_problems(build("rl.rollout.transport=ipc"), "cuda", {})
+    allowed = find_transport_problems(build("rl.rollout.transport=ipc"), "cuda", [])
     assert not list(allowed)
 
 

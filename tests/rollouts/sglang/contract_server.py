@@ -198,7 +198,10 @@ class ContractServer(ThreadingHTTPServer):
     def release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.requests:
             raise Died("release_memory_occupation should be called only when server is idle.")
-        self.offloaded |= {*(body.get("tags") or TAGS)}
+        for tag in body.get("tags") or TAGS:
+            if tag in self.offloaded:  # seen with 0.5.16 and torch_memory_saver 0.0.9
+                raise Died(f"Cannot pause allocation that is not active. tag={tag}")
+            self.offloaded.add(tag)
         return 200, None
 
     def resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, Any]:
