@@ -1,8 +1,8 @@
 """The loss that keeps experts equally busy, and the z-loss of their routers, alike in every release.
 
 Megatron's own depend on the layout, on padding and on how many tokens are learned, each release in its own
-way (docs/architecture.md); it is told to compute none. What is added to the mean loss of a step here is, for
-each layer with experts:
+way (docs/decisions/015-experts-balanced-by-the-engine.md); it is told to compute none. What is added to the
+mean loss of a step here is, for each layer with experts:
 
     balancing: aux_loss_coeff * sum_g T_g / T * E / (k * T_g^2) * sum_i n_gi * p_gi
     z-loss:    z_loss_coeff / T * sum_t logsumexp(logits_t)^2
