@@ -25,30 +25,41 @@ _CORE = "megatron-core"
 _INTRODUCTION = """\
 # Versions that were seen together
 
-Made from `bundle/environment/compatibility.json` by `python -m tools.compatibility page`; a test compares. A
-row is what a command ran in; nothing stands here because it ought to work. Where it names no commit it is
-what the linked page says, on the day when that was written. Where no hardware is named there was none: the
-vendor's libraries were stand-ins.
+Each row of the table is a set of versions in which a command ran. `resolve` prints the best row as a file of
+constraints for pip:
 
 ```console
 $ mcore-bundle resolve --mcore 0.16 --backend cuda
 ```
 
-prints the best row as a file of constraints for pip, each pin with its reason: the newest release that was
-asked for, on a device rather than emulated, the latest run. It ends with 0; with 2 for a version or a backend
-that is none; and with 3, no constraints printed, where such versions were never seen together: then it names
-the nearest. `--json` gives all of it as data.
+The best row has the newest release that was asked for. Among rows of that release, a run on a device wins
+over an emulated one, and then the latest run wins. Each pin has its reason. `--json` prints all of it as
+data.
+
+| exit code | when |
+|---|---|
+| 0 | A row was found. |
+| 2 | The version or the backend does not exist. |
+| 3 | Such versions were never seen together. `resolve` prints no constraints, and names the nearest rows. |
+
+`python -m tools.compatibility page` makes this page from `bundle/environment/compatibility.json`. A test
+compares the two.
+
+- No row is here because its versions ought to work.
+- A row without a commit is what the linked page says, on the day when that page was written.
+- A row without hardware ran without any. The vendor's libraries were stand-ins.
 """
 _IMAGES = """\
 ## What images pin
 
-What `docker-bake.json` pins and no row above has beside its megatron-core was not proven.
+`docker-bake.json` pins these versions. A version that no row above has beside its megatron-core was not
+proven.
 """
 _ADDING = """\
 ## Adding to it
 
-Each of these commands writes down what it ran in, where nothing failed; the last three on a machine with the
-devices:
+Each of these commands writes down the versions that it ran in, if nothing failed. Run the last three on a
+machine with the devices:
 
 ```sh
 make matrix                                         # .cache/records/matrix.json
@@ -58,8 +69,8 @@ mcore-bundle patches verify --json > verify.json
 python -m benchmarks.gpu --results DIRECTORY        # DIRECTORY/combination.json
 ```
 
-`add` puts them into the table, where a row of the same command and versions makes way for the new one; what
-emulated devices did is no hardware, whatever the file says of it. Commit table and page:
+`add` puts these versions into the table. A new row replaces a row of the same command and versions. Emulated
+devices do not count as hardware, whatever the file says. Commit table and page:
 
 ```sh
 python -m tools.compatibility add .cache/records/*.json acceptance.json verify.json DIRECTORY/combination.json
