@@ -14,18 +14,20 @@ _FABRIC = "ib"  # the default of docker-bake.hcl
 _INTRODUCTION = """\
 # Images
 
-Made from `docker-bake.json` by `python -m tools.images page`; a test compares. That file is the one place of
-every version, each with its reason: bake reads it beside `docker-bake.hcl`, and so do the locks, the labels
-and this page.
+`docker buildx bake` builds the images:
 
-| group | builds |
+| command | builds |
 |---|---|
 | `docker buildx bake` | the CPU image |
 | `docker buildx bake cuda`, `ascend`, `all` | the images of a backend, or every one |
 | `CI=true docker buildx bake ...` | for every platform, with provenance and SBOM; writes to `CACHE` |
 
-`FABRIC=ib|efa|none` chooses the RDMA user libraries of the CUDA images; an NPU has its own network.
+`FABRIC=ib|efa|none` chooses the RDMA user libraries of the CUDA images. An NPU has its own network.
 `TORCH_INDEX` is where the CPU builds of torch come from, in the images without CUDA.
+
+`docker-bake.json` is the only place of every version, each with its reason. bake reads it beside
+`docker-bake.hcl`. The locks, the labels and this page are made from it too. `python -m tools.images page`
+makes this page, and a test compares the two.
 """
 
 _CHANGING = """\
@@ -37,10 +39,12 @@ Edit `docker-bake.json`, then:
 $ make locks    # images/locks/*.in and, with a hash for every file, *.txt; one stack: make locks STACK=cpu
 ```
 
-`python -m tools.images check` names every place that does not follow; with `--release` it also fails until
-each digest, checksum and hash is filled that nobody could read where this was written. No index is named in
-a lock: the one that pip and uv are configured for is asked. `make demo` installs from a part of the lock of
-the stack `cpu`; only torch, whose build differs by machine, is taken there without a hash.
+- `python -m tools.images check` names every place that does not follow `docker-bake.json`.
+- With `--release`, it also fails until every digest, checksum and hash is filled. Nobody could read some of
+  them where this was written.
+- A lock names no index. pip and uv use the index that they are configured for.
+- `make demo` installs from a part of the lock of the stack `cpu`. Only torch is installed without a hash,
+  because its build differs by machine.
 
 ## Running
 
@@ -52,38 +56,50 @@ docker run --rm --shm-size 16g --group-add "$(stat -c %g /dev/davinci0)" \\
   -v runs:/home/bundle IMAGE train demo
 ```
 
-What every image promises: [images/README.md](../images/README.md). On Ascend the device nodes belong to a
-group of the host, which the user of the image is not in: `--group-add`, in Kubernetes `supplementalGroups`.
-The driver stays on the host, whose files the container is shown; `--privileged` is not needed. With Ascend's
-own container runtime `ASCEND_VISIBLE_DEVICES` takes the place of `--device` and of the driver's `--volume`.
-`launch docker` writes these lines itself.
+[images/README.md](../images/README.md) has what every image promises. `launch docker` writes these lines
+itself. On Ascend:
 
-`ascend-a2` and `ascend-a3` train with every supported megatron-core, without MindSpeed: another release than
-theirs is the folder of its source, `train --mcore DIRECTORY`. For Atlas A5 give the base of its chip, in the
-same CANN and Python: `--set ascend-a3.args.BASE=quay.io/ascend/cann:TAG --set ascend-a3.args.BASE_DIGEST=`.
-The others have a MindSpeed as well, and the megatron-core that it is made for. There is none with its line
-for 0.12.1: that imports `megatron.training`, which no package of megatron-core has.
+- The device nodes belong to a group of the host. The user of the image is not in that group. Add the group by
+  `--group-add`, in Kubernetes by `supplementalGroups`.
+- The driver stays on the host. The container is shown its files. `--privileged` is not needed.
+- With Ascend's own container runtime, `ASCEND_VISIBLE_DEVICES` takes the place of `--device` and of the
+  driver's `--volume`.
+
+Which image for which megatron-core, on Ascend:
+
+- `ascend-a2` and `ascend-a3` train with every supported megatron-core, without MindSpeed. For another release
+  than theirs, give the folder of its source: `train --mcore DIRECTORY`.
+- For Atlas A5, give the base of its chip, in the same CANN and Python:
+  `--set ascend-a3.args.BASE=quay.io/ascend/cann:TAG --set ascend-a3.args.BASE_DIGEST=`.
+- The other images have a MindSpeed as well, and the megatron-core that this MindSpeed is made for.
+- No image has the line of MindSpeed for 0.12.1. That line imports `megatron.training`, which no package of
+  megatron-core has.
 
 ## An image knows itself
 
-`python -m tools.images fingerprint` is the digest of everything that an image is made from: its part of
-`docker-bake.json`, its Dockerfile, its locks, the package. It is the label `mcore-bundle.inputs`, given to
-bake as `INPUTS="$(python -m tools.images fingerprint --json)"`. The build ends with its verb `stamp`, which
-fails unless the versions installed are those of the stack, and writes `/opt/bundle/build-info.json`.
-`mcore-bundle doctor` compares that record with what is installed now, and names every drift. The ranks of a
-job agree on the digest of the inputs before they start: nodes with different images are told apart.
+`python -m tools.images fingerprint` prints the digest of everything that an image is made from: its part of
+`docker-bake.json`, its Dockerfile, its locks, and the package.
+
+- The digest is the label `mcore-bundle.inputs`. bake gets it as
+  `INPUTS="$(python -m tools.images fingerprint --json)"`.
+- The build ends with `python -m tools.images stamp`. It fails unless the installed versions are those of the
+  stack. It writes `/opt/bundle/build-info.json`.
+- `mcore-bundle doctor` compares that record with what is installed now, and names every difference.
+- The ranks of a job compare the digest of the inputs before they start. Nodes with different images are found
+  in this way.
 
 ## Built in CI
 
-`.github/workflows/images.yml` makes its jobs of bake's plan (`python -m tools.images matrix`): one for each
-image whose fingerprint is not that of the commit before, and each platform, on a machine of that platform. A
-pull request pushes nothing; a tag is refused while `check --release` finds something to fill.
+`.github/workflows/images.yml` makes its jobs from bake's plan (`python -m tools.images matrix`). There is one
+job for each image and each platform, on a machine of that platform. An image whose fingerprint is that of the
+commit before has no job. A pull request pushes nothing. A tag is refused while `check --release` finds
+something to fill.
 
 ## Wheels that take hours
 
 Transformer Engine's extension and flash-attn are published as source. The targets `wheels-STACK` compile
-them, and bake hands them to the image as the context `wheelhouse`. Whoever has them gives them instead:
-`--set cuda-mcore0-16.contexts.wheelhouse=DIRECTORY`.
+them. bake hands the wheels to the image as the context `wheelhouse`. If you have the wheels, give them
+instead: `--set cuda-mcore0-16.contexts.wheelhouse=DIRECTORY`.
 """
 
 
