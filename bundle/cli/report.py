@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bundle.files import write_text
-from bundle.report import read_run, render_page
+from bundle.report import read_run, write_page
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -16,10 +15,14 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page. Default: report.html in the first run."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="The page, beside which plotly.min.js is written. Default: report.html in the first run.",
+        ),
     ] = None,
 ) -> None:
     """Write one page with the curves, the plan, the patches and the versions; it needs no network."""
     page = output or runs[0] / "report.html"
-    write_text(page, render_page([read_run(run) for run in runs]))
+    write_page(page, [read_run(run) for run in runs])
     print(page)

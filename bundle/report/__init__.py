@@ -1,7 +1,7 @@
 """One page about a run, or about several side by side: curves, plan, patches, versions.
 
-It is one HTML file that needs no network, its curves drawn by plotly, its text escaped by jinja. The files of
-a run directory are data from outside: bounded, most may be missing.
+It needs no network: the library that draws its curves, plotly, lies beside it. Its text is escaped by jinja.
+The files of a run directory are data from outside: bounded, most may be missing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from bundle.errors import EnvironmentUnfit, UsageError, format_bytes
-from bundle.files import read_content
+from bundle.files import read_content, write_text
 from bundle.patches.catalogue import PATCHES
 from bundle.recipe import flatten
 from bundle.report.reading import parse_json
 from bundle.report.samples import SampleAnswer, read_samples
 
 # Points of a curve that are drawn. Of more, the lowest and highest of each stretch stay: they are looked for.
-MAX_POINTS = 2000
+MAX_POINTS = 800
+_DIGITS = 6  # that are significant, of a value in a curve
+# The file beside a page that draws its curves.
+LIBRARY = "plotly.min.js"
 _METRICS_LIMIT, _FILE_LIMIT = (
     1 << 28,
     1 << 24,
@@ -134,6 +137,7 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     return document
 
 
+_MEMORY = "Memory, GiB"
 # Title of a chart -> beginnings of the names of the numbers on it. What fits nowhere gets a chart of its own.
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "Reward": ("reward/mean", "evaluation/reward"),
@@ -143,6 +147,7 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "Entropy, nats": ("train/entropy",),
     "Mismatch of rollout engine and trainer": ("train/mismatch/",),
     "Shares of clipped tokens": ("train/clip_fraction/",),
+    "Spikes of the loss": ("train/loss_spikes",),
     "Loss, nats per token": ("train/loss", "validation/loss"),
     "Losses of multi-token prediction, nats per token": ("train/mtp_", "validation/mtp_"),
     "Rewards of preferences": ("train/rewards/", "validation/rewards/"),
@@ -152,21 +157,26 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "Time, seconds": ("train/step_seconds", "seconds/", "rollout/seconds", "reward/seconds"),
     "Model TFLOP/s of a device": ("train/tflops",),
     "Model FLOPs utilisation (MFU)": ("train/mfu",),
-    "Time left, seconds": ("train/seconds_left",),
-    "Memory, bytes": ("memory/",),
+    _MEMORY: ("memory/",),
 }
+# Numbers of a run that say nothing as a curve.
+_NOT_DRAWN = ("train/seconds_left", "train/samples")
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def render_page(runs: Sequence[RunReport]) -> str:
-    """The page of these runs, side by side. Raises EnvironmentUnfit without the libraries that draw it."""
+    """Return the page of these runs, side by side, which needs LIBRARY beside it.
+
+    Raise EnvironmentUnfit without the libraries that make it.
+    """
     try:
         import jinja2
-        from plotly.offline import get_plotlyjs
+        import plotly.graph_objects  # noqa: F401  `_draw_charts` needs it
     except ModuleNotFoundError as error:
         raise EnvironmentUnfit(
-            f"{error.name} is not installed, which draws the page: pip install 'mcore-bundle[report]'"
+            f"{str(error.name).partition('.')[0]} is not installed, and draws the page. Install it:"
+            " pip install 'mcore-bundle[report]'."
         ) from error
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -181,8 +191,20 @@ def render_page(runs: Sequence[RunReport]) -> str:
         differing=list(_find_differences(runs)),
         versions=list(_build_rows([_format_versions(run) for run in runs])),
         why={patch.id: patch.why for patch in PATCHES},
-        plotly=get_plotlyjs(),
+        library=LIBRARY,
     )
+
+
+def write_page(path: Path, runs: Sequence[RunReport]) -> None:
+    """Write the page of these runs, and the library that it needs beside it.
+
+    Raise EnvironmentUnfit without the libraries that make them.
+    """
+    page = render_page(runs)
+    from plotly.offline import get_plotlyjs
+
+    write_text(path.with_name(LIBRARY), get_plotlyjs())
+    write_text(path, page)
 
 
 def label_runs(runs: Sequence[RunReport]) -> list[str]:
@@ -192,9 +214,9 @@ def label_runs(runs: Sequence[RunReport]) -> list[str]:
 
 
 def group_metrics_by_chart(names: Iterable[str]) -> dict[str, list[str]]:
-    """The numbers on each chart, in the order of `CHARTS`; others under their own name."""
+    """Return the numbers on each chart, in the order of `CHARTS`; others are under their own name."""
     groups: dict[str, list[str]] = {title: [] for title in CHARTS}
-    for name in sorted(names):
+    for name in sorted({*names} - {*_NOT_DRAWN}):
         title = next((t for t, starts in CHARTS.items() if name.startswith(starts)), name)
         groups.setdefault(title, []).append(name)
     return {title: members for title, members in groups.items() if members}
@@ -211,9 +233,10 @@ def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
                 if number not in run.curves:
                     continue
                 curve = run.curves[number].downsample()
+                unit = 2.0**30 if title == _MEMORY else 1.0
                 figure.add_scatter(
                     x=curve.steps,
-                    y=curve.values,
+                    y=[float(f"{value / unit:.{_DIGITS}g}") for value in curve.values],
                     name=number if len(runs) == 1 else f"{number}, {label}",
                     mode="lines" if len(curve.steps) > 1 else "markers",
                     line={
@@ -234,11 +257,11 @@ def _summarize_run(run: RunReport) -> dict[str, Any]:
     last = max(step for curve in run.curves.values() for step in curve.steps)
     stages = [stage.get("bytes", {}).get("total") for stage in run.find_plan_value("stages") or []]
     totals = [total for total in stages if total]
-    steps = run.find_plan_value("recipe", "train", "steps")
+    steps, loss = run.find_plan_value("recipe", "train", "steps"), run.result.get("loss")
     return {
         "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
         "Ended by": run.result.get("ended"),
-        "Loss at the end": run.result.get("loss"),
+        "Loss at the end": f"{loss:.{_DIGITS}g}" if isinstance(loss, int | float) else loss,
         "Layout": " ".join(f"{name}{size}" for name, size in sizes.items() if size and size > 1)
         or "one rank",
         "Ranks": run.find_plan_value("layout", "world"),

@@ -8,14 +8,15 @@ import sys
 from html.parser import HTMLParser
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bundle.errors import EnvironmentUnfit
-from bundle.report import CHARTS, group_metrics_by_chart, read_run, render_page
+from bundle.report import CHARTS, LIBRARY, group_metrics_by_chart, read_run, render_page, write_page
 from tests.command import run_bundle
 from tests.report.runs import write
 
-FETCH = re.compile(r"<(script|link|img|iframe)[^>]*(src|href)=")
+FETCH = re.compile(r"<(script|link|img|iframe)[^>]*(src|href)=\"(?!plotly\.min\.js\")")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 PLAN: dict[str, Any] = {
     "layout": {"world": 16, "axes": {"tp": {"size": 4}, "cp": {"size": 1}, "dp": {"size": 4}}},
@@ -114,6 +115,35 @@ def test_every_number_is_on_one_chart():
     assert list(groups)[:-1] == [title for title in CHARTS if title in groups]
 
 
+def test_counts_times_left_and_samples_are_not_on_the_axis_of_the_loss():
+    names = ["train/loss", "train/loss_spikes", "train/seconds_left", "train/samples"]
+    groups = group_metrics_by_chart(names)
+    assert list(groups.values()) == [["train/loss_spikes"], ["train/loss"]]
+
+
+def test_memory_is_in_gib_and_values_are_rounded(tmp_path):
+    numbers = {"memory/peak_bytes": 3.0 * 2**30, "train/loss": 1 / 3}
+    page = render_page([read_run(write(tmp_path / "run", reports(**numbers)))])
+    curves = {
+        trace["name"]: trace["y"]
+        for text in re.findall(r"Plotly\.newPlot\(\s*\"[^\"]+\",\s*(\[.*?\]),\s*\{\"", page, re.DOTALL)
+        for trace in json.loads(text)
+    }
+    assert curves["memory/peak_bytes"] == [3.0, 1.5, 0.75]
+    assert curves["train/loss"] == [0.333333, 0.166667, 0.0833333]
+
+
+def test_a_page_of_many_numbers_and_steps_is_below_a_megabyte(tmp_path):
+    random = np.random.default_rng(0)
+    lines = [
+        {"step": step}
+        | {f"train/{name}": value for name, value in enumerate(random.normal(size=40).tolist())}
+        for step in range(1, 3001)
+    ]
+    page = render_page([read_run(write(tmp_path / "run", lines, plan=PLAN))])
+    assert 10**5 < len(page.encode()) < 10**6
+
+
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
@@ -139,7 +169,7 @@ def test_a_browser_draws_every_curve_and_runs_nothing_else(tmp_path):
     numbers = {"train/loss": 3.0, "validation/loss": 3.5, "train/grad_norm": 9.0, EVIL: 1.0}
     run = write(tmp_path / "run", reports(**numbers), plan={**PLAN, "notes": [EVIL]})
     page = tmp_path / "page.html"
-    page.write_text(render_page([read_run(run)]), encoding="utf-8")
+    write_page(page, [read_run(run)])
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
     drawn = subprocess.run(
         [str(BROWSER), *flags, page.as_uri()], capture_output=True, text=True, timeout=120
@@ -150,7 +180,7 @@ def test_a_browser_draws_every_curve_and_runs_nothing_else(tmp_path):
 
 
 def test_without_the_libraries_the_message_says_what_to_install(tmp_path, monkeypatch, messages):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(EnvironmentUnfit, match=r"\[report\]") as error:
         render_page([read_run(write(tmp_path / "run", reports(**{"train/loss": 1.0})))])
     messages(error.value)
@@ -161,6 +191,7 @@ def test_the_verb_writes_the_page_into_the_run(tmp_path, messages):
     done = run_bundle("report", run, code=0)
     assert done.stdout == f"{run / 'report.html'}\n"
     assert "Plotly.newPlot" in (run / "report.html").read_text(encoding="utf-8")
+    assert (run / LIBRARY).stat().st_size > 10**6
     page = tmp_path / "page.html"
     done = run_bundle("report", run, "-o", page, code=0)
     assert done.stdout == f"{page}\n" and page.is_file()
