@@ -17,46 +17,52 @@ EVERY = "every release"  # of what no megatron-core takes part in
 _INTRODUCTION = """\
 # Models
 
-Which families of models are read from the Hub, trained and written back, and what runs have shown of each.
-Made by `python -m tools.models > docs/models.md` from tests/families/record.json, which tests write.
+This page lists the families of models that are read from the Hub, trained and written back, and what runs
+have shown of each. It is made by `python -m tools.models > docs/models.md` from tests/families/record.json,
+which tests write.
 
-Every family is tried with tiny models of random weights: unusual values in every field, no norm that is one
-and no bias that is zero, all kinds of rotary stretching, in the words of transformers 4 and of 5.
-Numbers are the largest distance that was seen, in fp32 on the cpu backend:
+Every family is tried with tiny models of random weights. Every field has unusual values, no norm is one, and
+no bias is zero. All kinds of rotary stretching are tried, with the keys of transformers 4 and of 5. A number
+is the largest distance that was seen, in fp32 on the cpu backend:
 
-- config: every field that is read is computed, as changing it shows, or refused by name, as unknown ones are
+- config: a field that is read is computed, as changing it shows, or refused by name. Unknown fields are
+  refused by name, too.
 - forward: log-probabilities, entropies and loss [nats] against transformers' own class
 - gradients: of one step against transformers', relative to the largest number of each tensor
-- import: log-probabilities against transformers', of the directory that it wrote, loaded as `train` does;
-  then the same on two ranks: tensor and sequence parallel, two stages, divided experts, divided packs
-- export: transformers opens what is written again, misses no tensor and finds none that it does not know, and
-  computes the same; every published tensor is the same, bit for bit
-- FP8: the same written in blocks of FP8 (`checkpoint.export: hf-fp8`), times the scales, against the weights,
-  of the largest of each block, whose numbers are half a step, 0.036, apart at most
-- LoRA: log-probabilities, gradients and their norm, a step and what goes on from a checkpoint, against
-  transformers with the adapters that PEFT made, in every layout; PEFT opens what is written
-- MTP: multi-token prediction, imported from the family's own names and exported under them: its losses
-  against a plain model's, on one rank, at tp 2, over uneven and interleaved stages, and at tp 2 x ep 2
+- import: log-probabilities against transformers', of the directory that it wrote, loaded as `train` does
+- tp2 + SP, pp2, ep2, packed cp2: the same on two ranks, with tensor and sequence parallelism, two stages,
+  divided experts, or divided packs
+- export: transformers opens the written model, misses no tensor, finds no unknown tensor, and computes the
+  same. Every published tensor is the same, bit for bit.
+- FP8: the same written in blocks of FP8 (`checkpoint.export: hf-fp8`). The values times their scales are
+  compared with the weights, relative to the largest weight of each block. Half a step, 0.036, is the limit.
+- LoRA: log-probabilities, gradients and their norm, a step and a resumed run, against transformers with the
+  adapters that PEFT made, in every layout; PEFT opens what is written
+- MTP: multi-token prediction, imported from the family's own names and exported under them. Its losses are
+  compared with those of a plain model on one rank, at tp 2, over uneven and interleaved stages, and at
+  tp 2 x ep 2.
 
-Where a cell says "from", the release has not what the family needs, and a plan refuses it by name. "Not run"
-is what no run has recorded for the release: `make releases` tries it, and fails where a number is too large;
-FP8 of models that see images nobody has tried.
+A cell with "from" names the first release that has what the family needs; a plan for an earlier one is
+refused by name. "Not run" means that no run is recorded for the release. `make releases` tries these cells,
+and fails where a number is too large. FP8 of models that see images was never tried.
 
-gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism: up to 2.11 Transformer
-Engine's kernels take its sinks in no other way, and packs, which 2.12 takes, were not run. It was run on the
-cpu alone. Experts are read in MXFP4 as published, as the numbers that transformers makes of them, and written
-in bf16.
+gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism. Up to 2.11 Transformer
+Engine's kernels take its sinks in no other way. 2.12 also takes packs, which were not run. gpt-oss was run on
+the cpu alone. Its experts are read in MXFP4 as published, as the numbers that transformers makes of them, and
+written in bf16.
 
-Qwen3-Next and the text models of Qwen3.5 need unpacked rows (`data.packed: false`) and `parallel.cp: 1` for
-their gated delta nets; adapters, FP8, megatron's own checkpoints (`weights`) and NPUs are refused. The nets
-are computed by torch alone, which is slow and costs memory that a plan counts; on cuda, where
-flash-linear-attention is installed, its kernels do, which nobody has tried here. By torch alone they were run
-on an H200 too (`benchmarks.gpu.pretrained`). Their multi-token prediction (`mtp.` in files) is neither read
-nor written, as in transformers.
+Qwen3-Next and the text models of Qwen3.5 have gated delta nets:
 
-A model that sees images is tried on texts with several, of unequal sizes; gradients are those of the tower
-and of the projector too, in every layout. Either can be frozen, or have a learning rate of its own
-(`model.vision`). The experts of Qwen3-VL-MoE are one tensor of a layer, which is read as on the Hub and as
+- They need unpacked rows (`data.packed: false`) and `parallel.cp: 1`. Adapters, FP8, megatron's own
+  checkpoints (`weights`) and NPUs are refused.
+- torch alone computes the nets, which is slow and costs memory that a plan counts. It was also run on an H200
+  (`benchmarks.gpu.pretrained`).
+- On cuda with flash-linear-attention installed, its kernels compute the nets; this was never tried here.
+- Their multi-token prediction (`mtp.` in files) is neither read nor written, as in transformers.
+
+A model that sees images is tried on texts with several images of unequal sizes. The gradients include those
+of the tower and of the projector, in every layout. Either can be frozen, or have its own learning rate
+(`model.vision`). The experts of Qwen3-VL-MoE are one tensor of a layer. It is read as on the Hub and as
 transformers 5 writes it, and written as on the Hub.
 """
 MODELS = {
@@ -122,10 +128,15 @@ _HEAD = ("family", "models", "config", *_RUN)
 _REFUSED = """\
 ## Not here
 
-Any other `model_type` is refused before anything starts, Qwen3.5 with its tower too. In the families above,
-windows and biases in o_proj (but for gpt-oss), biases in dense feed-forward layers, mrope in families of
-text, and stretchings other than linear, llama3 and yarn are refused by the name of their key. Of models that
-see images those are left out that come with FP8 or multi-token prediction.
+Any other `model_type` is refused before anything starts, also Qwen3.5 with its tower. In the families above
+these are refused by the name of their key:
+
+- windows and biases in o_proj (but for gpt-oss)
+- biases in dense feed-forward layers
+- mrope in families of text
+- rotary stretchings other than linear, llama3 and yarn
+
+Models that see images are left out if they come with FP8 or multi-token prediction.
 """
 
 
