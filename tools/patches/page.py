@@ -17,9 +17,9 @@ _INTRODUCTION = """\
 
 Made from the patch list by `python -m tools.patches.page > docs/patches.md`; a test compares.
 
-A patch is data in `bundle/patches/catalogue` and a small function in `bundle/replacements`, which calls
-upstream's own code and copies nothing of it. `mcore-bundle patches plan` decides about each without importing
-megatron:
+This page lists every patch, with the releases that need it. A patch is data in `bundle/patches/catalogue` and
+a small function in `bundle/replacements`. The function calls upstream's own code and copies nothing of it.
+`mcore-bundle patches plan` decides about each patch without importing megatron:
 
 | the number says | the source has the defect | the target's code was reviewed | decision |
 |---|---|---|---|
@@ -31,24 +31,30 @@ megatron:
 | (no source, a released version) | as reviewed | as reviewed | as above |
 | (no source, any other version) | | | by the number, unproven: give `--mcore PATH` |
 
-CONFLICT: two replacements of one target, or `megatron.core` and `megatron.training` from different trees.
-OWNED: MindSpeed replaces the target. TRAP: the recipe meets a defect that no narrow patch mends. DRIFT and
-CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` goes on. A recipe that meets a
-trap ends with 2. UNVOUCHED: in a program that is not ours ([enable.md](enable.md)), the patch assumes
-something of its caller, and nobody vouches for that.
+There are four more decisions:
 
-A target is reviewed by its code; by its signature (parameters, defaults, decorators) where the wrapper calls
-through to it, or never calls it, and does not depend on what its body does. A trap is decided by its source,
-as a patch is; by the number only where there is no source or it cannot be told, and the line says so.
+- CONFLICT: two replacements have one target, or `megatron.core` and `megatron.training` are from different
+  trees.
+- OWNED: MindSpeed replaces the target.
+- TRAP: the recipe meets a defect that no narrow patch mends. The command ends with 2.
+- UNVOUCHED: in a program that is not ours ([enable.md](enable.md)), the patch assumes something of its
+  caller, and nobody vouches for that.
 
-No recipe has the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`: those losses
-and that head are the engine's own in what `mcore-bundle train` runs. Their patches and traps are for jobs
-that leave them to megatron, which `mcore-bundle patches plan` without a recipe is about.
+DRIFT and CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` continues.
 
-Patches are applied when megatron is imported, before anybody sees the module, and only to the very file that
-they were planned for. Taking them back restores the very object that was there; modules that were built
-meanwhile keep the hooks that a patch gave them (mla-thd-value-padding). `tests/patches` puts a wrapper on
-every target of every release and takes it off again.
+A target is reviewed by its code. It is reviewed by its signature (parameters, defaults, decorators) where the
+wrapper calls through to it or never calls it, and does not depend on its body. A trap is decided by its
+source, as a patch is. The number decides about a trap only where there is no source, or where the source does
+not tell; the line says so.
+
+No recipe has the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`. In
+`mcore-bundle train` the engine computes those losses and that head itself. Their patches and traps are for
+jobs that leave them to megatron. `mcore-bundle patches plan` without a recipe is about such jobs.
+
+Patches are applied when megatron is imported, before other code sees the module, and only to the file that
+they were planned for. Taking a patch back restores the original object. Modules that were built meanwhile
+keep the hooks of a patch (mla-thd-value-padding). `tests/patches` puts a wrapper on every target of every
+release and takes it off again.
 """
 
 
@@ -56,18 +62,18 @@ _SENDING = """\
 ## Sending one
 
 `mcore-bundle patches new ID`, in a checkout after `make lint`, writes the files that a patch starts from, and
-prints the way from them to a green test: the evidence, the releases that have it, the check, the replacement,
-this page. A patch is sent as one pull request with exactly these files and the lines that the steps name. It
-says:
+prints the steps from them to a passing test: the evidence, the releases that have it, the check, the
+replacement, this page. A patch is sent as one pull request with exactly these files and the lines that the
+steps name. The pull request says:
 
 - what a user sees, with the smallest program or recipe that shows it, and in which release
 - where upstream knows of it (an issue, a commit), or how it was found, and the first release without it
 - what `patches verify ID` printed before the replacement and after it, on which machine
 - what it assumes of its caller, if anything: the loss function, the labels, what has been summed
 
-The replacement calls the original, and copies nothing of it. Where no narrow one is possible, the defect is a
-`Trap` instead, with what to do. A defect without a measurement is not taken; one that only an accelerator
-shows says so by `NotProvable`, with what was printed there.
+The replacement calls the original, and copies nothing of it. Where no narrow replacement is possible, the
+defect is a `Trap` instead, with what to do. A defect without a measurement is not accepted. A defect that
+only an accelerator shows says so by `NotProvable`, with what was printed there.
 """
 
 
@@ -113,8 +119,9 @@ def markdown() -> str:
             ("target", "branches"),
             ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACING_BRANCHES.items()),
         ),
-        "A job of ours imports it where its recipe says so (`backend_options.mindspeed`), at the head of the"
-        " branch for its megatron-core, and tells it to do little. What it then replaces:\n",
+        "A job of ours imports MindSpeed where its recipe says so (`backend_options.mindspeed`), at the head"
+        " of the branch for its megatron-core. The job tells MindSpeed to do little. MindSpeed then"
+        " replaces:\n",
         table(
             ("branch", "megatron-core", "targets of ours"),
             (
@@ -122,9 +129,9 @@ def markdown() -> str:
                 for of in mindspeed.TRAINING_BRANCHES
             ),
         ),
-        "MegatronAdaptor, with which NPUs run 0.18, was not read: where it is installed beside such a job,"
+        "MegatronAdaptor, with which NPUs run 0.18, was not read. Where it is installed beside such a job,"
         " and in somebody else's environment, every patch for NPUs is DRIFT. Jobs of ours without MindSpeed"
-        " import neither, and refuse to begin where another import has.\n",
+        " import neither, and refuse to begin where other code has imported one of them.\n",
     ]
     return "\n".join(parts)
 

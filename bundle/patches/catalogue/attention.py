@@ -156,8 +156,8 @@ PATCHES = (
         id="attention-sinks-norm",
         replacements=(build_signature_replacement(_CORE, "attention:mark_sinks_as_split"),),
         why=(
-            "The gradient norm is too small, clipping too weak: learned attention sinks, one for each head, "
-            "are not marked as split, and only those of the first tensor-parallel rank are counted."
+            "The gradient norm is too small, so clipping is too weak. Learned attention sinks, one for each "
+            "head, are not marked as split. Only those of the first tensor-parallel rank are counted."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 8), #7530 (open)",
@@ -184,7 +184,7 @@ PATCHES = (
         id="cross-attention-groups",
         replacements=(build_signature_replacement(_CROSS_ATTENTION, "attention:use_passed_group"),),
         why=(
-            "Cross attention that is given its process groups shares out its heads over them, but its "
+            "Cross attention with explicit process groups shares out its heads over them, but its "
             "projections over those of the layout."
         ),
         kind=DefectKind.SILENT,
@@ -198,8 +198,8 @@ PATCHES = (
         id="gated-delta-norm-gradient",
         replacements=(build_signature_replacement(_DELTA, "attention:sum_output_norm_gradient"),),
         why=(
-            "Copies of one weight drift apart: under tensor without sequence parallelism the gradient of the "
-            "gated delta net's output norm, which all heads share, is that of each rank's own heads."
+            "Copies of one weight drift apart. All heads share the gated delta net's output norm. Under "
+            "tensor without sequence parallelism its gradient on a rank is that of the rank's own heads."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
@@ -213,8 +213,8 @@ PATCHES = (
         replacements=(Replacement(_ROTARY_OF_PACKS, "attention:rotate_packed_by_gather"),),
         why=(
             "Where rotary positions are not one kernel (latent attention without YaRN), every layer reads "
-            "the lengths of packed sequences back from the device, twice, and handles them one by one: the "
-            "host waits, and falls behind with many short sequences."
+            "the lengths of packed sequences back from the device, twice. It handles the sequences one by "
+            "one: the host waits, and falls behind with many short sequences."
         ),
         kind=DefectKind.SLOW,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",
@@ -228,7 +228,7 @@ PATCHES = (
         replacements=(build_signature_replacement(_TE_ATTENTION, "attention:say_whether_padded"),),
         why=(
             "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
-            "ones on the device, and the host waits for the answer, which it knows."
+            "ones on the device, and the host waits for the answer. The host knows that answer already."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; seen in a profile of one H200 (20 waits in a step of ten layers)",
@@ -246,16 +246,16 @@ PATCHES = (
             build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
         ),
         why=(
-            "Packs with multimodal positions (mrope) get wrong ones: under context parallel their table is "
-            "cut as if the pack were one sequence, and to 0.15 each sequence takes the first rows of it."
+            "Packs get wrong multimodal positions (mrope). Under context parallelism their table is cut as "
+            "if the pack were one sequence. Up to 0.15 each sequence takes the first rows of the table."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
         range="",
         when=frozenset({"mrope", "packed"}),
         assumes=(
-            "position ids [3, 1, t] are those of the whole pack, padding included, on every rank; and the "
-            "model's attention is megatron's own, which takes each rank's rows of their table"
+            "position ids [3, 1, t] are on every rank those of the whole pack, with its padding. The model's "
+            "attention is megatron's own, which takes each rank's rows of their table"
         ),
         defect=_cuts_packed_positions,
     ),

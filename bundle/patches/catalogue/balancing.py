@@ -209,9 +209,8 @@ PATCHES = (
         range="<0.19",
         when=_BALANCING_FEATURES,
         assumes=(
-            "calculate_per_token_loss, with a loss function that returns three values: a sum, this rank's "
-            "own token count, and what is reported; and sequence parallelism wherever tensor parallel ranks "
-            "are several"
+            "calculate_per_token_loss is on, and the loss function returns three values: a sum, this rank's "
+            "own token count, and what is reported. Several tensor-parallel ranks have sequence parallelism"
         ),
         defect=_weighs_by_own_tokens,
     ),
@@ -261,8 +260,8 @@ PATCHES = (
         id="padding-mask-expert-bias",
         replacements=(build_signature_replacement(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
-            "A padding mask ends in a RuntimeError where routers have an expert bias, and leaves out experts "
-            "instead of tokens if there are as many of one as of the other: [t, e] meets a mask [t]."
+            "Where routers have an expert bias, a padding mask ends in a RuntimeError: [t, e] meets a mask "
+            "[t]. With as many experts as tokens it leaves out experts instead of tokens."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
@@ -275,16 +274,17 @@ PATCHES = (
         id="padding-mask-own-count",
         replacements=(build_signature_replacement(_REDUCE, "moe:sum_copy"),),
         why=(
-            "With a padding mask the balancing gradient under a loss per token is tp x cp times what it is "
-            "without: the sum over those ranks is taken in place, and read as the rank's own count of tokens."
+            "With a padding mask the balancing gradient under a loss per token is tp x cp times as large as "
+            "without it. The sum over those ranks is taken in place, and read as the rank's own count of "
+            "tokens."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
         range=">=0.16",
         when=frozenset({"moe", "padding-mask"}),
         assumes=(
-            "below 0.19 the loss of a rank is brought to the scale of the tokens of all tp x cp ranks by "
-            "someone: there this defect makes up for that one in sequence-parallel jobs"
+            "below 0.19 someone scales the loss of a rank to the tokens of all tp x cp ranks: there this "
+            "defect makes up for the missing scale in sequence-parallel jobs"
         ),
         defect=_overwrites_own_count,
     ),
@@ -295,8 +295,9 @@ PATCHES = (
             Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
         ),
         why=(
-            "The global balancing loss depends on how tokens are shared out among micro-batches, so on "
-            "padding: the experts' counts of all micro-batches so far are divided by the tokens of the last."
+            "The global balancing loss depends on the division of tokens among micro-batches, so on padding. "
+            "The experts' counts of all micro-batches so far are divided by the tokens of the last "
+            "micro-batch."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
@@ -313,8 +314,8 @@ TRAPS = (
         defect=_weighs_by_all_tokens,
         when=_BALANCING_FEATURES | {"per-token-loss"},
         why=(
-            "Under a loss per token the coefficients of the experts' balancing loss and z-loss count as many "
-            "times as there are tokens to a learned one: four times where a quarter is learned, silently."
+            "Under a loss per token the experts' balancing loss and z-loss weigh too much, silently. The "
+            "factor is the number of tokens to a learned one: four where a quarter is learned."
         ),
         cause=(
             "the router multiplies by the tokens that it sees (transformer/moe/router.py), "

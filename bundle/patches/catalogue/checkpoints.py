@@ -203,8 +203,8 @@ PATCHES = (
         range="<0.17.1,!=0.14.*,!=0.15.*,!=0.16.*",
         when=frozenset({"distributed-checkpoint"}),
         assumes=(
-            "common state holds nothing but data and Megatron's own classes; others are to be put "
-            "among torch's safe globals"
+            "common state holds nothing but data and Megatron's own classes; other classes must be added to "
+            "torch's safe globals"
         ),
         defect=_loads_unrestricted,
     ),
@@ -212,8 +212,8 @@ PATCHES = (
         id="optimizer-checkpoint-default",
         replacements=(Replacement(_STATE, "checkpoints:default_to_reshardable"),),
         why=(
-            "Saving the optimizer fails where its form is not asked for: the default, "
-            "fully_sharded_model_space, makes shards of flat ranges, which are refused."
+            "Saving the optimizer fails where its form is not set. The default, fully_sharded_model_space, "
+            "makes shards of flat ranges, which are refused."
         ),
         kind=DefectKind.ERROR,
         upstream="areal-project/AReaL#1468; refused since NVIDIA/Megatron-LM#2126",
@@ -226,9 +226,9 @@ PATCHES = (
         id="dp-reshardable-steps",
         replacements=(Replacement(_LOAD_STATE, "checkpoints:keep_loaded_steps"),),
         why=(
-            "After a resume from a checkpoint of the optimizer by buckets (dp_reshardable) Adam counts its "
-            "steps from the start again, without Transformer Engine's or with the optimizer on the host: the "
-            "bias of its moments is corrected as if they were young."
+            "After a resume from an optimizer checkpoint by buckets (dp_reshardable) Adam counts its steps "
+            "from the start again. This happens without Transformer Engine's Adam, or with the optimizer on "
+            "the host. The bias of its moments is then corrected as if they were young."
         ),
         kind=DefectKind.SILENT,
         upstream="NovaSky-AI/SkyRL#1403",
@@ -241,8 +241,9 @@ PATCHES = (
         id="optimizer-gather-memory",
         replacements=(Replacement(_GATHER_STATE, "checkpoints:gather_state_in_pieces"),),
         why=(
-            "The first checkpoint ends without memory: optimizer state that any layout can load "
-            "(fully_reshardable) is gathered in two or three fp32 copies of the largest bucket on the device."
+            "The first checkpoint runs out of memory. Optimizer state that any layout can load "
+            "(fully_reshardable) is gathered in two or three fp32 copies of the largest bucket on the "
+            "device."
         ),
         kind=DefectKind.SLOW,
         upstream="found by saving a vision model on one H100: 30 GiB beside 45 GiB of states",
@@ -261,8 +262,8 @@ TRAPS = (
         why="No checkpoint can be saved: an assertion at the first one.",
         cause=(
             "LanguageModule asserts that the last stage has no output_layer.weight where MTP has a copy of "
-            "the embedding there, and GPTModel allocates it wherever the first stage is another; found by "
-            "saving a tied Qwen3 with MTP at PP2"
+            "the embedding there. GPTModel allocates this weight wherever the first stage is another. Found "
+            "by saving a tied Qwen3 with MTP at PP2"
         ),
         kind=DefectKind.ERROR,
         instead="Untie the head, or set parallel.pp to 1.",

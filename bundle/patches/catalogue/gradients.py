@@ -244,9 +244,9 @@ PATCHES = (
         range="<0.13",
         when=frozenset({"cp"}),
         assumes=(
-            "the loss function returns three values, of which the token count is this rank's own; "
-            "Megatron's pretrain_gpt.py of 0.12 returns one summed over context-parallel ranks, and "
-            "with it gradients become too small"
+            "the loss function returns three values, and the token count among them is this rank's own. "
+            "Megatron's pretrain_gpt.py of 0.12 returns one summed over context-parallel ranks, and with it "
+            "gradients become too small"
         ),
         defect=_counts_data_ranks_only,
     ),
@@ -254,8 +254,9 @@ PATCHES = (
         id="shared-embedding-bucket",
         replacements=(Replacement(_BUFFER, "gradients:start_behind_padding"),),
         why=(
-            "The optimizer refuses an embedding that stages share (tied, or read by MTP): its bucket starts "
-            "behind padding, and it in front of that, if what is before it ends at 64 modulo 128."
+            "The optimizer refuses an embedding that stages share (tied, or read by MTP). If the weights "
+            "before it end at 64 modulo 128, its bucket starts behind padding, and the embedding in front of "
+            "that padding."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
@@ -268,9 +269,9 @@ PATCHES = (
         id="cuda-norm-of-whole-weights",
         replacements=(build_signature_replacement(_LINEAR, "gradients:count_whole_weights_once"),),
         why=(
-            "The gradient norm is too large, clipping too strong: the down projections of latent attention, "
-            "whole on every tensor-parallel rank, keep Transformer Engine's mark of a split weight and are "
-            "counted on each."
+            "The gradient norm is too large, so clipping is too strong. The down projections of latent "
+            "attention are whole on every tensor-parallel rank. They keep Transformer Engine's mark of a "
+            "split weight, and are counted on each rank."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.17; found by comparing TP2 with one H200 (norm off by 2e-2)",
@@ -286,9 +287,9 @@ PATCHES = (
             build_signature_replacement(_GROUPED_LINEAR, "gradients:mark_expert_weights_as_split"),
         ),
         why=(
-            "The gradient norm is too small, clipping too weak: from Transformer Engine 2.13 on the weights "
-            "of grouped experts are not marked as split, and only those of the first tensor-parallel rank "
-            "are counted."
+            "The gradient norm is too small, so clipping is too weak. From Transformer Engine 2.13 on the "
+            "weights of grouped experts are not marked as split. Only those of the first tensor-parallel "
+            "rank are counted."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.19; found by comparing TP2 ETP1 EP2 with one H200 (norm off by 3e-2)",
@@ -305,9 +306,10 @@ PATCHES = (
             build_signature_replacement(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),
         ),
         why=(
-            "A frozen output layer multiplies its gradient token by token instead of at once where a"
-            " micro-batch has one row or pack: torch does not fold a gradient whose size-1 dimension has an"
-            " unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200, of 4,419 ms a step 4,245."
+            "A frozen output layer multiplies its gradient token by token instead of at once where a "
+            "micro-batch has one row or pack. The reason: torch does not fold a gradient whose size-1 "
+            "dimension has an unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200: the product "
+            "took 4,245 of the 4,419 ms of a step."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; found by a profile of a LoRA run",
@@ -321,8 +323,9 @@ PATCHES = (
         id="label-smoothing-over-ranks",
         replacements=(build_signature_replacement(_CROSS_ENTROPY, "gradients:smooth_over_all_columns"),),
         why=(
-            "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient: "
-            "the evenly shared part is the mean over the columns of one rank, as if it had all of them."
+            "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient. "
+            "The evenly shared part is the mean over the columns of one rank, as if that rank had all of "
+            "them."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
@@ -336,8 +339,8 @@ PATCHES = (
         replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
             "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
-            "labels returns another loss, by log(tp) and more, whose gradient lacks labels on some ranks: "
-            "its whole rows are taken for the columns of one rank."
+            "labels returns another loss, off by log(tp) and more. Its gradient lacks labels on some ranks. "
+            "The whole rows are taken for the columns of one rank."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
@@ -363,8 +366,9 @@ PATCHES = (
         id="offload-stale-weights",
         replacements=(build_signature_replacement(_RELOAD_MAIN_PARAMS, "gradients:fill_every_copy"),),
         why=(
-            "With the optimizer on the host, weights that were loaded without its state are overwritten by "
-            "the first step with the random ones of the start: nobody fills the copies that it steps."
+            "With the optimizer on the host, the first step overwrites weights that were loaded without its "
+            "state. They become the random weights of the start: nobody fills the copies that the optimizer "
+            "steps."
         ),
         kind=DefectKind.SILENT,
         upstream=(
@@ -415,8 +419,8 @@ TRAPS = (
         when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp", MEGATRONS_TIED_HEAD}),
         why="The last stage holds an output weight that nothing uses and its bucket is never sent: a hang.",
         cause=(
-            "LanguageModule allocates output_layer.weight there although it is tied, and a bucket waits for "
-            "a gradient of each of its weights; from 0.16 on only for those that had one in the first step"
+            "LanguageModule allocates output_layer.weight there although it is tied. A bucket waits for a "
+            "gradient of each of its weights; from 0.16 on only for those that had one in the first step"
         ),
         kind=DefectKind.ERROR,
         instead="Set distributed.overlap_grad_reduce to false, or use megatron-core 0.16 or later.",

@@ -153,8 +153,9 @@ PATCHES = (
             ),
         ),
         why=(
-            "Packed input fails: 0.12 keeps a batch dimension of 1 in front of the heads, 0.13 too reads the "
-            "boundaries without padding and cuts the rotary table to the tokens of one context-parallel rank."
+            "Packed input fails. 0.12 keeps a batch dimension of 1 in front of the heads. Both 0.12 and 0.13 "
+            "read the boundaries without padding, and cut the rotary table to the tokens of one "
+            "context-parallel rank."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
@@ -172,8 +173,8 @@ PATCHES = (
             build_signature_replacement(f"{_MODULE}:MultiLatentAttention.__init__", "mla:pad_value_heads"),
         ),
         why=(
-            "Packed input whose value heads are narrower than its query heads is refused by kernels that "
-            "want one width, or comes back too wide for the output projection."
+            "Packed input with value heads narrower than its query heads fails: kernels that want one width "
+            "refuse it, or return it too wide for the output projection."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
@@ -189,8 +190,9 @@ PATCHES = (
             build_signature_replacement(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),
         ),
         why=(
-            "Without Transformer Engine the down projections can only be column parallel, whose gather drops "
-            "the other ranks' part of a gradient: the class must be one of a list in which TELinear is None."
+            "Without Transformer Engine the down projections can only be column parallel. Their gather drops "
+            "the other ranks' part of a gradient. The cause: the class must be one of a list in which "
+            "TELinear is None."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",
@@ -209,8 +211,8 @@ PATCHES = (
         ),
         why=(
             "With q_lora_rank null and qk_layernorm, which the norm of keys and values needs, the query "
-            "projection gets a norm of its own that DeepSeek-V2-Lite and Moonlight do not have; megatron's "
-            "own local spec is refused."
+            "projection gets a norm of its own. DeepSeek-V2-Lite and Moonlight do not have this norm. "
+            "Megatron's own local spec is refused."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing releases with transformers",
@@ -223,9 +225,9 @@ PATCHES = (
         id="mla-rotary-key-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
         why=(
-            "Wrong gradients of the down projection and of all below it, another on each rank: under tensor "
-            "without sequence parallelism the heads share a rotary key whose gradient is not summed over the "
-            "ranks."
+            "The down projection and all below it get wrong gradients, different ones on each rank. Under "
+            "tensor without sequence parallelism the heads share a rotary key, whose gradient is not summed "
+            "over the ranks."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",
@@ -238,8 +240,8 @@ PATCHES = (
         id="mla-query-norm-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:divide_query_norm_gradient"),),
         why=(
-            "The gradient of the norm of compressed queries is too large by the number of tensor-parallel "
-            "ranks, without sequence parallelism: it is whole on each, and summed for its name."
+            "Without sequence parallelism the gradient of the norm of compressed queries is too large by the "
+            "number of tensor-parallel ranks. It is whole on each rank, but is summed because of its name."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing TP2 with one process (gradient off by 1e+0)",

@@ -240,7 +240,10 @@ PATCHES = (
     Patch(
         id="mtp-context-parallel-roll",
         replacements=(Replacement(ROLL, "mtp:roll_over_ranks"),),
-        why="Under context parallelism the next token is looked for on the own rank: wrong gradients.",
+        why=(
+            "Under context parallelism each rank looks for the next token among its own tokens: wrong "
+            "gradients."
+        ),
         kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.14; found by comparing CP2 with CP1 (gradients off by 5e-1)",
         range="<0.14",
@@ -255,9 +258,9 @@ PATCHES = (
         id="mtp-packed-roll-boundaries",
         replacements=(Replacement(_ROLL_PACKED, "mtp:roll_by_one_gather"),),
         why=(
-            "Tokens are rolled at the unpadded boundaries of packed sequences, and so across sequences as "
-            "soon as there is padding between them: wrong gradients, silently. And every boundary is read "
-            "back from the device: 3,600 waits in a step that needs none."
+            "Tokens are rolled at the unpadded boundaries of packed sequences. With padding between "
+            "sequences they are rolled across sequences: wrong gradients, silently. Every boundary is also "
+            "read back from the device: 3,600 waits in a step that needs none."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
@@ -290,8 +293,8 @@ PATCHES = (
             Replacement(_LOSS, "mtp:average_mask_token_count"),
         ),
         why=(
-            "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank, "
-            "although the token that the roll removes is missing on one rank only."
+            "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank. "
+            "The token that the roll removes, however, is missing on one rank only."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
@@ -307,8 +310,8 @@ PATCHES = (
         id="mtp-per-token-weight",
         replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
         why=(
-            "Under a loss per token the prediction of further tokens weighs too little, much too little in "
-            "short sequences: its sum has a token less for each roll, and is divided by the tokens of the "
+            "Under a loss per token the prediction of further tokens weighs too little, in short sequences "
+            "much too little. Its sum has one token less for each roll, but is divided by the tokens of the "
             "main loss."
         ),
         kind=DefectKind.SILENT,
@@ -337,8 +340,8 @@ PATCHES = (
         id="mtp-without-labels",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Logits without labels, as reinforcement learning wants them, are an error to 0.16; in 0.17 and "
-            "0.18 the prediction layers run for nothing."
+            "Logits without labels, as reinforcement learning needs them, are an error up to 0.16. In 0.17 "
+            "and 0.18 the prediction layers run for nothing."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
@@ -351,8 +354,8 @@ PATCHES = (
         id="mtp-labels-from-input",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Logits without labels, as reinforcement learning wants them: the prediction layers are trained "
-            "on the input all the same, prompts too, and their loss is logged in evaluation."
+            "Reinforcement learning needs logits without labels. The prediction layers are then trained on "
+            "the input nevertheless, also on prompts, and their loss is logged in evaluation."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#3457 brings it on purpose in 0.19; measured there",

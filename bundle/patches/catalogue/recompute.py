@@ -124,7 +124,7 @@ PATCHES = (
         ),
         why=(
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
-            "layer runs again: its token dispatcher keeps probabilities that hold the graph's leaves."
+            "layer runs again. Its token dispatcher keeps probabilities that hold the graph's leaves."
         ),
         kind=DefectKind.SLOW,
         upstream=(

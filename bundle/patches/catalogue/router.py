@@ -107,8 +107,9 @@ PATCHES = (
         id="router-replay-by-layer",
         replacements=(Replacement(_REPLAY, "moe:override_native_replay"),),
         why=(
-            "Megatron's replay cannot leave a token to its router, as a rollout's last one must be, and knows"
-            " routers by order of construction: chunk by chunk, those of MTP and of other models too."
+            "Megatron's replay cannot leave a token to its router, as the last token of a rollout needs it. "
+            "It knows routers by their order of construction: chunk by chunk, also those of MTP and of other "
+            "models."
         ),
         kind=DefectKind.ERROR,
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
