@@ -70,12 +70,13 @@ demo: $(RUN)  ## train the demo recipe on this machine's CPU
 grpo: $(DEVELOP)  ## GRPO on this machine's CPU, four seeds, each held against the bounds of benchmarks/grpo.py
 	$(VENV)/bin/python -m benchmarks.grpo
 
-lint: $(DEVELOP)  ## formatting, lint, types, names, and who may import whom
+lint: $(DEVELOP)  ## formatting, lint, types, names, sentences of pages, and who may import whom
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python -m tools.names
+	$(VENV)/bin/python -m tools.sentences
 
 test: $(DEVELOP)  ## the default release in full, the oldest and the newest minor in four layouts; ROOM=recipe: one room in a minute
 	$(if $(ROOM),,$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest)
