@@ -1,4 +1,4 @@
-"""The patch list and what is decided about it: data, source text and metadata; never torch or megatron.
+"""The catalogue of patches and the decisions about it: data, source text, metadata; no torch, no megatron.
 
 In a program of somebody else, before it imports megatron:
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Who only decides does not import what applies the decisions and reads the code of frameworks.
+    # A program that only decides does not import the code that applies patches and reads frameworks.
     if name != "enable":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from bundle.patches.external_program import enable

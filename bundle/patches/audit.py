@@ -1,4 +1,4 @@
-"""Which defects of megatron-core an environment has, which its framework mends, and what to do."""
+"""The audit: megatron-core's defects in an environment, what its framework mends, and what to do."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _NOT_READ_NOTE = "whether that mends it was not read"
 
 
 class DefectStatus(StrEnum):
-    """What is so in the environment; what is neither is not listed."""
+    """The state of a defect in the environment. A defect without one of these states is not listed."""
 
     PRESENT = "present"
     MENDED = "mended"  # by the framework
@@ -42,7 +42,7 @@ class AuditedDefect:
 
     @property
     def reaches_jobs(self) -> bool:
-        """Whether it is there, in what is used, and nothing tells of it."""
+        """True if a silent defect is present: the job runs the code, and no error or message shows it."""
         return self.entry.kind is DefectKind.SILENT and self.status is DefectStatus.PRESENT
 
 
@@ -74,7 +74,7 @@ class Audit:
 def audit(
     core: MegatronCore, table: ReviewTable, stack: InstalledPackages, features: frozenset[str] | None
 ) -> Audit:
-    """What a megatron-core does to a job with these features (None: any) beside the stack's frameworks."""
+    """Audit a megatron-core and the frameworks of `stack` for a job with these features (None: any)."""
     entries = [entry for entry in ENTRIES if _concerns(entry, features)]
     job, unpatched_reader, packages = (
         plan.build_context(core, stack, features=features),
@@ -106,7 +106,7 @@ def find_framework_defects(
     unpatched_reader: DefectReader,
     job: PatchContext,
 ) -> tuple[tuple[MonkeyPatch, ...], dict[str, AuditedDefect]]:
-    """The monkey patches of frameworks, and those of the entries that they have to do with, by id."""
+    """Return the monkey patches of frameworks, and by id the defects that these monkey patches change."""
     if core.root is None or not packages:
         return (), {}
     defects, table = {}, unpatched_reader.table
@@ -133,7 +133,10 @@ def find_framework_defects(
 
 
 def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
-    """Whether a job with these features, on accelerators and their libraries' layers, meets the entry."""
+    """Return whether a job with these features meets the entry.
+
+    The job runs on accelerators, with the layers of their libraries.
+    """
     if set(entry.backends) <= set(LOCAL_LAYERS) or (isinstance(entry, Patch) and entry.opt_in):
         return False
     avoided = isinstance(entry, Trap) and features is not None and bool(entry.unless & features)
@@ -141,7 +144,7 @@ def _concerns(entry: Entry, features: frozenset[str] | None) -> bool:
 
 
 def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision | None:
-    """What is decided about an entry by what can tell; None: a trap that is not there."""
+    """Return the decision about an entry by what the reader reads; None for a trap that is absent."""
     reading = reader.read(entry)
     if isinstance(entry, Patch):
         return decision_rules.decide(entry, reading, job)
@@ -149,7 +152,10 @@ def _decide(entry: Entry, reader: DefectReader, job: PatchContext) -> Decision |
 
 
 def _to_presence(decision: Decision | None) -> Presence:
-    """Whether the defect is there; a patch that is skipped though it is there is not needed here."""
+    """Return whether the defect is present, by the decision about it.
+
+    A patch that is skipped although the defect is in the source counts as ABSENT: this job does not need it.
+    """
     if decision is None:
         return Presence.ABSENT  # a trap that is not met
     if decision.presence is Presence.PRESENT:
@@ -160,7 +166,7 @@ def _to_presence(decision: Decision | None) -> Presence:
 
 
 def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedDefect | None:
-    """The defect where no framework has to do with it."""
+    """Return the defect as megatron-core alone has it, without any framework; None where it is absent."""
     presence = _to_presence(decision)
     if presence is Presence.ABSENT or decision is None:
         return None
@@ -178,9 +184,10 @@ def _build_framework_defect(
     touching: tuple[MonkeyPatch, ...],
     wrappers: tuple[MonkeyPatch, ...],
 ) -> AuditedDefect | None:
-    """The defect where a framework has to do with it; None where it changes nothing.
+    """Return the defect as the framework's monkey patches leave it; None where they change nothing.
 
-    `states` are without its monkey patches, with those that are always in place, and with all of them.
+    `states` holds the presence without monkey patches, with those that are always in place, and with all of
+    them.
     """
     unpatched, unconditional, patched = states
     always_applied = tuple(patch for patch in touching if not patch.conditions)
@@ -226,7 +233,7 @@ def _build_framework_defect(
 
 
 def describe_replacements(patches: tuple[MonkeyPatch, ...]) -> str:
-    """Who replaces or wraps what, where and when."""
+    """Return the words for a message: which framework replaces or wraps which name, where and when."""
     descriptions = [
         f"{p.framework} {'wraps' if p.wraps else 'replaces'} {p.name} ({p.location}, {p.when})"
         for p in patches
@@ -237,7 +244,7 @@ def describe_replacements(patches: tuple[MonkeyPatch, ...]) -> str:
 def _with_remedy(
     defect: AuditedDefect, core: MegatronCore, table: ReviewTable, decision: Decision | None
 ) -> AuditedDefect:
-    """The defect with what can be done about it."""
+    """Return the defect with its remedies: the minor that fixes it, and whether our patch fits."""
     is_applied = decision is not None and decision.action is PatchAction.APPLY and decision.proven
     return replace(
         defect,
@@ -247,7 +254,7 @@ def _with_remedy(
 
 
 def _find_fixing_minor(entry: Entry, core: MegatronCore, table: ReviewTable) -> str | None:
-    """The first later minor from which on every reviewed release was read to be without the defect."""
+    """Return the first later minor from which on every reviewed release was read to lack the defect."""
     first = None
     for release in _list_later_releases(core, table):
         if table.find_presence(entry.id, release) is not Presence.ABSENT:
@@ -258,7 +265,7 @@ def _find_fixing_minor(entry: Entry, core: MegatronCore, table: ReviewTable) -> 
 
 
 def _list_later_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
-    """The reviewed releases of later minors than this megatron's own, oldest first."""
+    """Return the reviewed releases of later minors than this megatron-core's own, oldest first."""
     minor = parse_minor_version(core.version) if core.version else None
     releases = [reference for reference in table.references if "+" not in reference]
     return [release for release in releases if minor and (parse_minor_version(release) or minor) > minor]
@@ -267,7 +274,10 @@ def _list_later_releases(core: MegatronCore, table: ReviewTable) -> list[str]:
 def _assess_later_releases(
     reaching: Collection[str], entries: Collection[Entry], core: MegatronCore, table: ReviewTable
 ) -> Iterator[Upgrade]:
-    """What later releases come to for the same job; nothing where it has nothing to gain."""
+    """Yield the newest release of each later minor, with the silent defects that the same job meets there.
+
+    Yields nothing where no silent defect reaches the job now.
+    """
     newest = {parse_minor_version(release): release for release in _list_later_releases(core, table)}
     for release in newest.values() if reaching else ():
         present_ids = [

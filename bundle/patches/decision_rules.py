@@ -22,7 +22,7 @@ from bundle.patches.megatron_core import Reading
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchContext:
-    """What the decisions depend on besides megatron's own code."""
+    """Everything that the decisions depend on besides megatron-core's own code."""
 
     version: str | None  # of megatron-core, as it calls itself
     backend: str | None = None  # None: all of them
@@ -39,15 +39,15 @@ class PatchContext:
     vouched: frozenset[str] | None = None  # ids whose `assumes` is so; None: all, as in what our engine calls
 
     def uses(self, features: frozenset[str]) -> bool:
-        """Whether the job uses all of these features."""
+        """Return whether the job uses all of these features."""
         return self.features is None or features <= self.features
 
     def vouches_for(self, patch: Patch) -> bool:
-        """Whether the patch's caller is known to be what it assumes."""
+        """Return whether somebody vouches for the patch: that its caller is what the patch assumes."""
         return self.vouched is None or patch.assumes in ("", NO_ASSUMPTION) or patch.id in self.vouched
 
     def runs_on(self, backends: Iterable[str]) -> bool:
-        """Whether the job's backend is one of these."""
+        """Return whether the job's backend is one of these."""
         return self.backend is None or self.backend in backends
 
 
@@ -58,7 +58,7 @@ class _Proposal(NamedTuple):
 
 
 def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
-    """What to do about a patch."""
+    """Return the decision about a patch."""
     proposal = (
         _decide_by_version(patch, job) if reading.presence is None else _decide_by_source(patch, reading, job)
     )
@@ -86,7 +86,10 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
 
 
 def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | None:
-    """TRAP where the job meets it, which stops a job whose recipe is known; None where it does not."""
+    """Return the decision about a trap; None where the job does not meet it.
+
+    The action is TRAP where the job meets it. It stops a job whose recipe is known.
+    """
     avoided = job.features is not None and bool(trap.unless & job.features)
     if avoided or not job.runs_on(trap.backends) or not job.uses(trap.when):
         return None
@@ -108,14 +111,14 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
 
 
 def _explain_version_only(reading: Reading, job: PatchContext) -> str:
-    """What decided about a trap, where no source did."""
+    """Return the note that a version number alone decided about a trap, because no source did."""
     cause = "the code is unfamiliar" if reading.presence else "give --mcore PATH to have its source read"
     number = f"By the number {job.version} alone" if job.version else "Without a version number"
     return f"({number}: {reading.read_error or cause}.)"
 
 
 def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
-    """A warning that what the bundle relies on is not as reviewed; None where it is."""
+    """Return a warning that the names of a seam are not as reviewed; None where they are."""
     if (
         reading is None
         or not job.uses(seam.when)
@@ -141,7 +144,7 @@ def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decis
 
 
 def mark_conflicts(decisions: Iterable[Decision], patches: Mapping[str, Patch]) -> tuple[Decision, ...]:
-    """The decisions, with CONFLICT for patches that cannot share a target with each other."""
+    """Return the decisions, with CONFLICT for patches that cannot share a target with each other."""
     decisions = tuple(decisions)
     ids_by_target: dict[str, list[str]] = {}
     for decision in decisions:
@@ -166,7 +169,7 @@ def mark_conflicts(decisions: Iterable[Decision], patches: Mapping[str, Patch]) 
 
 
 def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
-    """Why the job does not need the patch, whatever is in the source; None where it does."""
+    """Return why the job does not need the patch, whatever the source says; None where the job needs it."""
     if not job.runs_on(patch.backends):
         return f"for {' and '.join(patch.backends)} only"
     if job.trains_with_mindspeed and patch.backends == LOCAL_LAYERS:
@@ -182,7 +185,7 @@ def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
 
 
 def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Proposal:
-    """The decision where source was read, now or when the list was made."""
+    """Return the decision from source that was read, either now or when the reviewed list was made."""
     is_in_range = packages.is_within(job.version, patch.range) if job.version else None
     is_proven = reading.presence is not Presence.UNKNOWN
     if reading.presence is Presence.ABSENT:
@@ -215,7 +218,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
 
 
 def _decide_by_version(patch: Patch, job: PatchContext) -> _Proposal:
-    """The decision where there is nothing but a version that was not reviewed."""
+    """Return the decision from a version number that was not reviewed, where there is nothing else."""
     is_in_range = job.version is not None and packages.is_within(job.version, patch.range)
     reason = (
         f"{job.version} is no released version and {'inside' if is_in_range else 'outside'} "
@@ -229,7 +232,7 @@ def _is_known_mindspeed(job: PatchContext) -> bool:
 
 
 def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
-    """Why a target of the patch is MindSpeed's; None where it is not."""
+    """Return why a target of the patch is MindSpeed's; None where it is not."""
     if job.mindspeed is None or not job.runs_on(("ascend",)):
         return None
     explain = (
@@ -247,7 +250,7 @@ def _explain_unread_patcher(patch: Patch, job: PatchContext) -> str | None:
 
 
 def _explain_drift(patch: Patch, reading: Reading) -> str | None:
-    """Why nobody can say that the wrapper fits this tree, and what to do; None where it was reviewed."""
+    """Return why the wrapper may not fit this tree, and what to do; None where the code was reviewed."""
     if reading.read_error:
         return f"{reading.read_error}; look there"
     if reading.presence is Presence.UNKNOWN:
@@ -271,12 +274,12 @@ def _describe_nearest(target: str, reading: Reading) -> str:
 
 
 def _list_missing_targets(patch: Patch, reading: Reading) -> list[str]:
-    """The targets that have to be there and are not; an optional one only when all are gone."""
+    """Return the required targets that are missing; an optional one only when all targets are."""
     gone = [r for r in patch.replacements if r.target not in reading.fingerprints]
     return [r.target for r in gone if not r.optional or len(gone) == len(patch.replacements)]
 
 
 def _list_present_replacements(patch: Patch, reading: Reading) -> list[Replacement]:
-    """The replacements that this megatron has a target for; all of them where nothing was read."""
+    """Return the replacements whose target this megatron-core has; all of them where nothing was read."""
     present = [r for r in patch.replacements if r.target in reading.fingerprints]
     return present or list(patch.replacements)

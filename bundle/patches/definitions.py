@@ -12,7 +12,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 
 class Definition(NamedTuple):
-    """What a target's name is bound to: every alternative of it, in the order of the source."""
+    """The statements that bind the name of a target: all alternatives, in the order of the source."""
 
     module: str  # where it is defined, which is not the target's module when that re-exports it
     file: str  # of that module, relative to the tree
@@ -25,12 +25,12 @@ class Definition(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """The fingerprint of how it is called."""
+        """The fingerprint of the signature."""
         return fingerprint_signature(self.nodes)
 
     @property
     def is_code(self) -> bool:
-        """Whether it is a function or a class, and not a variable."""
+        """True if the definition is a function or a class, and not a variable."""
         return any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) for n in self.nodes)
 
     @property
@@ -57,7 +57,7 @@ class Definition(NamedTuple):
         return frozenset(names)
 
     def find_calls(self, name: str) -> tuple[ast.Call, ...]:
-        """The calls of a function of that name, or of a method of that name of anything."""
+        """Return the calls of a function of that name, or of a method of that name on any object."""
         return tuple(
             node
             for node in self.iter_nodes(ast.Call)
@@ -65,12 +65,15 @@ class Definition(NamedTuple):
         )
 
     def find_keyword_values(self, name: str, keyword: str) -> tuple[str, ...]:
-        """What the calls of a function or method give for a keyword, as Python writes it."""
+        """Return the values that calls of a function or method pass for a keyword, as Python source."""
         keywords = (argument for call in self.find_calls(name) for argument in call.keywords)
         return tuple(ast.unparse(argument.value) for argument in keywords if argument.arg == keyword)
 
     def find_assigned_values(self, name: str) -> frozenset[str]:
-        """What is assigned to a name or an attribute ("self.x"), alone or in a tuple, as Python writes it."""
+        """Return the values assigned to a name or an attribute ("self.x"), as Python source.
+
+        Finds the name alone or as an element of a tuple.
+        """
         return frozenset(
             ast.unparse(node.value)
             for node in self.iter_nodes(ast.Assign)
@@ -80,19 +83,19 @@ class Definition(NamedTuple):
         )
 
     def has(self, code: str) -> bool:
-        """Whether this expression or statement occurs, however laid out; see `syntax.parse_pattern`."""
+        """Return whether this expression or statement occurs, in any layout; see `syntax.parse_pattern`."""
         return bool(find_matches(code, self.walk()))
 
     def has_string(self, text: str) -> bool:
-        """Whether the code has this string."""
+        """Return whether the code has this string."""
         return any(constant.value == text for constant in self.iter_nodes(ast.Constant))
 
     def iter_nodes(self, kind: type[_Node]) -> Iterator[_Node]:
-        """Every node of a kind."""
+        """Yield every node of a kind."""
         return (node for node in self.walk() if isinstance(node, kind))
 
     def walk(self) -> Iterator[ast.AST]:
-        """Every node of the code."""
+        """Yield every node of the code."""
         for node in self.nodes:
             yield from ast.walk(node)
 
@@ -101,9 +104,10 @@ _MAX_DEPTH = 64  # names that lead to one another; a hostile tree must not reach
 
 
 class Lookup:
-    """Follows re-exports, `import *`, aliases and base classes from one name. Good for that name only.
+    """A search from one name through re-exports, `import *`, aliases and base classes.
 
-    What is being looked up already leads nowhere: in a circle of imports Python finds nothing new either.
+    A lookup serves one name only. A name that is already being looked up counts as not found: Python finds
+    nothing new in a circle of imports either.
     """
 
     def __init__(self, tree: SourceTree) -> None:
@@ -113,7 +117,7 @@ class Lookup:
         self._depth = 0
 
     def find_attribute(self, module_name: str, path: list[str]) -> Definition | None:
-        """What a dotted name is bound to in a module; None where it has no such name."""
+        """Return the definition of a dotted name in a module; None where the module has no such name."""
         module = self.tree.find_module(module_name)
         definition = self._find_global(module, path[0]) if module else None
         for name in path[1:]:
@@ -121,7 +125,7 @@ class Lookup:
         return definition
 
     def find_bindings(self, module_name: str, name: str) -> tuple[ast.stmt, ...]:
-        """The statements that bind a name, in the module or in one whose every name it imports."""
+        """Return the statements that bind a name, in the module or in one that it imports by `import *`."""
         waiting, seen = [module_name], set()
         while waiting:
             module = self.tree.find_module(waiting.pop())
@@ -185,7 +189,7 @@ class Lookup:
         return None
 
     def _resolve_expression(self, module: Module, expression: ast.expr) -> Definition | None:
-        """What `name`, `Class.name` or `package.module.name` is in a module."""
+        """Return the definition of `name`, `Class.name` or `package.module.name` in a module."""
         path: list[str] = []
         while isinstance(expression, ast.Attribute):
             path.append(expression.attr)
@@ -204,7 +208,7 @@ class Lookup:
 
     @staticmethod
     def _find_import(module: Module, name: str) -> str | None:
-        """The dotted name of what an import may have bound as a module."""
+        """Return the dotted name of the module that an import may have bound to a name."""
         for node in module.bindings.get(name, ()):
             if isinstance(node, ast.ImportFrom):
                 return f"{resolve_import(node, module.package)}.{node.names[0].name}"
@@ -221,9 +225,9 @@ class Definitions:
         self._definitions: dict[str, Definition | None] = {}
 
     def __getitem__(self, target: str) -> Definition | None:
-        """What "package.module:Qualified.name" is bound to; None where the tree has no such name.
+        """Return the definition of "package.module:Qualified.name"; None where the tree has no such name.
 
-        Raises source.Unreadable where the file that should tell cannot be parsed.
+        Raises source.UnreadableSource where the file that defines the name cannot be parsed.
         """
         if target not in self._definitions:
             module, _, name = target.partition(":")
@@ -231,12 +235,12 @@ class Definitions:
         return self._definitions[target]
 
     def find_bindings(self, target: str) -> tuple[ast.stmt, ...]:
-        """The statements that bind a module-level name, where they stand: only `import *` is followed."""
+        """Return the statements that bind a module-level name, as they stand; only `import *` is followed."""
         module, _, name = target.partition(":")
         return Lookup(self.tree).find_bindings(module, name)
 
     def find_nearest(self, target: str) -> tuple[str, ...]:
-        """Targets of the same module or class whose names are the most like the missing one."""
+        """Return targets of the same module or class whose names are the most like the missing one."""
         module_name, _, qualified = target.partition(":")
         module = self.tree.find_module(module_name)
         if module is None:
@@ -258,26 +262,26 @@ class Definitions:
 class SourceEvidence:
     """The definitions that a patch or a trap declares as its evidence, and no others.
 
-    What a patch reads must be declared, or nobody would notice when it changes.
+    A patch may read declared definitions only: a change of an undeclared one would not be noticed.
     """
 
     def __init__(self, definitions: Definitions, declared: frozenset[str]) -> None:
         self.definitions, self.declared = definitions, declared
 
     def __getitem__(self, target: str) -> Definition | None:
-        """The definition of a declared target; None where the tree has no such name."""
+        """Return the definition of a declared target; None where the tree has no such name."""
         return self.definitions[self._require_declared(target)]
 
     def find_existing(self, *targets: str) -> list[Definition]:
-        """The definitions of those declared targets that the tree has."""
+        """Return the definitions of those declared targets that the tree has."""
         return [definition for target in targets if (definition := self[target]) is not None]
 
     def has_module(self, target: str) -> bool:
-        """Whether the tree has the module of a declared name."""
+        """Return whether the tree has the module of a declared name."""
         return self.definitions.tree.find_module(self._require_declared(target).partition(":")[0]) is not None
 
     def find_bindings(self, target: str) -> tuple[ast.stmt, ...]:
-        """The statements that bind a declared name, where they stand: only `import *` is followed."""
+        """Return the statements that bind a declared name, as they stand; only `import *` is followed."""
         return self.definitions.find_bindings(self._require_declared(target))
 
     def _require_declared(self, target: str) -> str:

@@ -1,6 +1,6 @@
-"""The patch list: patches, and the seams and traps beside them; and what is decided about each.
+"""The entries of the catalogue (patches, seams, traps), and the decision about each.
 
-And the words for what a job uses that they ask for; a recipe says them in `Recipe.features`.
+The module also has the features: words for what a job uses. A recipe tells its own in `Recipe.features`.
 """
 
 from collections.abc import Callable, Iterable
@@ -77,7 +77,7 @@ FEATURES: dict[str, str] = {
 
 
 def resolve_features(raw_words: Iterable[str]) -> frozenset[str] | None:
-    """The words, with what is always so; None where there are none: everything.
+    """Return the words and the features that every job has; None, for all features, where there are no words.
 
     Raises UsageError for words that no patch and no trap asks for.
     """
@@ -86,7 +86,7 @@ def resolve_features(raw_words: Iterable[str]) -> frozenset[str] | None:
 
 
 def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
-    """The words as they are spelled here. Raises UsageError as `resolve_features`."""
+    """Return the words as they are spelled here. Raises UsageError as `resolve_features` does."""
     words = tuple(word.strip().lower() for word in raw_words if word.strip())
     unknown = [
         f"{word[:100]}{format_suggestion(find_nearest(word, FEATURES))}"
@@ -99,12 +99,12 @@ def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
 
 
 def describe_features(words: Iterable[str]) -> str:
-    """Words in a sentence, those that are always so left out: "cp and mtp"."""
+    """Return the words for a sentence ("cp and mtp"), without the features that every job has."""
     return " and ".join(sorted(set(words) - IMPLICIT_FEATURES))
 
 
 class Presence(StrEnum):
-    """What reading the source says about a defect; UNKNOWN when the code looks like neither state."""
+    """The answer of the source about a defect. It is UNKNOWN when the code looks like neither state."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -112,17 +112,17 @@ class Presence(StrEnum):
 
     @classmethod
     def from_bool(cls, present: bool) -> "Presence":
-        """PRESENT or ABSENT, for a question that has an answer."""
+        """Return PRESENT for True and ABSENT for False."""
         return cls.PRESENT if present else cls.ABSENT
 
     @classmethod
     def from_matches(cls, present: object = False, absent: object = False) -> "Presence":
-        """PRESENT where the wrong code was recognised, else ABSENT where the right one was, else UNKNOWN."""
+        """Return PRESENT where wrong code was recognised, else ABSENT where right code was, else UNKNOWN."""
         return cls.PRESENT if present else cls.ABSENT if absent else cls.UNKNOWN
 
 
 class DefectKind(StrEnum):
-    """How a user meets a defect."""
+    """The way in which a user meets a defect."""
 
     SILENT = "silent"  # other numbers, or code of others that runs: no error and no hang
     ERROR = "error"  # an error or a hang
@@ -130,18 +130,18 @@ class DefectKind(StrEnum):
 
 
 class DefectCheck(NamedTuple):
-    """Whether a source has a defect: a question, and the definitions that its answer is read in."""
+    """A check whether a source has a defect, and the definitions that it reads."""
 
     evidence: tuple[str, ...]
     detect: Callable[[SourceEvidence], Presence]
 
     def __call__(self, source: SourceEvidence) -> Presence:
-        """What the source says. Raises source.Unreadable."""
+        """Return what the source says. Raises source.UnreadableSource."""
         return self.detect(source)
 
 
 def detect_in_source(*evidence: str) -> Callable[[Callable[[SourceEvidence], Presence]], DefectCheck]:
-    """Makes a Defect of a function of the source."""
+    """Return a decorator that makes a DefectCheck of a function of the source."""
     return lambda detect: DefectCheck(evidence, detect)
 
 
@@ -150,10 +150,11 @@ def detect_in_definitions(
     optional: tuple[str | tuple[str, ...], ...] = (),
     required_module: str | None = None,
 ) -> Callable[[Callable[..., Presence]], DefectCheck]:
-    """Makes a Defect of a function of definitions: of those that it needs, and of others or None.
+    """Return a decorator that makes a DefectCheck of a function of definitions.
 
-    Of a tuple it is the first that is there, since code moves. Where one that it needs is not there, nobody
-    knows. Without the module of `required_module` there is no such defect.
+    The function gets the definitions of `targets`, then those of `optional`, or None for each that is
+    missing. A tuple stands for the first of its names that exists, since code moves. The answer is UNKNOWN
+    where one of `targets` is missing, and ABSENT where the module `required_module` is missing.
     """
 
     def build_check(function: Callable[..., Presence]) -> DefectCheck:
@@ -192,22 +193,22 @@ class Replacement(NamedTuple):
 
     @property
     def wrapper(self) -> str:
-        """The function as "package.module:name"."""
+        """The wrapper function as "package.module:name"."""
         return f"bundle.replacements.{self.function}"
 
 
 def build_signature_replacement(
     target: str, function: str, *, optional: bool = False, exclusive: bool = False
 ) -> Replacement:
-    """A replacement that depends on how its target is called, and not on what the body does."""
+    """Return a replacement that depends on the signature of its target, and not on its body."""
     return Replacement(target, function, optional, exclusive, by_signature=True)
 
 
 class Patch(NamedTuple):
-    """A defect of megatron-core and what mends it from outside.
+    """A defect of megatron-core and the replacements that mend it from outside.
 
-    The fingerprints that were reviewed are in releases.json, under the targets' names: the releases in
-    which `defect` is present are the ones whose targets the wrappers were read and proven against.
+    The fingerprints that were reviewed are in releases.json, under the targets' names. The wrappers were read
+    and proven against the targets of those releases in which `defect` is present.
     """
 
     id: str
@@ -226,7 +227,7 @@ class Patch(NamedTuple):
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """The definitions that decide whether the defect is there."""
+        """The definitions that decide whether the defect is present."""
         return self.defect.evidence
 
 
@@ -259,14 +260,14 @@ class Trap(NamedTuple):
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """The definitions that decide whether the defect is there."""
+        """The definitions that decide whether the defect is present."""
         return self.defect.evidence
 
 
 class PatchAction(StrEnum):
-    """What to do about an entry; DRIFT and CONFLICT stop a job that needs the patch.
+    """The action for an entry. DRIFT and CONFLICT stop a job that needs the patch.
 
-    UNVOUCHED is a patch that is left out since nobody says that its caller is what it assumes.
+    UNVOUCHED is a patch that is left out, because nobody says that its caller is what the patch assumes.
     """
 
     APPLY = "APPLY"
@@ -279,7 +280,7 @@ class PatchAction(StrEnum):
 
 
 class Decision(NamedTuple):
-    """The decision about one entry: `proven` is False where only a version number spoke."""
+    """The decision about one entry. `proven` is False where only a version number decided."""
 
     id: str
     action: PatchAction
@@ -294,7 +295,7 @@ class Decision(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What stops a job, in a line: a trap is the recipe's, all else the patch's."""
+        """The line that says what stops a job. It names the action, except for a trap."""
         return (
             f"{self.id}:"
             f" {self.reason if self.action is PatchAction.TRAP else f'{self.action}: {self.reason}'}"

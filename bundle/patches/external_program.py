@@ -1,4 +1,4 @@
-"""The patches in a program that is not ours: decided for what it imports, applied, and told."""
+"""Patches for a program that is not ours: they are decided for what it imports, applied, and logged."""
 
 import logging
 import os
@@ -28,21 +28,22 @@ def enable(
     backend: str = "auto",
     strict: bool = False,
 ) -> PatchPlan:
-    """Patches the megatron-core that this process imports, or has imported; the plan is logged, once.
+    """Patch the megatron-core that this process imports, or has imported, and log the plan once.
 
-    `features` are words of `entry.FEATURES` for what the program uses; without them everything counts as
-    used, and traps, which no patch mends, are not told. A patch that assumes something of its caller is left
-    out unless `vouched` has its id, and so is one whose defect a framework beside it mends, or may mend.
-    `allowed` are drifts, and frameworks' code that nobody has read, to go on with; `backend` is one of
-    `hardware.BACKEND_CHOICES`. Neither torch nor megatron is imported. Called again with the same
-    words it does nothing.
+    `features` are words of `entry.FEATURES` for what the program uses. Without them everything counts as
+    used, and no trap is reported, because no patch mends a trap. A patch that assumes something about its
+    caller is left out unless `vouched` has its id. A patch is also left out where a framework mends the
+    defect, or may mend it. `allowed` are the drifts, and the frameworks' unread code, to go on with.
+    `backend` is one of `hardware.BACKEND_CHOICES`. Neither torch nor megatron is imported. A second call with
+    the same words does nothing.
 
-    A patch that fits no more stops a program that is known to use what it mends; without `features` it is
-    left out and warned of, unless `strict` has it stop there too.
+    A patch that no longer fits stops a program that is known to use what the patch mends. Without `features`
+    the patch is left out with a warning; `strict` makes it stop the program there too.
 
-    Raises UsageError for unknown words and ids, EnvironmentUnfit where there is no megatron-core, PatchError,
-    with nothing patched, for such a patch, where another patcher or another plan was there before, and where
-    somebody has imported what is to be replaced by value.
+    Raises UsageError for unknown words and ids, and EnvironmentUnfit where there is no megatron-core. Raises
+    PatchError, with nothing patched, for a patch that stops the program, and where another patcher or another
+    plan came first. It also raises PatchError where a module has imported by value a function that is to be
+    replaced.
     """
     patch_survey, patch_plan = plan_patches(
         packages.detect_process_packages(),
@@ -70,7 +71,10 @@ def plan_patches(
     backend: str = "auto",
     strict: bool = False,
 ) -> tuple[Survey, PatchPlan]:
-    """What `enable` decides, and applies, in a program that imports from `stack`; raises as it does."""
+    """Return the survey and the plan that `enable` makes for a program that imports from `stack`.
+
+    Raises the same errors as `enable`.
+    """
     used, table = resolve_features(features or ()), load_review_table()
     if stack.megatron.core is None:
         archive = stack.megatron.archive
@@ -95,7 +99,7 @@ def plan_patches(
         _defer_to_framework(d, monkey_patches, framework_defects.get(d.id), overrides)
         for d in patch_survey.decisions
     )
-    # What the program does is not ours to refuse: a trap is told, and a patch of what it may not use.
+    # We do not refuse another program: a trap is reported, and so is a patch that it may not need.
     reported_actions = (
         {PatchAction.TRAP} if used is not None or strict else {PatchAction.TRAP, PatchAction.DRIFT}
     )
@@ -110,11 +114,11 @@ def _defer_to_framework(
     framework_defect: AuditedDefect | None,
     overrides: Mapping[DefectStatus, Collection[str]],
 ) -> Decision:
-    """OWNED where a framework mends the defect, or has put code of its own in the place that ours is for.
+    """Return the decision, as OWNED where a framework mends the defect or replaces the target itself.
 
-    So it is where it may mend it, unless `overrides` has the patch: twice mended is wrong again. A program
-    may be none of the jobs in which it is mended; of code that nobody has read, the caller's say tells
-    nothing.
+    The decision is OWNED also where a framework may mend the defect, unless `overrides` has the patch: a
+    defect that is mended twice is wrong again. The program may not be one of the jobs in which the framework
+    mends the defect. For code that nobody has read, `vouched` decides nothing; only `allowed` does.
     """
     replacing = tuple(
         patch
@@ -136,7 +140,7 @@ def _defer_to_framework(
 
 
 def _log_plan(patch_survey: Survey, used: frozenset[str] | None) -> None:
-    """Logs what was decided; where nobody has set up logging, as a rank of ours does."""
+    """Log the decisions; where nobody has set up logging, set it up as for a rank of ours."""
     if not logging.getLogger("bundle").hasHandlers():
         rank = os.environ.get("RANK", "")
         log.start(int(rank) if rank.isdecimal() else None)
@@ -146,7 +150,10 @@ def _log_plan(patch_survey: Survey, used: frozenset[str] | None) -> None:
 
 
 def iter_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator[str]:
-    """What no patch mends in a program that uses this (None: nobody says), though it meets it or may."""
+    """Yield a warning for each defect that the program meets, or may meet, and that no patch mends.
+
+    `used` are the features of the program; None: nobody says.
+    """
     for decision in patch_survey.decisions:
         if decision.action is PatchAction.TRAP and used is not None:
             yield f"no patch mends {decision.problem}"
@@ -159,7 +166,7 @@ def iter_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator
 
 
 def format_lines(patch_survey: Survey) -> Iterator[str]:
-    """The plan: what is applied, what is not although the program may need it, and why."""
+    """Yield the lines of the plan: the patches that are applied or left out although needed, with reasons."""
     left_out = [d for d in patch_survey.decisions if d.action in (PatchAction.OWNED, PatchAction.UNVOUCHED)]
     yield f"{len(patch_survey.patches_to_apply)} patches for {patch_survey.core}"
     for decision in (*patch_survey.patches_to_apply, *left_out):

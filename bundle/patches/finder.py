@@ -1,7 +1,7 @@
-"""The program in a `.pth` of `mcore-bundle patches enable`: it waits for megatron.core to be imported.
+"""The program in the `.pth` of `mcore-bundle patches enable`: it waits until megatron.core is imported.
 
-Python runs this text whenever it starts, so it imports nothing that is not there: not even `bundle`, a name
-that a program may have for a package of its own. `hook` puts the text into the file.
+Python runs this text at every start, so the text imports only what every Python has. It does not import
+`bundle` either: a program may have a package of that name. `hook` puts the text into the file.
 """
 
 import sys
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Finder:
-    """Finder in front of all others: it lets them find, and patches when megatron.core is about to run."""
+    """The first finder of all: it lets the others find, and patches when megatron.core is about to run."""
 
     def __init__(self, document: "Any") -> None:
         self._document = document  # what `hook.begin` takes
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
-        """The spec of megatron.core that the finders behind this one have, its loader calling `enable`."""
+        """Return the spec of megatron.core from the finders behind this one; its loader calls `enable`."""
         if name != "megatron.core" or self not in sys.meta_path:
             return None
         for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ class Finder:
         return None
 
     def enable(self) -> None:
-        """Enables the patches. What is against it is printed and raised: megatron.core is not imported."""
+        """Enable the patches. An error is printed and raised, and megatron.core is not imported."""
         try:
             try:
                 from bundle.patches.hook import begin
@@ -41,13 +41,13 @@ class Finder:
                 ) from error
             begin(self._document)
         except Exception as error:
-            # Who takes megatron for optional may swallow what is raised.
+            # A program for which megatron is optional may swallow the exception.
             print(f"mcore-bundle: megatron.core is not imported: {error}", file=sys.stderr, flush=True)
             raise
 
 
 class _Loader:
-    """The loader that was found. Who only looks for megatron.core sets off nothing."""
+    """The loader that the others found. To look for megatron.core without an import patches nothing."""
 
     def __init__(self, loader: "Any", finder: Finder) -> None:
         self._loader, self._finder = loader, finder

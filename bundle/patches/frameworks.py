@@ -1,8 +1,7 @@
-"""What is known about a defect where a framework has replaced megatron-core's functions by its own.
+"""Defects where a framework has replaced functions of megatron-core by its own.
 
-The question that the catalogue asks of megatron's source is asked once more, with the framework's functions
-in the places that its monkey patches give them. So a framework mends a defect, or brings one, by what its own
-code says.
+The catalogue's checks of megatron-core's source run once more, with the framework's functions in the places
+that its monkey patches give them. So the framework's own code says whether it mends a defect or brings one.
 """
 
 import ast
@@ -32,13 +31,13 @@ KNOWN_FIXES: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
 
 @dataclass(frozen=True)
 class PatchedTree(SourceTree):
-    """A megatron tree in which some names are bound to what a framework has put in their place."""
+    """A megatron tree in which some names are bound to a framework's functions."""
 
     original: SourceTree = field(kw_only=True)
     patches: tuple[MonkeyPatch, ...] = field(kw_only=True)
 
     def find_module(self, name: str) -> Module | None:
-        """The parsed module, with the framework's functions in it."""
+        """Return the parsed module, with the framework's functions in it."""
         if name not in self._modules:
             module = self.original.find_module(name)
             for patch in self.patches if module else ():
@@ -49,7 +48,7 @@ class PatchedTree(SourceTree):
 
 
 def _rebind_name(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]]:
-    """The bindings that a monkey patch changes; a class is one of its own, with another member."""
+    """Return the bindings that a monkey patch changes; for a method, its class with the new method."""
     owner, _, name = patch.name.rpartition(".")
     new = _rename_code(patch.code, name)
     if not owner:
@@ -59,7 +58,7 @@ def _rebind_name(module: Module, patch: MonkeyPatch) -> dict[str, list[ast.stmt]
 
 
 def _rename_code(code: CodeNode | None, name: str) -> ast.stmt:
-    """The code by the name that it gets; where it is not known, an assignment of nobody knows what."""
+    """Return the code under the name that it replaces; for unknown code, an assignment of `...`."""
     if code is None:
         return ast.Assign([ast.Name(name)], ast.Constant(...))
     renamed = copy.copy(code)
@@ -75,13 +74,13 @@ def _with_member(owner: ast.ClassDef, name: str, member: ast.stmt) -> ast.ClassD
 
 @dataclass(frozen=True)
 class PatchedReader(DefectReader):
-    """Reads a megatron with the monkey patches of frameworks in it."""
+    """A reader of a megatron-core in which the monkey patches of frameworks are in place."""
 
     original: Definitions = field(kw_only=True)
     patches: tuple[MonkeyPatch, ...] = field(kw_only=True)
 
     def find_relevant_patches(self, entry: Patch | Trap) -> tuple[MonkeyPatch, ...]:
-        """The monkey patches that change what is read about an entry."""
+        """Return the monkey patches that change what is read about an entry."""
         changed = {target for target in entry.evidence if self._differs(target)}
         return tuple(
             patch for patch in self.patches if any(_concerns(patch, target, self) for target in changed)
@@ -99,7 +98,7 @@ class PatchedReader(DefectReader):
 
 
 def _concerns(patch: MonkeyPatch, target: str, reader: PatchedReader) -> bool:
-    """Whether a target is what the monkey patch replaces, or a class or a subclass that has it."""
+    """Return whether the monkey patch replaces the target, a member of it, or a method that it inherits."""
     assert reader.definitions is not None
     definition, owner = reader.definitions[target], patch.name.partition(".")[0]
     if definition is None or definition.module != patch.module:
@@ -111,7 +110,7 @@ def _concerns(patch: MonkeyPatch, target: str, reader: PatchedReader) -> bool:
 def find_monkey_patches(
     packages: Iterable[Package], megatron: Definitions, entries: Iterable[Patch | Trap]
 ) -> tuple[MonkeyPatch, ...]:
-    """The monkey patches of frameworks on what is read about these entries, or replaced by ours."""
+    """Return the monkey patches of frameworks on the evidence of these entries, or on their targets."""
     targets = {target for entry in entries for target in entry.evidence}
     targets |= {r.target for entry in entries if isinstance(entry, Patch) for r in entry.replacements}
     patches = (
@@ -121,7 +120,11 @@ def find_monkey_patches(
 
 
 def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyPatch:
-    """The monkey patch, under the condition that who imports its function by value has not done so before."""
+    """Return the monkey patch, with one more condition where megatron-core imports its function by value.
+
+    The condition is that the importing module is imported later: an earlier import keeps the original
+    function.
+    """
     module = patch.module.rpartition(".")[2]
     by_value = re.compile(
         rf"^\s*from\s+[\w.]*\b{module}\s+import\s+(\([^)]*|[^\n(]*)\b{re.escape(patch.name)}\b", re.M
@@ -136,19 +139,19 @@ def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyP
 def build_patched_reader(
     megatron: Definitions, table: ReviewTable, patches: Iterable[MonkeyPatch]
 ) -> PatchedReader:
-    """What can tell about a megatron with these monkey patches; what only wraps changes nothing."""
+    """Return a reader of a megatron-core with these monkey patches; those that only wrap change nothing."""
     replacing = tuple(patch for patch in patches if not patch.wraps)
     tree = PatchedTree(megatron.tree.root, original=megatron.tree, patches=replacing)
     return PatchedReader(None, Definitions(tree), table, original=megatron, patches=replacing)
 
 
 def find_wrapping_patches(entry: Patch, patches: Iterable[MonkeyPatch]) -> tuple[MonkeyPatch, ...]:
-    """The monkey patches that wrap a target of a patch, where ours would stand: they may mend the same."""
+    """Return the monkey patches that wrap a target of our patch. They may mend the same defect."""
     targets = {replacement.target for replacement in entry.replacements}
     return tuple(patch for patch in patches if patch.wraps and patch.target in targets)
 
 
 def mends(entry: Patch, patch: MonkeyPatch) -> bool:
-    """Whether this wrapper was read, and mends the patch's defect."""
+    """Return whether this wrapper was read and mends the patch's defect."""
     known_fix = KNOWN_FIXES.get((patch.target, fingerprint_code([patch.code])), None) if patch.code else None
     return known_fix is not None and entry.id in known_fix[0]

@@ -1,7 +1,8 @@
-"""The `.pth` that enables the patches in every program of an environment: written, found, taken away.
+"""The `.pth` that enables the patches in every program of an environment: written, found and removed.
 
 Python runs a `.pth` of its site-packages when it starts. Ours puts one finder in front of the others
-(`finder`) and does no more until megatron.core is imported; then `begin` does what `enable` does.
+(`finder`). The finder does nothing more until megatron.core is imported; then `begin` does what `enable`
+does.
 """
 
 import json
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class HookArguments(NamedTuple):
-    """What a hook says to `enable`: the words of its arguments."""
+    """The arguments of `enable` that a hook holds."""
 
     features: tuple[str, ...] = ()
     vouched: tuple[str, ...] = ()
@@ -40,7 +41,7 @@ class HookArguments(NamedTuple):
         return "; ".join([*parts, f"backend {self.backend}"])
 
     def render_file(self) -> str:
-        """The whole file: what it says, with a digest; and one line, which Python runs."""
+        """Return the file's text: a line with the arguments and a digest, and a line that Python runs."""
         program = Path(__file__).with_name("finder.py").read_text(encoding="utf-8")
         source = f"{program}\n\nsys.meta_path.insert(0, Finder({self._to_document()!r}))\n"
         line = (
@@ -55,7 +56,7 @@ class HookArguments(NamedTuple):
 
 
 class Hook(NamedTuple):
-    """A file of that name: with what it says, or why it is none of ours, or not whole."""
+    """A file of the hook's name, with its arguments, or with the reason why it is not ours or not whole."""
 
     file: Path
     arguments: HookArguments | None
@@ -63,17 +64,18 @@ class Hook(NamedTuple):
 
 
 def find_hooks(sites: Iterable[Path]) -> tuple[Hook, ...]:
-    """The files of that name in these directories."""
+    """Return the files of the hook's name in these directories."""
     files_ = (site / FILE_NAME for site in dict.fromkeys(sites))
     return tuple(_read_hook(file) for file in files_ if os.path.lexists(file))
 
 
 def install(environment: Sites, arguments: HookArguments) -> bool:
-    """Writes the file, whole or not at all; False where it is there already and says the same.
+    """Write the file, whole or not at all; return False where the same file is there already.
 
-    Raises EnvironmentUnfit, with nothing written, where mcore-bundle is not installed there, where a hook, or
-    a file of that name, is there or in a directory that the environment stands on, and where it may not be
-    written.
+    Raises EnvironmentUnfit, with nothing written, where mcore-bundle is not installed in the environment
+    itself, and where the installed one is another. Raises it also where a hook, or a file of its name, is
+    there or in a directory that the environment stands on. A directory that may not be written to raises it
+    too.
     """
     remedy = (
         f"install it there first: {environment.python} -m pip install, and what mcore-bundle is"
@@ -112,7 +114,7 @@ def install(environment: Sites, arguments: HookArguments) -> bool:
 
 
 def remove(environment: Sites) -> bool:
-    """Takes the file away; False where there is none. Raises EnvironmentUnfit as `install`."""
+    """Delete the file; return False where there is none. Raises EnvironmentUnfit as `install` does."""
     for hook in find_hooks([environment.purelib]):
         if hook.fault:
             raise EnvironmentUnfit(_describe_foreign_file(hook))
@@ -124,9 +126,9 @@ def remove(environment: Sites) -> bool:
 
 
 def begin(document: dict[str, object]) -> None:
-    """Enables the patches by what the file says; a program that has enabled some itself keeps those.
+    """Enable the patches by the file's arguments; a program that has enabled patches itself keeps those.
 
-    Raises as `enable`, and PatchError for what another mcore-bundle has written.
+    Raises the same errors as `enable`, and PatchError for a file that another mcore-bundle has written.
     """
     from bundle.patches import patcher
     from bundle.patches.external_program import enable
@@ -147,12 +149,12 @@ def begin(document: dict[str, object]) -> None:
 
 
 def remove_finder() -> None:
-    """Has this process stay as it is: it decides about patches itself."""
+    """Remove the finder from this process, which decides about patches itself."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != _FINDER_MODULE]
 
 
 def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
-    """What `doctor` and `patches audit` say of each."""
+    """Yield what `doctor` and `patches audit` say about each hook."""
     for hook in hooks:
         if hook.fault:
             yield warn("patches", _describe_foreign_file(hook), "look at it, and delete it")
@@ -175,7 +177,7 @@ def _read_hook(file: Path) -> Hook:
 
 
 def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
-    """What a file of this format says; None for another."""
+    """Return the arguments that a file of this format holds; None for another format."""
     if set(document) != {"format", *HookArguments._fields} or document["format"] != FORMAT:
         return None
     lists = {name: value for name, value in document.items() if isinstance(value, list | tuple)}

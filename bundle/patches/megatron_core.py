@@ -1,12 +1,13 @@
 """The megatron-core that decisions are about, and what is known about patches and traps in it.
 
-An installed one, a tree or a version; read from its source, from the reviewed list, or not at all.
+A megatron-core is an installed one, a tree or a version. Its source is read, or the reviewed list answers for
+it, or nothing does.
 
 The list is releases.json, which `python -m tools.patches.review` writes: fingerprints of every target, and
-where each defect is. A fingerprint in it was looked at together with the wrappers; a release in it is decided
-without having its source at hand. commits.json is code of single targets between releases that was read with
-the wrappers, where nobody has read the other code of the commit; a fingerprint is that of the code, or of the
-signature where the replacement is reviewed by it.
+where each defect is. Somebody compared each fingerprint in the list with the wrappers. A release in the list
+is decided without its source at hand. commits.json holds the code of single targets between releases that was
+read with the wrappers, where nobody has read the other code of the commit. A fingerprint is that of the code,
+or of the signature where the replacement is reviewed by its signature.
 """
 
 import json
@@ -38,7 +39,7 @@ LISTINGS = ("targets", "signatures", "defects", "modules")  # the fields of a Ta
 
 
 class ReviewTable(NamedTuple):
-    """What was read in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
+    """The findings in every reviewed reference: a release ("0.16.1") or a commit ("0.16.2+0123abcd4567")."""
 
     references: tuple[str, ...]  # oldest first
     targets: Listing  # target -> fingerprint of its code -> references
@@ -47,24 +48,27 @@ class ReviewTable(NamedTuple):
     modules: Listing  # module that was read -> digest of its file -> references
 
     def find_fingerprint(self, target: str, reference: str, *, by_signature: bool = False) -> str | None:
-        """The target's fingerprint in a reference; None where it does not have the target."""
+        """Return the target's fingerprint in a reference; None where the reference lacks the target."""
         return _find_value(self._select_fingerprints(target, by_signature), reference)
 
     def find_presence(self, entry: str, reference: str) -> Presence:
-        """What was found in a reference; UNKNOWN for an entry that the reference was not read for."""
+        """Return the presence of a defect in a reference; UNKNOWN where the reference was not read for it."""
         return Presence(_find_value(self.defects.get(entry, {}), reference) or Presence.UNKNOWN)
 
     def find_reviewed_versions(
         self, target: str, fingerprint: str, *, by_signature: bool = False
     ) -> tuple[str, ...]:
-        """The references in which this code, or signature, of the target was reviewed."""
+        """Return the references in which this code, or this signature, of the target was reviewed."""
         return tuple(self._select_fingerprints(target, by_signature).get(fingerprint, "").split())
 
     def _select_fingerprints(self, target: str, by_signature: bool) -> Mapping[str, str]:
         return (self.signatures if by_signature else self.targets).get(target, {})
 
     def find_matching_reference(self, digests: Mapping[str, str]) -> str | None:
-        """The newest reference whose every module that was read has this digest ("" is no such module)."""
+        """Return the newest reference in which every listed module has this digest; None where there is none.
+
+        The digest "" stands for a module that does not exist.
+        """
         candidates = set(self.references)
         for module, known in self.modules.items():
             listed = known.get(digests[module])
@@ -83,25 +87,25 @@ def _find_value(known: Mapping[str, str], reference: str) -> str | None:
 
 @cache
 def load_review_table() -> ReviewTable:
-    """The list that is shipped with the package."""
+    """Return the reviewed list that is shipped with the package."""
     return parse_review_table(RELEASES_FILE.read_text("utf-8"))
 
 
 def parse_review_table(text: str) -> ReviewTable:
-    """The table of a releases.json."""
+    """Return the table from the text of a releases.json."""
     document = json.loads(text)
     return ReviewTable(tuple(document["references"].split()), *(document[listing] for listing in LISTINGS))
 
 
 @cache
 def load_commits_by_digest() -> Mapping[str, Mapping[str, str]]:
-    """The code of single targets that was read in commits."""
+    """Return the code of single targets that was read in commits."""
     known: dict[str, dict[str, str]] = json.loads(COMMITS_FILE.read_text("utf-8"))
     return known
 
 
 class MegatronCore(NamedTuple):
-    """One megatron-core: what it calls itself, where it is, and the reviewed reference that it equals."""
+    """One megatron-core: the version that it reports, its place, and the reviewed reference it equals."""
 
     version: str | None
     commit: str | None
@@ -122,7 +126,7 @@ class MegatronCore(NamedTuple):
         return f"megatron-core {self.version or 'without a version'}{commit}{location}: {review_state}"
 
     def as_json(self) -> dict[str, str | None]:
-        """The same, as plain JSON values."""
+        """Return the fields as plain JSON values."""
         return {
             "version": self.version,
             "base_version": packages.parse_base_version(self.version) if self.version else None,
@@ -133,7 +137,7 @@ class MegatronCore(NamedTuple):
         }
 
     def build_reader(self, table: ReviewTable) -> "DefectReader":
-        """What can tell about patches in this megatron."""
+        """Return a reader for the patches and traps in this megatron-core."""
         if self.root is None or self.reference is not None:
             return DefectReader(self.reference, None, table)
         return DefectReader(None, Definitions(SourceTree(self.root)), table)
@@ -141,7 +145,7 @@ class MegatronCore(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known about one entry: about the defect, and about each target of a patch."""
+    """The findings about one entry: about the defect, and about each target of a patch."""
 
     presence: Presence | None  # None: nothing was read, there is only a version number
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of the targets that are there
@@ -157,14 +161,17 @@ VERSION_ONLY = Reading(None)
 
 @dataclass(frozen=True)
 class DefectReader:
-    """Reads one megatron for any entry: from the reviewed list where it equals a reference of it."""
+    """A reader of one megatron-core for any entry.
+
+    It takes the answers from the reviewed list where this megatron-core equals a reference of the list.
+    """
 
     reference: str | None
     definitions: Definitions | None
     table: ReviewTable
 
     def read(self, entry: Patch | Trap) -> Reading:
-        """What is known about a patch, or about a trap, which replaces nothing."""
+        """Return what is known about a patch, or about a trap, which replaces nothing."""
         replacements = entry.replacements if isinstance(entry, Patch) else ()
         targets = {replacement.target: replacement.by_signature for replacement in replacements}
         if self.reference is not None:
@@ -180,19 +187,19 @@ class DefectReader:
         return replace(reading, presence=presence, read_error=reading.read_error or gone or None)
 
     def list_read_modules(self) -> tuple[str, ...]:
-        """The modules that what is known rests on, those that are not there too."""
+        """Return the modules that the findings rest on, including those that do not exist."""
         if self.reference is not None:
             return tuple(self.table.modules)
         return self.definitions.tree.list_read_modules() if self.definitions else ()
 
     def read_seam(self, seam: Seam) -> Reading | None:
-        """What the tree says about the names of a seam; None where it is reviewed, or not at hand."""
+        """Return what the tree says about the names of a seam; None where it is reviewed, or not at hand."""
         if self.definitions is None:
             return None
         return self._read_from_source(dict.fromkeys(seam.targets, seam.by_signature), self.definitions)
 
     def _read_from_table(self, entry: str, targets: Mapping[str, bool], reference: str) -> Reading:
-        """What the reviewed list says about one of its references."""
+        """Return what the reviewed list says about one of its references."""
         known = {t: self.table.find_fingerprint(t, reference, by_signature=by) for t, by in targets.items()}
         fingerprints = {
             target: fingerprint for target, fingerprint in known.items() if fingerprint is not None
@@ -201,7 +208,10 @@ class DefectReader:
         return Reading(self.table.find_presence(entry, reference), fingerprints, references)
 
     def _read_from_source(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
-        """What the source of a tree says about names, by their code or (True) their signature; no verdict."""
+        """Return what a tree's source says about targets, without the presence of the defect.
+
+        The value of `targets` is True for a target that is read by its signature and not by its code.
+        """
         read_error, fingerprints, nearest_names = None, {}, {}
         for target, by_signature in targets.items():
             try:
@@ -219,7 +229,7 @@ class DefectReader:
     def _find_references(
         self, fingerprints: Mapping[str, str], targets: Mapping[str, bool]
     ) -> Mapping[str, tuple[str, ...]]:
-        """The releases, and the commits, in which what is there was reviewed."""
+        """Return, for each target, the releases and commits in which its code was reviewed."""
         return {
             target: self.table.find_reviewed_versions(target, value, by_signature=targets[target])
             + tuple(load_commits_by_digest().get(target, {}).get(value, "").split()[:1])
@@ -228,7 +238,7 @@ class DefectReader:
 
 
 def _describe_missing_files(entry: Patch | Trap, definitions: Definitions) -> str:
-    """Which files of the evidence are not there; "" where all are."""
+    """Return a note on the files of the evidence that are missing; "" where all exist."""
     modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
     missing = [module for module in modules if definitions.tree.find_module(module) is None]
     gone = [f"{module.replace('.', '/')}.py" for module in missing]
@@ -236,7 +246,7 @@ def _describe_missing_files(entry: Patch | Trap, definitions: Definitions) -> st
 
 
 def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> MegatronCore:
-    """The megatron-core that a worker would import; the default release where there is none."""
+    """Return the megatron-core that a worker would import; the default release where there is none."""
     core = stack.megatron.core
     if core is not None:
         return _from_copy(core, table, stack.megatron.conflict)
@@ -248,7 +258,7 @@ def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> Megatro
 
 
 def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
-    """The megatron-core that `--mcore` names: a tree where there is one, else a version."""
+    """Return the megatron-core that `--mcore` names: a tree where there is one, else a version."""
     path = Path(name)
     copy = packages.find_copy(path.absolute())
     if copy is not None:

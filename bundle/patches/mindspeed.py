@@ -1,10 +1,10 @@
-"""Which targets of ours MindSpeed replaces, by its commit: it calls every version of itself 0.12.1.
+"""The targets of our patches that MindSpeed replaces, by its commit: it calls every version of itself 0.12.1.
 
-What it wraps (its own rule: a function whose name ends in wrapper or decorator) still calls upstream's code,
-and so can be wrapped once more. Each replacement is behind a feature of MindSpeed's: in jobs of others these
-are targets that it *may* own. In ours it is told what to do (`backends.ascend.mindspeed`), and what it then
-replaces was looked up in a process of each branch: functions that megatron has compiled too, behind which its
-torch.compile hides them.
+A function that MindSpeed wraps still calls upstream's code, and so can be wrapped once more. Its own rule is:
+a wrapper's name ends in wrapper or decorator. Each replacement is behind a feature of MindSpeed's, so in jobs
+of others MindSpeed *may* own these targets. In our jobs `backends.ascend.mindspeed` sets its features. Their
+replacements were looked up in a process of each branch. They include functions that megatron has compiled,
+which its torch.compile hides.
 """
 
 import json
@@ -47,12 +47,12 @@ TRAINING_BRANCHES = tuple(
 
 
 def is_known(commit: str | None) -> bool:
-    """Whether this commit of MindSpeed was read."""
+    """Return whether this commit of MindSpeed was read."""
     return commit in BRANCH_BY_COMMIT
 
 
 def find_branch(version: str) -> MindSpeedBranch | None:
-    """The branch for a megatron-core; None where our jobs have none."""
+    """Return the branch for a megatron-core; None where our jobs have none."""
     return next(
         (
             candidate
@@ -64,9 +64,9 @@ def find_branch(version: str) -> MindSpeedBranch | None:
 
 
 def explain_replacement(target: str, commit: str | None) -> str | None:
-    """Why the target may be MindSpeed's at this commit; None where it is not.
+    """Return why the target may be MindSpeed's at this commit; None where it is not.
 
-    A commit that was not read is taken for any of those that were.
+    A commit that was not read counts as any of those that were.
     """
     branches = (
         REPLACING_BRANCHES.get(target) or REPLACING_BRANCHES.get(target.rpartition(".")[0]) or frozenset()
@@ -80,7 +80,10 @@ def explain_replacement(target: str, commit: str | None) -> str | None:
 
 
 def explain_job_replacement(target: str, commit: str | None) -> str | None:
-    """Why the target is MindSpeed's in a job of ours; None where it is not, or jobs refuse this commit."""
+    """Return why the target is MindSpeed's in a job of ours; None where it is not.
+
+    Returns None also for a commit that our jobs refuse.
+    """
     branch = next((candidate for candidate in TRAINING_BRANCHES if candidate.commit == commit), None)
     if branch is None or target not in branch.replaces:
         return None

@@ -1,8 +1,8 @@
-"""What a framework puts in the place of megatron-core's own functions, read in the framework's source.
+"""Replacements of megatron-core's own functions by a framework, read in the framework's source.
 
-A statement like `MLASelfAttention.forward = forward` is a monkey patch; the names on both sides are followed
-through the imports of its file. Nothing is imported and no version is asked. What cannot be followed is left
-out: an object whose class nobody can tell, a name that is put together while the program runs.
+A statement like `MLASelfAttention.forward = forward` is a monkey patch. The names on both sides are followed
+through the imports of its file. Nothing is imported, and no version is asked. Names that cannot be followed
+are left out: an object of unknown class, or a name that the program puts together while it runs.
 """
 
 import ast
@@ -45,7 +45,7 @@ class MonkeyPatch:
 
     @property
     def when(self) -> str:
-        """When it is in place: "on import", or by which calls and conditions."""
+        """The words for when it is in place: "on import", or the calls and conditions that put it there."""
         where = [f"where {', '.join(self.call_sites[:3])} calls it"] if self.call_sites else []
         conditions = [f"if {' and '.join(self.conditions)}"] if self.conditions else []
         return ", ".join(where + conditions) or "on import"
@@ -53,7 +53,7 @@ class MonkeyPatch:
 
 @dataclass
 class _Scope:
-    """One function, or a module: what its names are bound to."""
+    """One function, class or module, and what its names are bound to."""
 
     node: ast.Module | CodeNode
     parent: "_Scope | None"
@@ -61,14 +61,14 @@ class _Scope:
     bindings: dict[str, list[ast.stmt]] = field(default_factory=dict)
 
     def iter_enclosing(self) -> Iterator["_Scope"]:
-        """This one and those around it, the innermost first."""
+        """Yield this scope and those around it, the innermost first."""
         scope: _Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
 
     def find_bindings(self, name: str) -> list[ast.stmt]:
-        """What binds a name here, or in the nearest scope around that binds it."""
+        """Return the statements that bind a name, here or in the nearest enclosing scope that binds it."""
         return next((scope.bindings[name] for scope in self.iter_enclosing() if name in scope.bindings), [])
 
 
@@ -83,7 +83,7 @@ class _Statement:
 
 @dataclass(frozen=True)
 class _SourceFile:
-    """A file of a framework that speaks of megatron, or calls what does."""
+    """A file of a framework that mentions megatron, or calls code that does."""
 
     module: str
     package: str  # what a relative import starts from
@@ -92,7 +92,7 @@ class _SourceFile:
 
     @cached_property
     def statements(self) -> list[_Statement]:
-        """Every statement of the file; none where it cannot be parsed."""
+        """Every statement of the file; none where the file cannot be parsed."""
         try:
             tree = ast.parse(self.text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -124,7 +124,7 @@ class _SourceFile:
 def find_in_package(
     package: Package, megatron: Definitions, targets: Iterable[str]
 ) -> tuple[MonkeyPatch, ...]:
-    """The monkey patches of one package of a framework on these targets, wherever megatron defines them."""
+    """Return a framework package's monkey patches on these targets, wherever megatron defines them."""
     source_files, wanted_names = (
         _read_source_files(package),
         {pair for target in targets for pair in _iter_bound_names(target, megatron)},
@@ -144,7 +144,7 @@ def find_in_package(
 
 
 def _iter_bound_names(target: str, megatron: Definitions) -> Iterator[tuple[str, str]]:
-    """(module, last part of the name) of a target, and of where it is defined."""
+    """Yield (module, last part of the name) of a target, and of the place where it is defined."""
     module, _, name = target.partition(":")
     yield module, name.rpartition(".")[2]
     with suppress(UnreadableSource):
@@ -154,7 +154,7 @@ def _iter_bound_names(target: str, megatron: Definitions) -> Iterator[tuple[str,
 
 
 def _read_source_files(package: Package) -> list[_SourceFile]:
-    """The Python files of a package."""
+    """Return the Python files of a package."""
     assert package.path is not None
     top = _find_import_root(package.path)
     source_files, size = [], 0
@@ -172,7 +172,10 @@ def _read_source_files(package: Package) -> list[_SourceFile]:
 
 
 def _find_import_root(package: Path) -> Path:
-    """The directory that its modules are named from: megatron.bridge lies one deeper than others."""
+    """Return the directory from which the package's modules are named.
+
+    megatron.bridge lies one directory deeper than other packages.
+    """
     return package.parents[1] if package.parent.name == "megatron" else package.parent
 
 
@@ -183,7 +186,7 @@ def _iter_file_patches(
     wanted_names: Collection[tuple[str, str]],
     source_files: list[_SourceFile],
 ) -> Iterator[MonkeyPatch]:
-    """The monkey patches of one file."""
+    """Yield the monkey patches of one file."""
     for statement in source_file.statements:
         for base, name, value in _iter_assignments(statement.node):
             function = _extract_bound_function(value, base)
@@ -209,7 +212,7 @@ def _iter_file_patches(
 
 
 def _iter_assignments(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]]:
-    """(object, attribute, value) of what a statement sets: `a.b = c` or `setattr(a, "b", c)`."""
+    """Yield (object, attribute, value) that a statement sets: `a.b = c` or `setattr(a, "b", c)`."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Attribute):
@@ -225,7 +228,7 @@ def _iter_assignments(node: ast.stmt) -> Iterator[tuple[ast.expr, str, ast.expr]
 def _resolve_dotted_name(
     value: ast.expr, scope: _Scope, source_file: _SourceFile, hops: int = 8
 ) -> str | None:
-    """The dotted name of what an expression is, by the imports of its file; None where they do not tell."""
+    """Return the dotted name of an expression, by the imports of its file; None where they do not tell."""
     if hops == 0:
         return None
     if isinstance(value, ast.Attribute):
@@ -252,7 +255,7 @@ def _resolve_dotted_name(
 def _resolve_target(
     base: ast.expr, name: str, scope: _Scope, source_file: _SourceFile, megatron: Definitions
 ) -> tuple[str, str] | None:
-    """(module, name in it) of an attribute that is set, where the object is megatron-core's; else None."""
+    """Return (module, name in it) of an attribute of megatron-core that is set; None for other objects."""
     dotted = _resolve_dotted_name(base, scope, source_file)
     if dotted is None or not dotted.startswith("megatron.core."):
         return None
@@ -268,7 +271,10 @@ def _resolve_target(
 
 
 def _extract_bound_function(value: ast.expr, owner: ast.expr) -> ast.expr | None:
-    """The function in a method of one object, `f.__get__(owner)` or `MethodType(f, owner)`; else None."""
+    """Return the function in a method of one object; None where the value is not such a method.
+
+    The method is `f.__get__(owner)` or `MethodType(f, owner)`.
+    """
     if not isinstance(value, ast.Call):
         return None
     if isinstance(value.func, ast.Attribute) and value.func.attr == "__get__":
@@ -283,9 +289,10 @@ def _extract_bound_function(value: ast.expr, owner: ast.expr) -> ast.expr | None
 def _resolve_method_target(
     name: str, statement: _Statement, source_file: _SourceFile, megatron: Definitions
 ) -> tuple[str, str] | None:
-    """(module, name in it) of an object's method, by the class that it is asked to be of; None for none.
+    """Return (module, name in it) of an object's method, by the class that the code checks it for; else None.
 
-    Who says `isinstance(model, GPTModel)`, or calls a function of the file that does, has one in hand.
+    The check is an `isinstance(model, GPTModel)` in the function around the statement, or in a function of
+    the file that it calls.
     """
     function = _find_outermost_function(statement)[1]
     if function is None:
@@ -306,7 +313,7 @@ def _resolve_method_target(
 
 
 def _find_code(value: ast.expr, scope: _Scope, source_file: _SourceFile, package: Package) -> CodeNode | None:
-    """The function or class that a value is, in this file or in another of the package."""
+    """Return the function or class that a value names, in this file or in another of the package."""
     if isinstance(value, ast.Call) and len(value.args) == 1 and ast.unparse(value.func) == "staticmethod":
         value = value.args[0]
     if isinstance(value, ast.Name):
@@ -330,7 +337,10 @@ def _find_code(value: ast.expr, scope: _Scope, source_file: _SourceFile, package
 
 
 def _wraps(code: CodeNode, name: str, scope: _Scope) -> bool:
-    """Whether the code mentions what was saved of the attribute before, in this scope or one around it."""
+    """Return whether the code mentions the saved original of the attribute: then it wraps the original.
+
+    The original may be saved in this scope or in one around it.
+    """
     saved: set[str] = set()
     for enclosing in scope.iter_enclosing():
         for node in (
@@ -343,7 +353,7 @@ def _wraps(code: CodeNode, name: str, scope: _Scope) -> bool:
 
 
 def _reads(value: ast.expr, name: str) -> bool:
-    """Whether a value is `something.name`, or `getattr(something, "name", ...)`."""
+    """Return whether a value is `something.name`, or `getattr(something, "name", ...)`."""
     if isinstance(value, ast.Attribute):
         return value.attr == name
     is_getattr = isinstance(value, ast.Call) and ast.unparse(value.func) == "getattr" and len(value.args) > 1
@@ -353,7 +363,7 @@ def _reads(value: ast.expr, name: str) -> bool:
 def _trace_calls(
     statement: _Statement, source_file: _SourceFile, source_files: list[_SourceFile]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(conditions, places of the calls) on the way to a statement; no places where an import leads to it."""
+    """Return (conditions, places of the calls) on the way to a statement; no places if an import runs it."""
     conditions, function = _find_outermost_function(statement)
     if function is None:
         return conditions, ()
@@ -379,7 +389,7 @@ def _trace_calls(
 
 
 def _find_outermost_function(statement: _Statement) -> tuple[tuple[str, ...], CodeNode | None]:
-    """(conditions, the outermost function) around a statement; None at the top of its module."""
+    """Return (conditions, the outermost function) around a statement; None at the top of its module."""
     conditions, function = statement.conditions, None
     for scope in statement.scope.iter_enclosing():
         if not isinstance(scope.node, ast.Module):
@@ -390,7 +400,7 @@ def _find_outermost_function(statement: _Statement) -> tuple[tuple[str, ...], Co
 def _find_calls(
     name: str, definition_file: _SourceFile, source_files: list[_SourceFile]
 ) -> list[tuple[_Statement, _SourceFile]]:
-    """The statements that call the function of that name in that file, with their files."""
+    """Return the statements that call the function `name` of `definition_file`, with their files."""
     return [
         (statement, source_file)
         for source_file in source_files
@@ -405,9 +415,7 @@ def _find_calls(
 def _is_call_of(
     called: ast.expr, name: str, scope: _Scope, source_file: _SourceFile, definition_file: _SourceFile
 ) -> bool:
-    """Whether what is called is the function of that name in the file `definition_file`, as far as its
-    name tells.
-    """
+    """Return whether the called expression names `name` of `definition_file`, as far as the names tell."""
     if ast.unparse(called).rpartition(".")[2] != name:
         return False
     if isinstance(called, ast.Name) and any(isinstance(n, CodeNode) for n in scope.find_bindings(name)):

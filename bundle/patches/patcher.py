@@ -1,6 +1,7 @@
-"""Applies a plan to this process, lazily, and takes it back exactly.
+"""Apply a plan to this process, lazily, and take it back exactly.
 
-The one part of this room that touches imported code: it imports a wrapper, by name, when its target is there.
+This module is the only one of its room that touches imported code. It imports a wrapper, by name, once the
+wrapper's target exists.
 """
 
 import importlib
@@ -20,35 +21,35 @@ from bundle.patches.plan import PatchPlan, PatchStep
 
 
 class PostImportFinder(MetaPathFinder):
-    """Finder in front of all others that lets them find, and calls back once the module has run.
+    """The first finder of all: it lets the others find, and calls back once the module has run.
 
-    An exception of the callback fails the import, the next one too: nobody gets a module that was to be
-    patched and was not. Who only looks for the module, or fails to import it, uses nothing up.
+    An exception of the callback fails the import, and the next one too: nobody gets a module that should be
+    patched and is not. A search for the module, or a failed import, does not use the callback up.
     """
 
     def __init__(self) -> None:
         self._callbacks: dict[str, Callable[[ModuleType], None]] = {}
 
     def add_callback(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        """Calls back when the module is imported, until the callback has returned once."""
+        """Call back when the module is imported, until the callback has returned once."""
         self._callbacks[name] = callback
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def clear_callbacks(self) -> None:
-        """Drops what has not been called yet."""
+        """Drop the callbacks that have not been called yet."""
         self._callbacks.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def list_pending_modules(self) -> tuple[str, ...]:
-        """The modules that have not been imported yet."""
+        """Return the modules that have not been imported yet."""
         return tuple(self._callbacks)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have for the module, its loader calling back."""
+        """Return the spec that the other finders have for the module; its loader calls back."""
         if name not in self._callbacks:
             return None
         for finder in sys.meta_path:
@@ -60,7 +61,7 @@ class PostImportFinder(MetaPathFinder):
         return None
 
     def run_callback(self, module: ModuleType) -> None:
-        """Calls back for a module that has run."""
+        """Run the callback for a module that has run."""
         name = module.__name__
         if name in self._callbacks:
             self._callbacks[name](module)
@@ -68,18 +69,18 @@ class PostImportFinder(MetaPathFinder):
 
 
 class _CallbackLoader(Loader):
-    """The loader that was found, calling back after it has run the module."""
+    """The loader that the other finders found. It calls back after the loader has run the module."""
 
     def __init__(self, loader: Any, hook: PostImportFinder) -> None:
         self._loader, self._hook = loader, hook
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """What the loader creates."""
+        """Return the module that the loader creates."""
         created: ModuleType | None = self._loader.create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the module under its own loader, so that it cannot tell the difference."""
+        """Run the module under its own loader, so that it cannot tell the difference."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -92,7 +93,7 @@ _ABSENT = object()  # a name that only a branch not taken would have bound
 
 @dataclass(frozen=True, eq=False)
 class _ReplacedAttribute:
-    """One replaced attribute: where, what was there (the raw descriptor), and what is there now."""
+    """One replaced attribute: its place, the original as a raw descriptor, and the replacement."""
 
     step: PatchStep
     owner: Any
@@ -103,7 +104,7 @@ class _ReplacedAttribute:
 
 
 class _PatchState:
-    """What has been done to this process."""
+    """The patches of this process: the plan, the replaced attributes, and the finder for later imports."""
 
     def __init__(self) -> None:
         self.plan: PatchPlan | None = None
@@ -115,10 +116,10 @@ _state = _PatchState()
 
 
 def apply(plan: PatchPlan) -> None:
-    """Patches what is imported already at once, everything else when it is imported. Again is no change.
+    """Patch the imported modules at once and others on import. A second call with the plan does nothing.
 
     Raises PatchError, with nothing changed, where a module or its code is not what was planned, and where
-    another plan is in force. What is imported later fails to import instead.
+    another plan is in force. A module that is imported later fails to import instead.
     """
     if _state.plan is not None:
         if _state.plan != plan:
@@ -140,9 +141,9 @@ def apply(plan: PatchPlan) -> None:
 
 
 def revert() -> None:
-    """Puts back every attribute as it was, the very descriptor; objects built meanwhile keep what they have.
+    """Put back every original descriptor. Objects that were built meanwhile keep what they have.
 
-    Raises PatchError, with nothing changed, where somebody has replaced one of ours since.
+    Raises PatchError, with nothing changed, where somebody has replaced one of our replacements since.
     """
     foreign_patches = [
         f"{attribute.step.target} in {getattr(owner, '__name__', owner)} is now"
@@ -157,22 +158,22 @@ def revert() -> None:
 
 
 def get_active_plan() -> PatchPlan | None:
-    """The plan that is applied to this process."""
+    """Return the plan that is applied to this process."""
     return _state.plan
 
 
 def list_applied_targets() -> tuple[str, ...]:
-    """The targets that are patched now, in the order of patching."""
+    """Return the targets that are patched now, in the order of patching."""
     return tuple(attribute.step.target for attribute in _state.replaced)
 
 
 def list_pending_modules() -> tuple[str, ...]:
-    """The modules that will be patched when they are imported."""
+    """Return the modules that will be patched when they are imported."""
     return _state.hook.list_pending_modules()
 
 
 def find_early_imports(plan: PatchPlan) -> list[str]:
-    """The planned functions that modules of others imported by value already: no patch reaches them there."""
+    """Return the planned functions that other packages hold by value already: no patch reaches them."""
     early_imports = []
     for step in plan.steps:
         module, _, name = step.target.partition(":")
@@ -185,7 +186,7 @@ def find_early_imports(plan: PatchPlan) -> list[str]:
 
 
 def _list_outermost() -> list[_ReplacedAttribute]:
-    """The outermost of ours on each attribute."""
+    """Return our outermost replacement of each attribute."""
     return list({(id(attribute.owner), attribute.name): attribute for attribute in _state.replaced}.values())
 
 
@@ -196,7 +197,7 @@ def _undo_all() -> None:
 
 
 def _undo(replaced: list[_ReplacedAttribute]) -> None:
-    """Takes these replacements back, the latest first."""
+    """Take these replacements back, the latest first."""
     for attribute in reversed(replaced):
         original = (
             _unwrap_descriptor(attribute.raw_original) if attribute.raw_original is not _ABSENT else None
@@ -211,7 +212,7 @@ def _undo(replaced: list[_ReplacedAttribute]) -> None:
 
 
 def _apply_to(module: ModuleType, steps: list[PatchStep]) -> None:
-    """All of the steps, or none: a wrapper that is imported may import other modules, which stay patched."""
+    """Apply all of the steps, or none. A wrapper's import may import other modules, which stay patched."""
     replaced: list[_ReplacedAttribute] = []
     try:
         for step in steps:
@@ -252,12 +253,12 @@ def _find_owner(module: ModuleType, step: PatchStep) -> tuple[Any, str]:
 
 
 def _get_raw_attribute(owner: Any, name: str) -> Any:
-    """What stands under the name in the owner itself, unbound; _ABSENT where it is inherited or nowhere."""
+    """Return the owner's own attribute, unbound; _ABSENT where it is inherited or does not exist."""
     return vars(owner).get(name, _ABSENT)
 
 
 def _unwrap_descriptor(raw: Any) -> Any:
-    """What a wrapper is given: the function in a static or class method; None where there is nothing."""
+    """Return the function in a static or class method, for a wrapper; None for _ABSENT."""
     if raw is _ABSENT:
         return None
     if isinstance(raw, property):
@@ -271,7 +272,10 @@ def _load_wrapper(step: PatchStep) -> Any:
 
 
 def _check_file(module: ModuleType, step: PatchStep) -> None:
-    """That the module is the planned one, to the byte: another tree may be first on this rank's path."""
+    """Raise PatchError where the module's file is not the planned one, byte for byte.
+
+    Another tree may be first on this rank's path.
+    """
     file = Path(module.__file__ or "")
     if not file.as_posix().endswith(f"/{step.file}"):
         raise PatchError(f"{step.patch}: {module.__name__} comes from {file}, not from a {step.file}")
@@ -281,7 +285,7 @@ def _check_file(module: ModuleType, step: PatchStep) -> None:
 
 
 def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
-    """That the code under everybody's wrappers is upstream's own."""
+    """Raise PatchError where the code below all wrappers is not upstream's own."""
     code = getattr(inspect.unwrap(original), "__code__", None)
     file = Path(code.co_filename) if code else Path()
     root = Path(module.__file__ or "").parents[step.file.count("/")]
@@ -295,10 +299,7 @@ def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
 def _rebind_references(
     original: Any, replacement: Any, step: PatchStep
 ) -> tuple[tuple[ModuleType, str], ...]:
-    """The names in modules of the same top package that held the original by value.
-
-    They hold `replacement` now.
-    """
+    """Bind `replacement` to the names in the top package that held the original by value; return them."""
     references = _find_references(original, step.target, inside=True)
     for module, name in references:
         setattr(module, name, replacement)
@@ -306,7 +307,10 @@ def _rebind_references(
 
 
 def _find_references(original: Any, target: str, *, inside: bool) -> tuple[tuple[ModuleType, str], ...]:
-    """The names in modules, inside the target's top package or outside, that hold an object by value."""
+    """Return the names in modules that hold an object by value.
+
+    Searches the modules inside the target's top package, or those outside.
+    """
     top = target.partition(".")[0]
     return tuple(
         (module, name)

@@ -1,6 +1,6 @@
-"""All that is decided about one megatron-core for one job, and the plan of patches that this leads to.
+"""All decisions about one megatron-core for one job, and the plan of patches that follows from them.
 
-A plan is made before any import, kept as a file, and agreed on by all ranks.
+A plan is made before any import, stored as a file, and agreed on by all ranks.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,14 +23,14 @@ _PACKAGE_ROOT = Path(__file__).parents[2]  # what holds the package `bundle`
 
 
 class Survey(NamedTuple):
-    """The decisions, the megatron-core that they are about, and the modules that were read for them."""
+    """The decisions, their megatron-core, and the modules that were read for them."""
 
     core: MegatronCore
     decisions: tuple[Decision, ...]
     read_modules: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raises UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
+        """Raise UsageError for a recipe that meets traps, PatchError for a patch that cannot be applied."""
         stopping = [decision for decision in self.decisions if decision.stops]
         if traps := [decision.problem for decision in stopping if decision.action is PatchAction.TRAP]:
             raise UsageError("This recipe meets known defects of this megatron-core:", traps)
@@ -55,11 +55,11 @@ def survey_patches(
     allowed: Collection[str] = (),
     vouched: Collection[str] | None = None,
 ) -> Survey:
-    """The decision about every patch, trap and changed seam. Raises UsageError for unknown ids.
+    """Return the decisions about all patches, traps and changed seams. Raises UsageError for unknown ids.
 
-    `vouched`: what somebody else's framework is known to be; None: the jobs are our own, whose processes
-    import neither MindSpeed nor MegatronAdaptor, whether they are installed or not, but for the job whose
-    recipe asks for it.
+    `vouched` are the ids of patches that fit another framework, as somebody vouches. None: the jobs are our
+    own. Their processes import neither MindSpeed nor MegatronAdaptor, installed or not, except for a job
+    whose recipe asks for MindSpeed.
     """
     patches_by_id = {patch.id: patch for patch in PATCHES}
     _check_ids({*requested, *allowed, *(vouched or ())}, patches_by_id)
@@ -91,7 +91,7 @@ def survey_patches(
 def build_context(
     core: MegatronCore, stack: Packages, *, backend: str | None = None, features: frozenset[str] | None = None
 ) -> PatchContext:
-    """What decisions about a megatron depend on, beside its own code."""
+    """Return what decisions about a megatron-core depend on besides its own code."""
     return PatchContext(
         version=core.version,
         backend=backend,
@@ -106,19 +106,19 @@ def build_context(
 
 
 def _predict_mindspeed_commit(version: str | None, *, trains_with_mindspeed: bool) -> tuple[str] | None:
-    """The commit of the MindSpeed that a job of ours would have where none is installed."""
+    """Return the commit of the MindSpeed that a job of ours would have where none is installed."""
     branch = mindspeed.find_branch(version) if trains_with_mindspeed and version else None
     return (branch.commit,) if branch else None
 
 
 def _read_versions(stack: Packages, names: Collection[str]) -> dict[str, str]:
-    """The versions of those of these packages that are installed."""
+    """Return the versions of these packages, for those that are installed."""
     packages = {name: stack.find_package(name) for name in names}
     return {name: package.version for name, package in packages.items() if package and package.version}
 
 
 def _with_assumed_features(features: frozenset[str] | None, backend: str | None) -> frozenset[str] | None:
-    """The features, with what `attention: auto` is taken for: an accelerator's kernels are flash kernels."""
+    """Return the features, with what `attention: auto` is taken for: on an accelerator, flash attention."""
     if features is None or "attention-auto" not in features or backend == "cpu":
         return features
     return features | {"attention-flash"}
@@ -134,7 +134,7 @@ def _check_ids(ids: Collection[str], known: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class PatchStep:
-    """One target and its wrapper, with what must be found there when it is applied. Files are relative."""
+    """One target and its wrapper, and what the target must be when they are applied. Files are relative."""
 
     patch: str
     target: str
@@ -152,7 +152,7 @@ _STEP_TYPES = {item.name: item.type for item in fields(PatchStep)}
 
 @dataclass(frozen=True)
 class PatchPlan:
-    """What will be patched in which megatron-core, and what was decided about everything else."""
+    """The patches to apply to a megatron-core, and the decisions about all other entries."""
 
     version: str | None
     commit: str | None
@@ -163,7 +163,7 @@ class PatchPlan:
     ] = ()  # (module, digest of its file) of all that was read; "": not there
 
     def get_agreed_fields(self) -> dict[str, str]:
-        """What every rank must agree on, by name: no paths, no host names."""
+        """Return the values by name that every rank must agree on: no paths, no host names."""
         agreed = {"megatron-core": _format_version(self.version, self.commit)}
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
@@ -176,7 +176,7 @@ class PatchPlan:
         return digest_json(self.get_agreed_fields())
 
     def find_mismatches(self, core: MegatronCopy) -> Iterator[str]:
-        """Every way in which a megatron-core, or this package, is not what the plan was made with."""
+        """Yield each difference of a megatron-core, or of this package, from those that were planned with."""
         actual, expected = (
             _format_version(core.version, core.commit),
             _format_version(self.version, self.commit),
@@ -196,7 +196,7 @@ class PatchPlan:
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} is another one here"
 
     def dump(self) -> dict[str, Any]:
-        """The plan as plain JSON values; `load_patch_plan` makes an equal plan of them."""
+        """Return the plan as plain JSON values, from which `load_patch_plan` makes an equal plan."""
         return {
             "schema": 2,
             "megatron-core": {"version": self.version, "commit": self.commit},
@@ -207,7 +207,7 @@ class PatchPlan:
 
 
 def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
-    """The plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
+    """Return the plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
     try:
         if document["schema"] != 2:
             raise ValueError(f"schema {document['schema']}")
@@ -232,7 +232,7 @@ def _format_version(version: str | None, commit: str | None) -> str:
 
 
 def build_patch_plan(patch_survey: Survey) -> PatchPlan:
-    """The plan that the survey of a tree leads to. Raises as `Survey.check`, and PatchError for no tree."""
+    """Return the plan for the survey of a tree. Raises as `Survey.check`, and PatchError without a tree."""
     patch_survey.check()
     root = patch_survey.core.root
     if root is None:
@@ -255,7 +255,7 @@ def build_patch_plan(patch_survey: Survey) -> PatchPlan:
 
 
 def _build_step(patch_id: str, replacement: Replacement, definitions: Definitions) -> PatchStep | None:
-    """The step for a target; None where an optional one is not there."""
+    """Return the step for a target; None where an optional target is missing."""
     definition = definitions[replacement.target]
     if definition is None:
         return None

@@ -1,4 +1,4 @@
-"""The files that a new patch starts from, and the way from them to a green test."""
+"""The files that a new patch starts from, and the steps from them to a test that passes."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,10 @@ from bundle.patches.megatron_core import DEFAULT_RELEASE
 
 
 def create_patch_files(patch_id: str, checkout: Path) -> str:
-    """Writes the files into a checkout of this project; returns what to do next.
+    """Write the files of a new patch into a checkout of this project; return what to do next.
 
-    Raises UsageError for an id that is taken or none, and where a file is there already.
+    Raises UsageError for an id that is taken or malformed, for a directory that is not a checkout, and where
+    one of the files exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", patch_id):
         raise UsageError(

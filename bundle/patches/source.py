@@ -1,4 +1,4 @@
-"""A megatron tree as text: its modules parsed on demand, nothing imported, whoever wrote it."""
+"""A megatron tree as text: its modules are parsed on demand, and nothing is imported."""
 
 import ast
 import hashlib
@@ -32,20 +32,20 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceTree:
-    """The directory that holds `megatron`, and the modules of it that were asked for."""
+    """The directory that holds `megatron`, and its modules that were asked for."""
 
     root: Path
     _modules: dict[str, Module | None] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)  # of the files that were parsed, in bytes
 
     def find_module(self, name: str) -> Module | None:
-        """The parsed module by its dotted name; None where the tree has no such file."""
+        """Return the parsed module by its dotted name; None where the tree has no such file."""
         if name not in self._modules:
             self._modules[name] = self._parse_file(name)
         return self._modules[name]
 
     def list_read_modules(self) -> tuple[str, ...]:
-        """The names of the modules that were asked for, those that are not there too."""
+        """Return the names of the modules that were asked for, including those that do not exist."""
         return tuple(sorted(self._modules))
 
     def _parse_file(self, name: str) -> Module | None:
@@ -67,7 +67,7 @@ class SourceTree:
 
 
 def parse_module(name: str, file: str, source: bytes) -> Module:
-    """The module that a file's bytes make. Raises Unreadable."""
+    """Return the module that a file's bytes make. Raises UnreadableSource."""
     try:
         with warnings.catch_warnings(action="ignore"):  # their invalid escapes are not our user's business
             tree = ast.parse(source)
@@ -80,7 +80,7 @@ def parse_module(name: str, file: str, source: bytes) -> Module:
 
 
 def find_module_file(root: Path, name: str) -> str | None:
-    """The module's file relative to the root of its tree, a package before a module of the same name."""
+    """Return the module's file relative to its tree, a package before a module of the same name."""
     stem = name.replace(".", "/")
     for file in (f"{stem}/__init__.py", f"{stem}.py"):
         if files.is_file(root / file):
@@ -89,20 +89,20 @@ def find_module_file(root: Path, name: str) -> str | None:
 
 
 def compute_digest(root: Path, name: str) -> str:
-    """16 hexadecimal digits over the bytes of a module's file; "" where there is none that can be read."""
+    """Return 16 hexadecimal digits over the bytes of a module's file; "" where no file can be read."""
     file = find_module_file(root, name)
     data = files.read_bytes(root / file, _MAX_MODULE_BYTES) if file else None
     return "" if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
 def resolve_import(node: ast.ImportFrom, package: str) -> str:
-    """The dotted name of the module that a `from ... import` statement of `package` reads."""
+    """Return the dotted name of the module that a `from ... import` statement of `package` reads."""
     base = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
 def iter_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run in this scope, those under if, try, with and loops among them, in order."""
+    """Yield the statements that run in this scope, in order, with those under if, try, with and loops."""
     stack = list(reversed(body))
     while stack:
         node = stack.pop()
@@ -118,7 +118,10 @@ def iter_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def collect_bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """The statements that bind each name of a scope: definitions, imports and assignments, narrowed to it."""
+    """Return the statements that bind each name of a scope, each narrowed to its name.
+
+    They are definitions, imports and assignments.
+    """
     bound_statements: dict[str, list[ast.stmt]] = {}
     for node in iter_statements(body):
         for name, statement in iter_bound_names(node):
@@ -129,7 +132,7 @@ def collect_bindings(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
 def _unpack_assignment(
     target: ast.Tuple | ast.List, value: ast.expr
 ) -> Iterator[tuple[ast.Name, ast.expr | None]]:
-    """The names in `a, b = x, y`, each with its own value; None where they cannot be told apart."""
+    """Yield the names in `a, b = x, y`, each with its own value; None where the values cannot be matched."""
     values: list[ast.expr | None] = [None] * len(target.elts)
     if (
         isinstance(value, ast.Tuple | ast.List)
@@ -143,7 +146,7 @@ def _unpack_assignment(
 
 
 def iter_bound_names(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
-    """The names that one statement binds in its own scope, each with the statement narrowed to it."""
+    """Yield the names that one statement binds in its own scope, each with the statement narrowed to it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name, node
     elif isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Code by what it says, however it is laid out: fingerprints of it, and patterns to find pieces of it by."""
+"""Code compared by meaning and not by layout: its fingerprints, and patterns that find parts of it."""
 
 import ast
 import copy
@@ -12,10 +12,10 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 
 def fingerprint_code(nodes: Sequence[ast.AST]) -> str:
-    """16 hexadecimal digits over the nodes' code: no positions, docstrings, empty fields or type parameters.
+    """Return 16 hexadecimal digits over the code: no positions, docstrings, empty fields or type parameters.
 
-    Our own walk, because `ast.dump` of one source differs between Python 3.11, 3.12 and 3.13. A stack of our
-    own as well: the depth of a hostile expression must not be the depth of our recursion.
+    The walk is our own, because `ast.dump` of one source differs between Python 3.11, 3.12 and 3.13. The
+    stack is our own as well: the depth of a hostile expression must not be the depth of our recursion.
     """
     digest = hashlib.sha256()
     stack: list[object] = list(reversed(nodes))
@@ -39,9 +39,9 @@ def fingerprint_code(nodes: Sequence[ast.AST]) -> str:
 
 
 def fingerprint_signature(nodes: Sequence[ast.AST]) -> str:
-    """16 hexadecimal digits over how functions are called: parameters, defaults, decorators; no annotations.
+    """Return 16 hexadecimal digits over how functions are called: parameters, defaults and decorators.
 
-    What is no function counts with all its code.
+    Annotations do not count. A node that is not a function counts with all its code.
     """
     return fingerprint_code([_strip_to_signature(node) for node in nodes])
 
@@ -75,7 +75,10 @@ def _list_fields(node: ast.AST) -> list[tuple[str, object]]:
 
 
 def _join_literals(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, neighbouring literals joined: parsers before 3.12 split them elsewhere."""
+    """Return the parts of an f-string, with neighbouring literals joined.
+
+    Parsers before 3.12 split the literals elsewhere.
+    """
     pieces: list[ast.expr] = []
     for value in values:
         last = pieces[-1] if pieces else None
@@ -87,7 +90,10 @@ def _join_literals(values: list[ast.expr]) -> list[ast.expr]:
 
 
 def _encode_constant(value: object) -> bytes:
-    """A constant with its type. Not by repr: that of a string depends on Python's Unicode tables."""
+    """Return a constant and its type as bytes.
+
+    It does not use repr for a string, because that depends on Python's Unicode tables.
+    """
     if isinstance(value, str):
         return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
@@ -104,13 +110,16 @@ WILDCARD = "_"  # in a pattern: any expression
 
 @cache
 def parse_pattern(code: str) -> ast.AST:
-    """The tree of one expression or statement, in which `_` is anything and `f(...)` has any arguments."""
+    """Return the tree of one expression or statement. `_` is anything, and `f(...)` has any arguments."""
     (statement,) = ast.parse(code).body
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
 def matches(pattern_node: ast.AST, node: ast.AST) -> bool:
-    """Whether the node is what the pattern says. Recursion is as deep as the pattern, whatever the node."""
+    """Return whether the node is what the pattern says.
+
+    The recursion is as deep as the pattern, whatever the node.
+    """
     if isinstance(pattern_node, ast.Name) and pattern_node.id == WILDCARD:
         return isinstance(node, ast.expr)
     if type(pattern_node) is not type(node):
@@ -141,6 +150,6 @@ def _takes_any(call: ast.Call) -> bool:
 
 
 def find_matches(code: str, nodes: Iterable[ast.AST]) -> list[ast.AST]:
-    """Those of the nodes that are what the pattern says."""
+    """Return the nodes that the pattern matches."""
     pattern_node = parse_pattern(code)
     return [node for node in nodes if matches(pattern_node, node)]
