@@ -1,6 +1,6 @@
-"""Attention over ranks and of packs, its rotary positions, and what multimodal models put before it.
+"""Attention over ranks and of packs, rotary positions, and the embeddings of multimodal models.
 
-With the gated delta net, the linear attention of Qwen3-Next and Qwen3.5.
+The gated delta net, the linear attention of Qwen3-Next and Qwen3.5, is here too.
 """
 
 import ast
@@ -44,7 +44,7 @@ _CONTEXT_PARALLEL_TESTS = {  # by whom, in each release
 
 @detect_in_definitions(_CORE)
 def _leaves_sinks_unmarked(core: Definition) -> Presence:
-    """Whether the learned sinks are a parameter that nothing marks as one rank's share."""
+    """Return whether the learned sinks are a parameter that nothing marks as split over ranks."""
     if not core.has_string("softmax_offset"):
         return Presence.from_matches(absent="softmax_offset" not in core.identifiers)
     marks = (*core.find_calls("set_tensor_model_parallel_attributes"), *core.find_calls("setattr"))
@@ -59,7 +59,7 @@ def _leaves_sinks_unmarked(core: Definition) -> Presence:
 
 @detect_in_definitions(_QUERY_KEY_VALUE)
 def _slices_query_only(heads: Definition) -> Presence:
-    """Whether the query is cut to this rank's heads and the gate beside it is not."""
+    """Return whether the query is cut to this rank's heads, and its output gate is not."""
     if "output_gate" not in heads.parameters:
         return Presence.ABSENT
     if not any("rank" in name for name in heads.identifiers):
@@ -72,7 +72,7 @@ def _slices_query_only(heads: Definition) -> Presence:
 
 @detect_in_definitions(_CROSS_ATTENTION, _SELF_ATTENTION)
 def _drops_process_group(cross: Definition, self_attention: Definition) -> Presence:
-    """Whether the layer is told its ranks and tells its projections none."""
+    """Return whether the layer gets a process group and does not pass it to its projections."""
     if not cross.parameters & {"pg_collection", "model_comm_pgs"}:
         return Presence.ABSENT  # there are none but the layout's
     if not any(keyword.arg == "tp_group" for keyword in self_attention.iter_nodes(ast.keyword)):
@@ -91,7 +91,7 @@ def _drops_process_group(cross: Definition, self_attention: Definition) -> Prese
 
 @detect_in_definitions(_DELTA, _ALLREDUCE_GRADS, required_module=_DELTA)
 def _sums_only_with_sp(init: Definition, sums: Definition) -> Presence:
-    """Whether the norm behind the heads is summed over the ranks only if they share out the sequence."""
+    """Return whether ranks sum the output norm's gradient only under sequence parallelism."""
     mentions = [node for node in init.iter_nodes(ast.Attribute) if node.attr == "out_norm"]
     built = init.has("self.out_norm = build_module(submodules.out_norm, config=_, hidden_size=_, eps=_)")
     by_sequence = sums.has("config.sequence_parallel and getattr(param, 'sequence_parallel', False)")
@@ -108,7 +108,7 @@ def _refuses_packs(forward: Definition) -> Presence:
 
 @detect_in_definitions(_ROTARY_OF_PACKS)
 def _reads_lengths_back(packed: Definition) -> Presence:
-    """Whether the lengths of the sequences are made plain numbers, to cut the rows by them."""
+    """Return whether the sequence lengths become Python numbers, by which the rows are cut."""
     lengths = {"tolist", "split"} & packed.identifiers
     return Presence.from_matches(
         packed.find_calls("tolist") and packed.find_calls("split"),
@@ -118,7 +118,7 @@ def _reads_lengths_back(packed: Definition) -> Presence:
 
 @detect_in_definitions(_TE_ATTENTION, _PACKED_SEQ_PARAMS)
 def _lacks_padding_flag(init: Definition, packed: Definition) -> Presence:
-    """Whether all fields of a pack are handed on, of which none says whether it is padded."""
+    """Return whether all fields of a pack are passed on, and no field says whether the pack has padding."""
     fields = {ast.unparse(node.target) for node in packed.iter_nodes(ast.AnnAssign)}
     if "kept_packed_seq_params" not in init.identifiers or "cu_seqlens_q_padded" not in fields:
         return Presence.UNKNOWN
@@ -127,7 +127,7 @@ def _lacks_padding_flag(init: Definition, packed: Definition) -> Presence:
 
 @detect_in_definitions(_POSITIONS)
 def _cuts_packed_positions(positions: Definition) -> Presence:
-    """Whether a table is cut for context parallel without a question whether it is of a pack."""
+    """Return whether a table is cut for context parallelism without a check whether it is a pack's."""
     if not positions.find_calls("get_pos_emb_on_this_cp_rank"):
         return Presence.UNKNOWN
     branches = (
@@ -142,7 +142,7 @@ def _cuts_packed_positions(positions: Definition) -> Presence:
 
 @detect_in_definitions(_LLAVA_EMBEDDINGS, _LLAVA_INIT, required_module=_LLAVA_EMBEDDINGS)
 def _scatters_over_layout(shared: Definition, init: Definition) -> Presence:
-    """Whether the embeddings of text and images are shared out over the ranks of the layout."""
+    """Return whether the embeddings are scattered over the layout's ranks, whatever groups the model has."""
     if not init.parameters & {"pg_collection", "model_comm_pgs"}:
         return Presence.ABSENT  # there are no ranks but the layout's
     calls = shared.find_calls("scatter_to_sequence_parallel_region")

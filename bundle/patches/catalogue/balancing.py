@@ -40,7 +40,10 @@ _PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
 
 def _replace_loss_scale(wrapper: str) -> tuple[Replacement, ...]:
-    """The function that sets the scale: from 0.14 one of its own, which both schedules call."""
+    """Return the replacements of the function that sets the loss scale.
+
+    From 0.14 on that is a function of its own, which both schedules call.
+    """
     return build_signature_replacement(_FORWARD_STEP, f"moe:{wrapper}"), build_signature_replacement(
         _CALC_LOSS, f"moe:{wrapper}", optional=True
     )
@@ -48,7 +51,7 @@ def _replace_loss_scale(wrapper: str) -> tuple[Replacement, ...]:
 
 @detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS), _Z_LOSS, optional=((_CALC_LOSS, _FORWARD_STEP),))
 def _weighs_by_own_tokens(attach: Definition, z_loss: Definition, setting: Definition | None) -> Presence:
-    """Whether the weight is the number of tokens on this rank, and not of all that share a micro-batch."""
+    """Return whether the weight is this rank's tokens, and not those of all ranks of a micro-batch."""
     all_ranks = "_ * num_local_tokens * self.tp_cp_group.size()"
     if attach.has(all_ranks) and z_loss.has(all_ranks):
         return Presence.ABSENT
@@ -62,7 +65,7 @@ def _weighs_by_own_tokens(attach: Definition, z_loss: Definition, setting: Defin
 
 @detect_in_definitions((_CALC_LOSS, _FORWARD_STEP))
 def _ignores_context_ranks(setting: Definition) -> Presence:
-    """Whether the scale of a mean is divided by micro-batches and knows no context-parallel ranks."""
+    """Return whether the scale of a mean is divided by micro-batches and ignores context-parallel ranks."""
     scaled = ("loss_scale", "loss_scale * cp_group_size", "loss_scale * cp_size_for_scaling")
     plain, *context_aware = (
         setting.has(f"MoEAuxLossAutoScaler.set_loss_scale({by} / num_microbatches)") for by in scaled
@@ -72,7 +75,7 @@ def _ignores_context_ranks(setting: Definition) -> Presence:
 
 @detect_in_source(_SEQ_AUX_LOSS, _ATTACH_LOSS, _APPLY_LOSS)
 def _weighs_one_sequence(source: SourceEvidence) -> Presence:
-    """Whether the loss over sequences is weighed by the tokens of one of them."""
+    """Return whether the loss over sequences is weighted by the tokens of one sequence."""
     apply, attach = source[_SEQ_AUX_LOSS], source[_ATTACH_LOSS]
     if apply is None or attach is None:
         return Presence.from_matches(absent=source[_APPLY_LOSS] is not None and attach is None)
@@ -90,7 +93,7 @@ def _weighs_one_sequence(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions(_MAINTAIN_BIAS, _INIT)
 def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
-    """Whether the counts are a buffer, which mixed precision casts, that nobody casts back."""
+    """Return whether the counts are a buffer that mixed precision casts and nothing casts back."""
     counts = "self.local_tokens_per_expert"
     if maintain.find_assigned_values(counts) or maintain.find_assigned_values(f"{counts}.data"):
         return Presence.ABSENT
@@ -102,7 +105,7 @@ def _counts_in_bf16(maintain: Definition, init: Definition) -> Presence:
 
 @detect_in_definitions((_ATTACH_LOSS, _APPLY_LOSS))
 def _weighs_by_all_tokens(attach: Definition) -> Presence:
-    """Whether the weight of a loss per token is tokens that the router sees, learned or not."""
+    """Return whether a per-token loss is weighted by all tokens that the router sees, learned or not."""
     if "calculate_per_token_loss" not in attach.identifiers:  # it is not weighed at all
         return Presence.from_matches(absent=attach.has("MoEAuxLossAutoScaler.apply(activation, aux_loss)"))
     attached = [call.args[1] for call in attach.find_calls("apply") if len(call.args) == 2]
@@ -113,14 +116,14 @@ def _weighs_by_all_tokens(attach: Definition) -> Presence:
 
 @detect_in_definitions(_ROUTING, (_SEQ_AUX_LOSS, _OLD_SEQ_AUX_LOSS))
 def _treats_rows_as_sequences(routing: Definition, loss: Definition) -> Presence:
-    """Whether a sequence is a row of the logits, and nobody looks for boundaries inside it."""
+    """Return whether a row of the logits counts as one sequence, whatever boundaries it has inside."""
     bounded = any("cu_seqlens" in name for name in routing.identifiers | loss.identifiers)
     return Presence.from_matches(routing.has("seq_length, bsz = logits.shape[:2]") and not bounded)
 
 
 @detect_in_definitions(_ROUTING)
 def _counts_padding_rows(routing: Definition) -> Presence:
-    """Whether a router cannot be told of padding."""
+    """Return whether a router has no way to learn which rows are padding."""
     knows_padding = any(
         "mask" in name or "valid" in name for name in routing.identifiers | routing.parameters
     )
@@ -132,7 +135,7 @@ _BALANCING_FEATURES = frozenset({"moe", MEGATRONS_BALANCING})
 
 @detect_in_definitions(_ROUTING, optional=(_APPLY_EXPERT_BIAS,))
 def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence:
-    """Whether the map [tokens, experts] is combined with the mask [tokens] as it is."""
+    """Return whether the map [tokens, experts] is combined with the mask [tokens] without a new dimension."""
     if "padding_mask" not in routing.parameters:
         return Presence.ABSENT  # nobody can tell a router of padding
     if bias is None:
@@ -147,7 +150,7 @@ def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence
 
 @detect_in_source(_COUNT_TOKENS, _REDUCE_IN_PLACE, _ROUTING)
 def _overwrites_own_count(source: SourceEvidence) -> Presence:
-    """Whether a count is summed over the ranks in place, and the rank's own is read from it afterwards."""
+    """Return whether a count is summed over ranks in place and then read as the rank's own count."""
     count, reduce = source[_COUNT_TOKENS], source[_REDUCE_IN_PLACE]
     if count is None:
         routing = source[_ROUTING]
@@ -169,7 +172,7 @@ def _overwrites_own_count(source: SourceEvidence) -> Presence:
 
 @detect_in_source(_GLOBAL_AUX_LOSS, _ROUTING)
 def _divides_by_last_microbatch_tokens(source: SourceEvidence) -> Presence:
-    """Whether the experts' counts, and no count of tokens, are added up over micro-batches."""
+    """Return whether micro-batches add up the experts' counts, and not the count of tokens."""
     loss = source[_GLOBAL_AUX_LOSS]
     if loss is None:
         return Presence.from_matches(absent=source[_ROUTING])
@@ -180,7 +183,7 @@ def _divides_by_last_microbatch_tokens(source: SourceEvidence) -> Presence:
 
 @detect_in_source(_PREPROCESS, mtp.MODEL_FORWARD)
 def _scatters_mask_only_with_embedding(source: SourceEvidence) -> Presence:
-    """Whether a mask of padding is shared out by the stage that has the embedding, and by no other."""
+    """Return whether only the stage with the embedding scatters the padding mask."""
     prepared = source[_PREPROCESS]
     if prepared is None or "padding_mask" not in prepared.parameters:
         older = source[mtp.MODEL_FORWARD]

@@ -45,7 +45,7 @@ _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParal
 
 @detect_in_definitions(_WRITE)
 def _omits_format(write: Definition) -> Presence:
-    """Whether an item is written with the five arguments that torch wanted before 2.8."""
+    """Return whether an item is written with the five arguments that torch wanted before 2.8."""
     calls = write.find_calls("_write_item")
     if not calls:
         return Presence.UNKNOWN
@@ -57,7 +57,7 @@ def _omits_format(write: Definition) -> Presence:
 
 @detect_in_source(*_COUNTING_FUNCTIONS)
 def _uses_numpy_product(source: SourceEvidence) -> Presence:
-    """Whether elements are counted by `numpy.product`, which numpy 2 does not have."""
+    """Return whether elements are counted by `numpy.product`, which numpy 2 does not have."""
     counting = source.find_existing(*_COUNTING_FUNCTIONS)
     removed = any(code.find_calls("product") for code in counting)
     return Presence.from_matches(removed, absent=any(code.find_calls("prod") for code in counting))
@@ -65,7 +65,7 @@ def _uses_numpy_product(source: SourceEvidence) -> Presence:
 
 @detect_in_source(*_LOAD_FUNCTIONS)
 def _loads_unrestricted(source: SourceEvidence) -> Presence:
-    """Whether any of the loads asks torch to run whatever the file says."""
+    """Return whether one of the loads lets torch run any code that the file holds."""
     flags = [
         _read_flag(call, "weights_only")
         for code in source.find_existing(*_LOAD_FUNCTIONS)
@@ -75,7 +75,7 @@ def _loads_unrestricted(source: SourceEvidence) -> Presence:
 
 
 def _read_flag(call: ast.Call, name: str) -> bool | None:
-    """What a call gives for a flag that is on where it gives nothing; None where that cannot be read."""
+    """Return the value that a call passes for a flag whose default is True; None where it cannot be read."""
     for keyword in call.keywords:
         if keyword.arg is None:
             return None
@@ -87,7 +87,7 @@ def _read_flag(call: ast.Call, name: str) -> bool | None:
 
 @detect_in_definitions(_STATE, _VALIDATE_METADATA)
 def _refuses_default(state: Definition, checked: Definition) -> Presence:
-    """Whether the form that nobody asked for is one of flat ranges, and shards of flat ranges are refused."""
+    """Return whether the default form makes shards of flat ranges, and such shards are refused."""
     refusing = {ast.unparse(node.test) for node in checked.iter_nodes(ast.If) if _only_raises(node)}
     if "self.flattened_range is not None" not in refusing:
         is_mentioned = any("flattened_range" in ast.unparse(node) for node in checked.iter_nodes(ast.Raise))
@@ -103,14 +103,14 @@ def _refuses_default(state: Definition, checked: Definition) -> Presence:
 
 
 def _only_raises(branch: ast.If) -> bool:
-    """Whether the branch does nothing but raise that this is not supported."""
+    """Return whether the branch does nothing but raise an error that says "not supported"."""
     (only, *rest) = branch.body
     return not rest and isinstance(only, ast.Raise) and "not supported" in ast.unparse(only)
 
 
 @detect_in_source(_STATE, _RESHARDABLE_STATE, _LOAD_STATE, _SET_STATE)
 def _overwrites_loaded_steps(source: SourceEvidence) -> Presence:
-    """Whether shards keep a rank's own step, and loading copies it over the one that was loaded."""
+    """Return whether shards keep a rank's own step, and loading copies that step over the loaded one."""
     shards, load, set_states = source[_RESHARDABLE_STATE], source[_LOAD_STATE], source[_SET_STATE]
     if shards is None or load is None:
         return Presence.from_matches(absent=source[_STATE] is not None)
@@ -130,7 +130,7 @@ def _overwrites_loaded_steps(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions(_GATHER_STATE)
 def _gathers_whole_buckets(gather: Definition) -> Presence:
-    """Whether the shares of all ranks are gathered into tensors of the device, a bucket at a time."""
+    """Return whether the shares of all ranks are gathered on the device, one bucket at a time."""
     devices = {"'cpu' if use_gloo_comm else torch.cuda.current_device()"}
     is_sent = "send_tensor.cuda()" in gather.find_assigned_values("send_tensor")
     is_received = gather.find_assigned_values("device") == devices
@@ -140,14 +140,14 @@ def _gathers_whole_buckets(gather: Definition) -> Presence:
 
 @detect_in_definitions(_FSDP, required_module=_FSDP)
 def _numbers_layers_by_stage(init: Definition) -> Presence:
-    """Whether layers are saved under the numbers that they have in their stage."""
+    """Return whether layers are saved under the numbers that they have in their stage."""
     saving = "self.module.state_dict_for_save_checkpoint"
     return Presence.from_matches(init.find_assigned_values(saving) == {"self.module.state_dict"})
 
 
 @detect_in_definitions(_TIE_EMBEDDINGS, _MODEL)
 def _refuses_tied_head(ties: Definition, model: Definition) -> Presence:
-    """Whether a stage with MTP may have no head of its own, and is given one that is left out on others."""
+    """Return whether a stage with MTP may not have a head of its own, and the model allocates one there."""
     asserts = len(tuple(ties.iter_nodes(ast.Assert)))
     classes = ("ColumnParallelLinear", "output_layer_cls")
     left_out = [

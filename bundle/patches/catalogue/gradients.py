@@ -1,4 +1,4 @@
-"""Gradients over ranks, the loss over a shared vocabulary in front of them, and the optimizer behind."""
+"""Gradients over ranks, the loss over a vocabulary that ranks share, and the optimizer."""
 
 import ast
 
@@ -48,7 +48,7 @@ _OFFLOAD_FEATURES = frozenset({"optimizer-cpu-offload"})
 
 @detect_in_definitions(_FINALIZE)
 def _counts_data_ranks_only(finalize: Definition) -> Presence:
-    """Whether the token count is summed over a data-parallel group without the context-parallel ranks."""
+    """Return whether the token count is summed over a data-parallel group without context-parallel ranks."""
     counted = [call for call in finalize.find_calls("all_reduce") if call.args and _is_count(call.args[0])]
     if len(counted) != 1:
         return Presence.UNKNOWN
@@ -66,7 +66,7 @@ def _is_count(argument: ast.expr) -> bool:
 
 @detect_in_definitions(_BUFFER)
 def _pads_start_conditionally(buffer: Definition) -> Presence:
-    """Whether a shared parameter starts behind padding only where ranks do not divide its start."""
+    """Return whether a shared parameter starts after padding only where ranks do not divide its start."""
     sometimes = buffer.has("param_start_index % self.data_parallel_world_size != 0")
     remainders = [n for n in buffer.iter_nodes(ast.BinOp) if isinstance(n.op, ast.Mod)]
     is_tested = any(
@@ -79,7 +79,7 @@ def _pads_start_conditionally(buffer: Definition) -> Presence:
 
 @detect_in_definitions(_LINEAR)
 def _marks_whole_weights(linear: Definition) -> Presence:
-    """Whether duplicated weights keep the mark that Transformer Engine gives to every weight."""
+    """Return whether duplicated weights keep the mark that Transformer Engine gives to every weight."""
     if "sequence_parallel" not in _collect_setattr_names(linear):
         return Presence.UNKNOWN
     unmarked = linear.has('setattr(param, "tensor_model_parallel", False)')
@@ -88,7 +88,7 @@ def _marks_whole_weights(linear: Definition) -> Presence:
 
 @detect_in_definitions(_GROUPED_LINEAR, optional=(_EXPERT_ATTRIBUTES,))
 def _leaves_experts_unmarked(grouped: Definition, attributes: Definition | None) -> Presence:
-    """Whether the grouped layer says where its weights are reduced, but not that they are split."""
+    """Return whether the grouped layer marks where its weights are reduced, but not that they are split."""
     if attributes is not None and grouped.find_calls("_set_expert_parameter_attributes"):
         return Presence.from_matches(absent=attributes.has("param.tensor_model_parallel = is_partitioned"))
     return Presence.from_matches(
@@ -101,14 +101,14 @@ def _mentions_mark(code: Definition) -> bool:
 
 
 def _collect_setattr_names(code: Definition) -> set[object]:
-    """The attributes that the code gives to something by `setattr`."""
+    """Return the names of the attributes that the code sets by `setattr`."""
     names = (call.args[1] for call in code.find_calls("setattr") if len(call.args) == 3)
     return {name.value for name in names if isinstance(name, ast.Constant)}
 
 
 @detect_in_definitions(_COLUMN)
 def _ignores_expert_tp(column: Definition) -> Presence:
-    """Whether expert parallelism alone decides over which ranks an expert's gradient is summed."""
+    """Return whether expert parallelism alone decides which ranks sum an expert's gradient."""
     marked = 'setattr(self.weight, "allreduce", not {})'.format
     knows_expert_tp = "expert_tensor_parallel_size" in column.identifiers
     return Presence.from_matches(
@@ -119,14 +119,14 @@ def _ignores_expert_tp(column: Definition) -> Presence:
 
 @detect_in_definitions(_REGISTER_READY)
 def _waits_for_every_weight(ready: Definition) -> Presence:
-    """Whether a bucket is sent only when every one of its weights has a gradient."""
+    """Return whether a bucket is sent only when every one of its weights has a gradient."""
     counts = ready.has("self.per_param_grad_ready_counts == self.golden_per_param_grad_ready_counts")
     return Presence.from_matches(ready.has("len(self.params_with_grad) == len(self.params)"), absent=counts)
 
 
 @detect_in_definitions(_BATCHED_P2P)
 def _omits_message_tags(batched: Definition) -> Presence:
-    """Whether the messages of a batch carry no tag."""
+    """Return whether the messages of a batch carry no tag."""
     messages = batched.find_calls("P2POp")
     if not messages or not batched.find_calls("batch_isend_irecv"):
         return Presence.UNKNOWN
@@ -144,7 +144,7 @@ def _multiplies_gradient_as_is(backward: Definition) -> Presence:
 
 @detect_in_definitions(_CROSS_ENTROPY_FORWARD)
 def _divides_by_local_columns(forward: Definition) -> Presence:
-    """Whether smoothing divides by the columns of `exp_logits`, which are those of one rank."""
+    """Return whether smoothing divides by the columns of `exp_logits`, which are those of one rank."""
     if "label_smoothing" not in forward.parameters:
         return Presence.UNKNOWN
     sizes = forward.find_assigned_values("vocab_size")
@@ -154,7 +154,7 @@ def _divides_by_local_columns(forward: Definition) -> Presence:
 
 @detect_in_definitions(_LOSS)
 def _treats_logits_as_shard(loss: Definition) -> Presence:
-    """Whether logits go into a loss over shared columns as they come."""
+    """Return whether logits enter the loss over shared columns unchanged, as if they were one rank's part."""
     arguments = [
         ast.unparse(call.args[0]) for call in loss.find_calls("vocab_parallel_cross_entropy") if call.args
     ]
@@ -167,7 +167,7 @@ def _treats_logits_as_shard(loss: Definition) -> Presence:
 
 @detect_in_definitions(_QUANTIZE_IMPLEMENTATION)
 def _always_raises(implementation: Definition) -> Presence:
-    """Whether the last alternative, without Transformer Engine, only raises, even for no parameters."""
+    """Return whether the last alternative, without Transformer Engine, raises even for no parameters."""
     functions = [node for node in implementation.nodes if isinstance(node, ast.FunctionDef)]
     if len(functions) < max(2, len(implementation.nodes)):
         return Presence.UNKNOWN
@@ -178,7 +178,7 @@ def _always_raises(implementation: Definition) -> Presence:
 
 @detect_in_definitions(_RELOAD_MAIN_PARAMS)
 def _returns_early(reload: Definition) -> Presence:
-    """Whether a hybrid optimizer ends the function with its fp32 copies filled at most."""
+    """Return whether a hybrid optimizer ends the function after it has filled its fp32 copies at most."""
     branches = [node for node in reload.iter_nodes(ast.If) if _is_hybrid(node.test)]
     if len(branches) != 1 or _has_other_uses(reload, branches[0]):
         return Presence.UNKNOWN
@@ -196,9 +196,9 @@ def _is_hybrid(test: ast.expr) -> bool:
 
 
 def _has_other_uses(reload: Definition, branch: ast.If) -> bool:
-    """Whether anything runs before the branch, or what is behind it reads the inner optimizer.
+    """Return whether code runs before the branch, or code after it reads the inner optimizer.
 
-    The wrapper has the rest run as if there were none.
+    The wrapper runs the rest of the function as if there were no inner optimizer.
     """
     bodies = [node.body for node in reload.nodes if isinstance(node, ast.FunctionDef)]
     if len(bodies) != 1 or branch not in bodies[0]:
@@ -214,7 +214,7 @@ def _has_other_uses(reload: Definition, branch: ast.If) -> bool:
 
 @detect_in_definitions(_NEW_STATE)
 def _assumes_fp32_copies(new_state: Definition) -> Presence:
-    """Whether the fp32 copy of a parameter is looked up as if each had one."""
+    """Return whether the fp32 copy of a parameter is looked up as if every parameter had one."""
     uses_get = new_state.has("self.param_to_fp32_param.get(param)")
     tests = [ast.unparse(node.test) for node in new_state.iter_nodes(ast.If)]
     guarded = any("param_to_fp32_param" in test for test in tests) or "try:" in ast.unparse(
@@ -226,7 +226,7 @@ def _assumes_fp32_copies(new_state: Definition) -> Presence:
 
 @detect_in_definitions(_STEP, optional=(_FILL_PARAM_BUFFER,))
 def _gathers_per_optimizer(step: Definition, fill: Definition | None) -> Presence:
-    """Whether each optimizer gathers weights from buffers that others have not filled yet."""
+    """Return whether each optimizer gathers weights from buffers that others have not filled yet."""
     if fill is None:
         return Presence.ABSENT  # weights do not go through the gradients' buffers yet
     waits = "_defer_param_sync" in step.identifiers or step.has("getattr(self, '_defer_param_sync', False)")

@@ -42,7 +42,10 @@ _KEY_FUNCTIONS = {  # what rotary keys go through, of which nothing adds up over
 
 @detect_in_definitions(_QUERY_KEY_VALUE)
 def _mishandles_packs(heads: Definition) -> Presence:
-    """Whether one of three parts is missing: padded boundaries, YaRN's whole table, its staying whole."""
+    """Return whether one of three parts is missing.
+
+    The parts are: padded boundaries, YaRN's whole table, and that this table stays whole.
+    """
     if not heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q"):
         return Presence.UNKNOWN
     padded = heads.has("cu_seqlens_q = packed_seq_params.cu_seqlens_q_padded")
@@ -56,7 +59,7 @@ def _mishandles_packs(heads: Definition) -> Presence:
 
 @detect_in_source(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE, _QUERY_KEY_VALUE)
 def _keeps_value_width(source: SourceEvidence) -> Presence:
-    """Whether values go into core attention as they are."""
+    """Return whether values go into core attention without padding to another width."""
     codes = source.find_existing(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE)
     if any(code.has("value = F.pad(value, _)") for code in codes):
         return Presence.ABSENT
@@ -67,7 +70,7 @@ def _keeps_value_width(source: SourceEvidence) -> Presence:
 
 @detect_in_source(_SELF_ATTENTION_INIT, _TE_LINEAR)
 def _requires_te_linear(source: SourceEvidence) -> Presence:
-    """Whether the class of the down projections must be in a list with TELinear, None without it."""
+    """Return whether the down projections' class must be in a list with TELinear, which may be None."""
     init = source[_SELF_ATTENTION_INIT]
     if init is None or not init.find_calls("build_module"):
         return Presence.UNKNOWN
@@ -83,7 +86,7 @@ def _requires_te_linear(source: SourceEvidence) -> Presence:
 
 @detect_in_source(_RESOLVE_QK_NORM, _SELF_ATTENTION_INIT)
 def _forces_query_norm(source: SourceEvidence) -> Presence:
-    """Whether a query projection that is not compressed is made one with a norm, whatever the spec says."""
+    """Return whether an uncompressed query projection gets a norm, whatever the spec says."""
     resolve, init = source[_RESOLVE_QK_NORM], source[_SELF_ATTENTION_INIT]
     if resolve is not None:
         folding = "self._mla_fused_linear_or_default(self.submodules.linear_q_proj, 'linear_q_proj')"
@@ -95,7 +98,7 @@ def _forces_query_norm(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions(_QUERY_KEY_VALUE)
 def _gathers_whole_keys(heads: Definition) -> Presence:
-    """Whether rotary keys are gathered from ranks that hold the whole already."""
+    """Return whether rotary keys are gathered from ranks that hold the whole keys already."""
     if "gather_from_sequence_parallel_region" not in heads.identifiers:
         return Presence.UNKNOWN
     sizes = ("parallel_state.get_tensor_model_parallel_world_size() > 1", "get_pg_size(self.tp_group) > 1")
@@ -111,7 +114,7 @@ _AFTER_EARLIER_FAILURE = {Presence.PRESENT: Presence.ABSENT, Presence.UNKNOWN: P
 
 @detect_in_source(_QUERY_KEY_VALUE)
 def _skips_key_gradient_sum(source: SourceEvidence) -> Presence:
-    """Whether each rank's heads give the rotary key a gradient that nothing adds up."""
+    """Return whether each rank's heads give the rotary key a gradient that nothing sums over the ranks."""
     heads, gathered = source[_QUERY_KEY_VALUE], _gathers_whole_keys(source)
     if heads is None or gathered in _AFTER_EARLIER_FAILURE:
         return _AFTER_EARLIER_FAILURE[gathered]
@@ -121,7 +124,7 @@ def _skips_key_gradient_sum(source: SourceEvidence) -> Presence:
 
 
 def _parse_function_name(value: str) -> str:
-    """The name of the function or method that a value is the result of; "" where it is of none."""
+    """Return the name of the function or method whose result a value is; "" where it is not a call."""
     call = ast.parse(value, mode="eval").body
     name = call.func if isinstance(call, ast.Call) else None
     return name.id if isinstance(name, ast.Name) else getattr(name, "attr", "")
@@ -129,7 +132,7 @@ def _parse_function_name(value: str) -> str:
 
 @detect_in_source(_QUERY_KEY_VALUE, _ALLREDUCE_GRADS, _ALLREDUCE_NORM_GRADS)
 def _sums_norm_by_name(source: SourceEvidence) -> Presence:
-    """Whether a norm is summed over the ranks for being called q_layernorm, as those of single heads are."""
+    """Return whether a norm is summed over the ranks because its name is q_layernorm, as of single heads."""
     sums, gathered = source[_ALLREDUCE_GRADS] or source[_ALLREDUCE_NORM_GRADS], _gathers_whole_keys(source)
     if sums is None:
         return Presence.UNKNOWN

@@ -1,4 +1,4 @@
-"""Multi-token prediction: its roll to the next token, its loss, and when it runs."""
+"""Multi-token prediction: its roll to the next token, its loss, and the conditions under which it runs."""
 
 import ast
 
@@ -37,7 +37,7 @@ _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode"
 
 @detect_in_source(ROLL, MODEL_FORWARD)
 def _rolls_within_rank(source: SourceEvidence) -> Presence:
-    """Whether a roll cannot be told of other ranks."""
+    """Return whether a roll has no parameter for other ranks."""
     roll = source[ROLL]
     if roll is None:
         return Presence.from_matches(absent=lacks_prediction(source))
@@ -47,7 +47,7 @@ def _rolls_within_rank(source: SourceEvidence) -> Presence:
 
 
 def lacks_prediction(source: SourceEvidence) -> bool:
-    """Whether the model knows of no further tokens at all, as before 0.12."""
+    """Return whether the model has no multi-token prediction at all, as before 0.12."""
     model = source[MODEL_FORWARD]
     return (
         model is not None and not source.has_module(ROLL) and not any("mtp" in n for n in model.identifiers)
@@ -56,7 +56,7 @@ def lacks_prediction(source: SourceEvidence) -> bool:
 
 @detect_in_source(ROLL, _ROLL_PACKED, _PACKED_BOUNDARIES)
 def _rolls_at_unpadded_boundaries(source: SourceEvidence) -> Presence:
-    """Whether packs are rolled at their boundaries without padding."""
+    """Return whether packs are rolled at their boundaries without padding."""
     roll, codes = source[ROLL], source.find_existing(_ROLL_PACKED, _PACKED_BOUNDARIES)
     prefers = "packed_seq_params.cu_seqlens_q_padded if _ else packed_seq_params.cu_seqlens_q"
     knows_none = not codes and roll is not None and "packed_seq_params" not in roll.parameters
@@ -71,7 +71,7 @@ def _rolls_at_unpadded_boundaries(source: SourceEvidence) -> Presence:
 
 @detect_in_source(*_LOSS_FUNCTIONS)
 def _scales_by_local_counts(source: SourceEvidence) -> Presence:
-    """Whether the loss is scaled by two token counts of which neither is summed over the ranks."""
+    """Return whether the loss is scaled by two token counts, neither of which is summed over the ranks."""
     loss = source[_LOSS]
     if loss is None:  # the model, or the block of layers, divides by one count: no ratio
         return Presence.from_matches(absent=_divides_loss(source))
@@ -82,7 +82,7 @@ def _scales_by_local_counts(source: SourceEvidence) -> Presence:
 
 @detect_in_source(ROLL, *_LOSS_FUNCTIONS)
 def _divides_by_local_count(source: SourceEvidence) -> Presence:
-    """Whether a depth's loss is divided by the count that the roll of one rank returns, and by that alone."""
+    """Return whether a depth's loss is divided only by the token count that one rank's roll returns."""
     roll, loss = source[ROLL], source[_LOSS]
     if roll is None:
         return Presence.from_matches(absent=lacks_prediction(source))
@@ -93,7 +93,7 @@ def _divides_by_local_count(source: SourceEvidence) -> Presence:
 
 
 def _divides_loss(source: SourceEvidence) -> bool:
-    """Whether one of the places where the loss has been computed divides it by what its roll returns."""
+    """Return whether one of the functions that compute the loss divides it by the count of its roll."""
     return any(
         p.find_calls("roll_tensor") and p.has("_ / num_tokens")
         for p in source.find_existing(*_LOSS_FUNCTIONS)
@@ -102,7 +102,7 @@ def _divides_loss(source: SourceEvidence) -> bool:
 
 @detect_in_source(ROLL, *_LOSS_FUNCTIONS)
 def _underweights_rolled_sum(source: SourceEvidence) -> Presence:
-    """Whether the sum over the tokens that a roll leaves is weighted as if none had gone."""
+    """Return whether the sum over the tokens left after a roll is weighted as if no token were gone."""
     scaling = [
         place for place in source.find_existing(*_LOSS_FUNCTIONS) if "MTPLossAutoScaler" in place.identifiers
     ]
@@ -115,7 +115,7 @@ def _underweights_rolled_sum(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions((_POSTPROCESS, MODEL_FORWARD))
 def _runs_for_zero_layers(model: Definition) -> Presence:
-    """Whether the model asks if the number of layers is None, and so takes 0 for some."""
+    """Return whether the model checks only that the number of layers is not None, and so runs for 0."""
     gates = [n for n in model.iter_nodes(ast.If) if any(map(_is_mtp_condition, _split_conjunction(n.test)))]
     gated = {inner for node in gates for inner in ast.walk(node)}
     mentioned = set(find_matches("self.config.mtp_num_layers", model.walk()))
@@ -132,30 +132,30 @@ def _is_mtp_condition(test: ast.expr) -> bool:
 
 
 def _split_conjunction(test: ast.expr) -> list[ast.expr]:
-    """The conditions that must all hold."""
+    """Return the conditions that must all hold."""
     return list(test.values) if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
 
 
 def _collect_conditions(model: Definition) -> set[ast.AST]:
-    """What stands where only its truth counts."""
+    """Return the expressions of which only the truth counts: the conditions of branches."""
     branches: list[ast.If | ast.IfExp] = [*model.iter_nodes(ast.If), *model.iter_nodes(ast.IfExp)]
     return {condition for branch in branches for condition in _split_conjunction(branch.test)}
 
 
 @detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
 def _runs_without_labels(source: SourceEvidence) -> Presence:
-    """Whether the MTP block is called under no condition that asks for labels, and none are made up."""
+    """Return whether the MTP block is called without a check for labels, and none are derived."""
     return Presence.ABSENT if _derives_labels(source) else _calls_without_labels(source)
 
 
 @detect_in_source(_POSTPROCESS, MODEL_FORWARD, _LOSS, ROLL)
 def _trains_on_the_input(source: SourceEvidence) -> Presence:
-    """Whether it is called so, and labels are made of the input."""
+    """Return whether the MTP block is called without a check for labels, which are derived from the input."""
     return _calls_without_labels(source) if _derives_labels(source) else Presence.ABSENT
 
 
 def _derives_labels(source: SourceEvidence) -> bool:
-    """Whether the loss is given the input, which it needs for nothing but labels that are not given."""
+    """Return whether the loss gets the input, which it needs only to derive missing labels."""
     loss, model = source[_LOSS], source[_POSTPROCESS] or source[MODEL_FORWARD]
     passes_input = model is not None and bool(model.find_keyword_values("process_mtp_loss", "input_ids"))
     return passes_input and loss is not None and "input_ids" in loss.parameters
@@ -171,7 +171,10 @@ def _calls_without_labels(source: SourceEvidence) -> Presence:
 
 
 def _classify_call_conditions(code: Definition) -> Presence:
-    """By what is asked on the way to the call: labels of some kind, only what is known, or something else."""
+    """Return the presence of the defect by the conditions of the call.
+
+    PRESENT: the conditions have only known names. ABSENT: one of them asks for labels. UNKNOWN: any other.
+    """
     calls = set(code.find_calls("mtp"))
     tests = [
         node.test
@@ -212,7 +215,7 @@ def _refuses_packs(source: SourceEvidence) -> Presence:
 
 @detect_in_source(LAYER, MODEL_FORWARD, ROLL)
 def _reduces_in_gather(source: SourceEvidence) -> Presence:
-    """Whether the projection is gathered by the function whose backward pass sums over the ranks."""
+    """Return whether the projection is gathered by the function whose backward pass sums over the ranks."""
     if lacks_prediction(source):
         return Presence.ABSENT
     layer = source[LAYER]
@@ -226,7 +229,7 @@ def _reduces_in_gather(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions((_EMBEDDINGS, _BLOCK))  # to 0.13 the block takes them itself
 def _keeps_embeddings_unscattered(code: Definition) -> Presence:
-    """Whether the embeddings of the prediction layers are taken as the embedding returns them."""
+    """Return whether the prediction layers take the embeddings as the embedding returns them."""
     if not code.find_calls("embedding"):
         return Presence.UNKNOWN
     known = {"embedding(input_ids=input_ids, position_ids=position_ids)", "decoder_input.detach()"}

@@ -25,7 +25,7 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDi
 
 @detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
 def _saves_objects_for_backward(forward: Definition, checkpointed: Definition | None) -> Presence:
-    """Whether every argument goes to save_for_backward while packed sequences are let in."""
+    """Return whether every argument goes to save_for_backward although packed sequences are accepted."""
     if forward.has("assert packed_seq_params is None, _"):
         return Presence.ABSENT
     if checkpointed is None:
@@ -40,7 +40,7 @@ def _saves_objects_for_backward(forward: Definition, checkpointed: Definition | 
 
 @detect_in_definitions(mtp.LAYER_FORWARD, optional=(_CHECKPOINTED_FORWARD,))
 def _passes_unaccepted_mask(forward: Definition, checkpointed: Definition | None) -> Presence:
-    """Whether the layer passes a padding mask on to a function that has no parameter of that name."""
+    """Return whether the layer passes a padding mask to a function without a parameter of that name."""
     if checkpointed is None:
         return Presence.from_matches(absent="_checkpointed_forward" not in forward.identifiers)
     calls = forward.find_calls("_checkpointed_forward")
@@ -53,13 +53,13 @@ def _passes_unaccepted_mask(forward: Definition, checkpointed: Definition | None
 
 @detect_in_definitions(_DISPATCHER)
 def _keeps_probabilities(dispatcher: Definition) -> Presence:
-    """Whether the dispatcher keeps the router's probabilities as they come, with their autograd graph."""
+    """Return whether the dispatcher keeps the router's probabilities with their autograd graph."""
     assignment = "self.probs = probs"
     return Presence.from_matches(dispatcher.has(assignment), absent=dispatcher.has(f"{assignment}.detach()"))
 
 
 def _find_checkpoint_calls(source: SourceEvidence) -> list[ast.Call] | None:
-    """The calls of Transformer Engine's checkpoint by a prediction layer; None where that is another one."""
+    """Return a prediction layer's calls of Transformer Engine's checkpoint; None where code is unfamiliar."""
     recomputed = source[_CHECKPOINTED_FORWARD] or source[_CHECKPOINTED_BY_BLOCK]
     if recomputed is None:
         layer = source[mtp.LAYER]
@@ -71,7 +71,7 @@ def _find_checkpoint_calls(source: SourceEvidence) -> list[ast.Call] | None:
 
 @detect_in_source(*_EVIDENCE)
 def _passes_tensors_by_keyword(source: SourceEvidence) -> Presence:
-    """Whether tensors are given by keyword, which a reentrant checkpoint does not see."""
+    """Return whether tensors are passed by keyword, which a reentrant checkpoint does not see."""
     calls = _find_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN
@@ -81,7 +81,7 @@ def _passes_tensors_by_keyword(source: SourceEvidence) -> Presence:
 
 @detect_in_source(*_EVIDENCE)
 def _uses_global_group(source: SourceEvidence) -> Presence:
-    """Whether random states are those of the layout's group, whatever group the layer has."""
+    """Return whether random states are those of the layout's group, whatever group the layer has."""
     calls = _find_checkpoint_calls(source)
     if calls is None:
         return Presence.UNKNOWN

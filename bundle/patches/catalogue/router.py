@@ -27,7 +27,7 @@ _GATING = f"{_UTILS}:RouterGatingLinearFunction.forward"
 
 @detect_in_definitions(_ROUTING, _INIT, optional=(_ROUTER_REPLAY,))
 def _lacks_replay(routing: Definition, built: Definition, native: Definition | None) -> Presence:
-    """Whether neither a router nor its module knows of a replay; a fork may have one of its own."""
+    """Return whether neither a router nor its module has a replay. A fork may have one of its own."""
     known = "router_replay" in routing.identifiers
     foreign = not known and any("replay" in name for name in built.identifiers)
     return (
@@ -37,7 +37,7 @@ def _lacks_replay(routing: Definition, built: Definition, native: Definition | N
 
 @detect_in_source(_REPLAY, _ROUTER_REPLAY, _ROUTING)
 def _replays_every_token(source: SourceEvidence) -> Presence:
-    """Whether there is a replay that cannot leave a token to its router."""
+    """Return whether the replay exists and cannot leave a token to its router."""
     replay = source[_REPLAY]
     if replay is None:
         return _classify_code_without_replay(source)
@@ -46,7 +46,7 @@ def _replays_every_token(source: SourceEvidence) -> Presence:
 
 @detect_in_source(_REPLAY, _ROUTER_REPLAY, _ROUTING)
 def _replays_latest_routes(source: SourceEvidence) -> Presence:
-    """Whether only the action that the user set decides which micro-batch's routes are taken."""
+    """Return whether only the action that the user set decides which micro-batch's routes are taken."""
     replay = source[_REPLAY]
     if replay is None:
         return _classify_code_without_replay(source)
@@ -62,7 +62,7 @@ def _classify_code_without_replay(source: SourceEvidence) -> Presence:
 
 @detect_in_definitions(_MOVE_TO_CPU)
 def _converts_only_cuda(move: Definition) -> Presence:
-    """Whether only what was on a GPU becomes numbers."""
+    """Return whether only tensors on a GPU are converted to numbers."""
     return Presence.from_matches(
         move.find_calls("numpy") and move.has("torch.is_tensor(tensor) and tensor.is_cuda")
     )
@@ -70,7 +70,7 @@ def _converts_only_cuda(move: Definition) -> Presence:
 
 @detect_in_source(_GEMM, _GATING)
 def _needs_transformer_engine(source: SourceEvidence) -> Presence:
-    """Whether the router reads a name that only a successful import of Transformer Engine binds."""
+    """Return whether the router reads a name that only an import of Transformer Engine binds."""
     gating, bound = source[_GATING], source.find_bindings(_GEMM)
     read = gating is not None and "te_general_gemm" in gating.identifiers
     if not bound:
