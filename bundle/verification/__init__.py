@@ -1,6 +1,6 @@
-"""Proves each patch on this machine: what goes wrong without it, and that it does not with it.
+"""The proof of each patch on this machine: a measurement fails without the patch and agrees with it.
 
-Each run of a measurement is one of a child process of its own, which says what its ranks saw.
+Each run of a measurement happens in a child process of its own, which reports what its ranks saw.
 """
 
 import json
@@ -41,10 +41,10 @@ def verify(
     devices: int | None = None,
     start: ProcessStarter | None = None,
 ) -> Iterator[Result]:
-    """Whether patches are proven on this machine, each as soon as it is known: those named, or all needed.
+    """Yield the result for each patch as soon as it is known: for the patches in `ids`, or all needed ones.
 
-    `tree`: the directory that holds `megatron`; None for the one that is importable. `devices`: how many
-    ranks there may be; None for any number. `start`: see `run_orders`. Raises UsageError for unknown ids,
+    `tree`: the directory that holds `megatron`; None for the one that is importable. `devices`: the largest
+    number of ranks; None for any number. `start`: see `run_orders`. Raises UsageError for unknown ids, and
     EnvironmentUnfit where there is no megatron.
     """
     decisions = {decision.id: decision for decision in decide_patches(backend, tree, ids).decisions}
@@ -73,7 +73,10 @@ def verify(
 def decide_patches(
     backend: str, tree: Path | None = None, requested: Collection[str] | None = None
 ) -> Survey:
-    """Every decision about a megatron on a backend, whatever the job; opt-in patches count as requested."""
+    """Return every decision about a megatron-core on a backend, whatever the job.
+
+    Opt-in patches count as requested unless `requested` is given.
+    """
     installed_packages, table = packages.detect(), load_review_table()
     core = (
         find_installed_core(installed_packages, table) if tree is None else find_named_core(str(tree), table)
@@ -83,13 +86,13 @@ def decide_patches(
 
 
 def list_needed_patches(patch_survey: Survey) -> list[Patch]:
-    """The patches to apply."""
+    """Return the patches that the survey applies."""
     chosen = {decision.id for decision in patch_survey.patches_to_apply}
     return [patch for patch in PATCHES if patch.id in chosen]
 
 
 def plan_all_patches(patch_survey: Survey) -> PatchPlan:
-    """The plan that applies all of them, of which each run takes its part, whatever else was decided."""
+    """Return the plan that applies all needed patches, whatever else was decided; each run takes its part."""
     return plan.build_patch_plan(patch_survey._replace(decisions=patch_survey.patches_to_apply))
 
 
@@ -117,7 +120,10 @@ def _prove_patches(
 
 
 def _find_base_patches(patch: Patch, check: Check, needed_patches: Sequence[Patch]) -> tuple[str, ...]:
-    """What stands in both runs: what this backend, unlike others, needs always, and what the check needs."""
+    """Return the ids of the other patches that both runs have.
+
+    They are the patches that this backend always needs, unlike others, and those that the check needs.
+    """
     return tuple(
         p.id for p in needed_patches if p.id != patch.id and (p.backends != BACKENDS or p.id in check.needs)
     )
@@ -134,12 +140,12 @@ class WorkOrder:
     patches: tuple[str, ...]  # ids
 
     def choose_ranks(self, process_count: int) -> tuple[int, ...]:
-        """Which of the processes take part; runs of one rank are shared out among them."""
+        """Return the processes that take part. Runs of one rank are distributed over all processes."""
         return tuple(range(self.world)) if self.world > 1 else (self.number % process_count,)
 
 
 def read_orders(directory: Path) -> list[WorkOrder]:
-    """The orders, in the order in which they run."""
+    """Return the orders, in the order in which they run."""
     return [
         WorkOrder(**(order | {"patches": tuple(order["patches"])}))
         for order in json.loads((directory / _ORDERS_FILE).read_text())
@@ -147,25 +153,25 @@ def read_orders(directory: Path) -> list[WorkOrder]:
 
 
 def read_plan(directory: Path, order: WorkOrder) -> PatchPlan:
-    """The plan that applies this order's patches."""
+    """Return the plan that applies this order's patches."""
     full_plan = plan.load_patch_plan(json.loads((directory / _PLAN_FILE).read_text()))
     return replace(full_plan, steps=tuple(step for step in full_plan.steps if step.patch in order.patches))
 
 
 def get_run_directory(directory: Path, order: WorkOrder) -> Path:
-    """The directory of one run: its files, its store."""
+    """Return the directory of one run, for its files and its store."""
     return directory / str(order.number)
 
 
 def write_observation(directory: Path, order: WorkOrder, rank: int, observation: Observation) -> None:
-    """Lays down what a rank saw; the first answer stands."""
+    """Write what a rank saw; the first answer stands."""
     file = _get_observation_path(directory, order, rank)
     if not file.exists():
         files.write_json(file, asdict(observation))
 
 
 def read_observations(directory: Path, order: WorkOrder, process_count: int) -> list[Observation]:
-    """What the ranks saw; fewer than there are ranks if some never answered."""
+    """Return what the ranks saw; fewer than there are ranks if some never answered."""
     files = (_get_observation_path(directory, order, rank) for rank in order.choose_ranks(process_count))
     return [Observation(**json.loads(file.read_text())) for file in files if file.exists()]
 
@@ -182,11 +188,12 @@ def run_orders(
     root: Path | None,
     start: ProcessStarter | None = None,
 ) -> Iterator[tuple[WorkOrder, list[Observation]]]:
-    """Each order with what its ranks saw, as soon as it has ended; a rank that dies or hangs is seen as that.
+    """Yield each order, once it has ended, with what its ranks saw; a rank that dies or hangs counts as dead.
 
-    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`. `start`: runs
-    `bundle.verification.rank` once for each line of arguments, with this environment, at most so many
-    seconds, and leaves in the directory what each wrote to its standard error, as RANK.err; None: processes.
+    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`. `start`: a
+    function that runs `bundle.verification.rank` once for each line of arguments, with this environment, for
+    at most so many seconds. It leaves what each one wrote to its standard error in the directory, as
+    RANK.err. None: local processes.
     """
     # On the cpu a process imports everything once and forks for every run; a device survives no fork.
     portions = [list(orders)] if backend == "cpu" and orders else [[order] for order in orders]
@@ -254,7 +261,7 @@ def _build_environment(backend: str, root: Path | None) -> dict[str, str]:
 def _start_processes(
     directory: Path, arguments: Sequence[Sequence[str]], environ: dict[str, str]
 ) -> list[_Process]:
-    """A process for each line of arguments."""
+    """Start a process for each line of arguments."""
     running = []
     for rank, rank_arguments in enumerate(arguments):
         with (directory / f"{rank}.err").open("wb") as log:
@@ -271,14 +278,17 @@ def _start_processes(
 
 
 def _end_process(process: _Process) -> None:
-    """Ends a process and what it started, even if it has ended: forked runs leave what they started."""
+    """End a process and its children, even if it has ended itself: forked runs leave children behind."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def read_last_lines(directory: Path) -> str:
-    """The last line of each process's output, where it says why it ended; torch-npu's own names no cause."""
+    """Return the last line of each process's output, which says why it ended.
+
+    torch-npu's own last lines are left out, because they name no cause.
+    """
     texts = (log.read_text(errors="replace").strip() for log in sorted(directory.glob("*.err")))
     logs = (re.sub(r"(\n\[ERROR\] .* ERR\d+ .*)+\Z", "", text).splitlines() for text in texts)
     return " | ".join(dict.fromkeys(lines[-1][:300] for lines in logs if lines)) or "no answer"

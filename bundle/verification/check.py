@@ -1,4 +1,4 @@
-"""The checks as data: what is measured, on how many ranks, and what it must say without and with a patch."""
+"""The checks as data: the measurement, the number of ranks, and the results without and with a patch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Raises:
-    """An expected failure: an exception of this type, or derived from it, whose message holds `text`."""
+    """An expected failure: an exception of this type or of a derived one, with `text` in its message."""
 
     type: str
     text: str
@@ -25,8 +25,8 @@ class Gap:
 class Check:
     """One experiment, run once without the patch and once with it.
 
-    `measurement` names a function, "package.module:function", that takes a Bench and returns the largest
-    relative distance of a run from a reference which does not need the patch: unpacked, cp 1, all kept.
+    `measurement` names a function, "package.module:function". It takes a Bench and returns the largest
+    relative distance of a run from a reference that does not need the patch: unpacked, cp 1, all kept.
     """
 
     measurement: str
@@ -51,7 +51,7 @@ class NotProvable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one rank saw: a distance, an exception, or why this machine cannot tell."""
+    """The observation of one rank: a distance, an exception, or why this machine cannot tell."""
 
     gap: float | None = None
     raised: str | None = None  # the exception's types, its own first: "UsageError BundleError Exception"
@@ -66,19 +66,19 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer about one patch, with what was seen as the reason."""
+    """The answer about one patch, with the observations as the reason."""
 
     patch: str
     status: Status
     reason: str
 
     def as_json(self) -> dict[str, Any]:
-        """A plain mapping."""
+        """Return the fields as a plain mapping."""
         return {"id": self.patch, "status": str(self.status), "reason": self.reason}
 
 
 def judge(patch: str, check: Check, without: Sequence[Observation], with_it: Sequence[Observation]) -> Result:
-    """The result of a check from what its ranks saw in the run without the patch and in the one with it."""
+    """Return the result of a check from what its ranks saw without the patch and with it."""
     reasons = [
         observation.unprovable for observation in (*without, *with_it) if observation.unprovable is not None
     ]
@@ -99,7 +99,7 @@ def judge(patch: str, check: Check, without: Sequence[Observation], with_it: Seq
 
 
 def matches(failure: Raises | Gap, observation: Observation) -> bool:
-    """Whether a rank saw this failure."""
+    """Return whether a rank saw this failure."""
     if isinstance(failure, Gap):
         # A run that became infinite or not a number has left the reference too.
         return observation.gap is not None and not observation.gap < failure.at_least
@@ -121,7 +121,7 @@ def _format_failure(failure: Raises | Gap) -> str:
 
 
 def build_check(measurement: str, *without: Raises | Gap, **rest: Any) -> Check:
-    """The Check by an "area:function" of our own measurements; `rest` as in Check."""
+    """Return the Check of one of our own measurements, "area:function"; `rest` as in Check."""
     return Check(measurement=f"bundle.verification.measurements.{measurement}", without=without, **rest)
 
 

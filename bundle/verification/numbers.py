@@ -1,4 +1,4 @@
-"""What a tiny model computes on this rank, its gradients, and how far they are from a reference."""
+"""The numbers of a tiny model on this rank, its gradients, and their distance from a reference."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +77,7 @@ YARN = {
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What a model is given on this rank: [b, s / cp]; packed: [1, t / cp]."""
+    """The input of a model on this rank: [b, s / cp]; packed: [1, t / cp]."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -90,13 +90,13 @@ Numbers = dict[str, torch.Tensor]
 
 
 def draw_sequences(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Sequences of these many tokens and one more to predict, the same on every rank."""
+    """Return sequences of these many tokens and one more to predict, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, VOCABULARY, (n + 1,), generator=generator) for n in lengths]
 
 
 def compute_loss(model: torch.nn.Module, batch: RankBatch, **options: Any) -> torch.Tensor:
-    """The summed loss of a batch on this rank."""
+    """Return the summed loss of a batch on this rank."""
     losses = model(
         batch.ids,
         batch.positions,
@@ -121,7 +121,7 @@ class Bench:
 
     @contextmanager
     def open_layout(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> Iterator["BenchLayout"]:
-        """A layout of the ranks; without arguments every rank computes the whole by itself."""
+        """Yield a layout of the ranks; without arguments every rank computes everything by itself."""
         sizes = Parallel(tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else tp)
         process_groups = groups.initialize(sizes, seed=1, timeout_seconds=self.timeout_seconds)
         try:
@@ -132,13 +132,13 @@ class Bench:
     def measure_norm_gap(
         self, config: Mapping[str, Any], options: Mapping[str, Any] | None = None, **sizes: int
     ) -> float:
-        """The gradient norm in a layout of these parallel sizes, against that of one rank."""
+        """Return the distance of the gradient norm in a layout of these parallel sizes from one rank's."""
         return self.measure_gap_to_one_rank(
             lambda layout: layout.measure_gradient_norm(config, options), **sizes
         )
 
     def measure_gap_to_one_rank(self, compute: Callable[["BenchLayout"], Numbers], **sizes: int) -> float:
-        """How far what is computed in a layout of these parallel sizes is from what one rank computes."""
+        """Return the distance of `compute` in a layout of these parallel sizes from `compute` on one rank."""
         with self.open_layout() as layout:
             reference = compute(layout)
         with self.open_layout(**sizes) as layout:
@@ -147,7 +147,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class BenchLayout(Groups):
-    """The process groups of one layout of the ranks, and what a tiny model is given and computes in it."""
+    """The process groups of one layout of the ranks, with the input and the numbers of a tiny model in it."""
 
     bench: Bench
 
@@ -157,7 +157,10 @@ class BenchLayout(Groups):
         return self.bench.device
 
     def build_recipe(self, config: Mapping[str, Any], **model: Any) -> Recipe:
-        """The job of a tiny model on this layout; `model` are further keys of the recipe's model section."""
+        """Return the job of a tiny model on this layout.
+
+        `model` holds further keys of the recipe's model section.
+        """
         return from_mapping(
             {
                 "name": "tiny",
@@ -175,7 +178,10 @@ class BenchLayout(Groups):
         options: Mapping[str, Any] | None = None,
         **model: Any,
     ) -> torch.nn.Module:
-        """The bare GPTModel of this rank, the same weights in every layout; `options` are megatron's own."""
+        """Return the bare GPTModel of this rank, with the same weights in every layout.
+
+        `options` are megatron's own. Raises NotProvable where this backend does not have the kernel.
+        """
         job = self.build_recipe(config, **model)
         try:
             backend_options = self.bench.runtime.build_config_options(job)
@@ -185,21 +191,24 @@ class BenchLayout(Groups):
         return gpt.build_chunks(job, settings, self.bench.runtime, self)[0].to(self.device)
 
     def build_batch(self, tokens: torch.Tensor, mask: torch.Tensor) -> RankBatch:
-        """Unpacked input from tokens [b, s + 1] and a loss mask [b, s]."""
+        """Return unpacked input from tokens [b, s + 1] and a loss mask [b, s]."""
         positions = torch.arange(mask.shape[1]).expand_as(mask)
         full_tensors = (tokens[:, :-1], positions, tokens[:, 1:], mask)
         return RankBatch(*(shard(x, self.cp.size, self.cp.rank).to(self.device) for x in full_tensors))
 
     def build_two_rows(self, length: int = 16) -> RankBatch:
-        """Two unpacked rows of so many tokens, all of which are learned."""
+        """Return two unpacked rows of so many tokens, all of which are learned."""
         return self.build_batch(torch.stack(draw_sequences((length, length))), torch.ones(2, length))
 
     def build_single_batches(self, texts: Sequence[torch.Tensor]) -> list[RankBatch]:
-        """Each sequence as unpacked input of its own: the reference of everything packed."""
+        """Return each sequence as unpacked input of its own: the reference of everything packed."""
         return [self.build_batch(text[None], torch.ones(1, len(text) - 1)) for text in texts]
 
     def pack_sequences(self, texts: Sequence[torch.Tensor], multiple: int) -> RankBatch:
-        """All sequences as one packed input, each padded to a multiple (of 2 cp, with ranks of context)."""
+        """Return all sequences as one packed input, each padded to a multiple of `multiple` tokens.
+
+        With context parallelism `multiple` must be a multiple of 2 cp.
+        """
         lengths = tuple(len(text) - 1 for text in texts)
         padding = Padding(lengths, tuple(-(-n // multiple) * multiple for n in lengths), tail_rows=0)
         packing = Packing(padding, Alignment("thd", cp=self.cp.size), self.cp.rank, self.device)
@@ -221,15 +230,16 @@ class BenchLayout(Groups):
         sequences: Sequence[torch.Tensor],
         reference_model: torch.nn.Module | None = None,
     ) -> float:
-        """How far the padded pack of all sequences is from an unpacked pass for each, by
-        `reference_model` if given.
+        """Return the distance of the padded pack of all sequences from an unpacked pass for each.
+
+        `reference_model` computes the unpacked passes; None: `model` does.
         """
         reference = self.run_backward(reference_model or model, self.build_single_batches(sequences))
         model.zero_grad()
         return measure_gap(self.run_backward(model, [self.pack_sequences(sequences, multiple=8)]), reference)
 
     def run_backward(self, model: torch.nn.Module, batches: Sequence[RankBatch]) -> Numbers:
-        """The loss and every gradient of the batches' sum, added up over the context-parallel ranks."""
+        """Return the loss and every gradient of the batches' sum, summed over the context-parallel ranks."""
         total = torch.zeros((), device=batches[0].mask.device)
         for batch in batches:
             loss = compute_loss(model, batch)
@@ -238,7 +248,10 @@ class BenchLayout(Groups):
         return {"loss": self.sum_over_ranks(total), **self.collect_gradients(model)}
 
     def collect_gradients(self, model: torch.nn.Module) -> Numbers:
-        """Every gradient by the parameter's layout-independent name, summed over context-parallel ranks."""
+        """Return every gradient by the parameter's name, summed over context-parallel ranks.
+
+        The names do not depend on the layout.
+        """
         return {
             entry.name: self.sum_over_ranks(entry.parameter.grad.clone())
             for entry in naming.find_parameters(model, self)
@@ -246,7 +259,7 @@ class BenchLayout(Groups):
         }
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the context-parallel ranks."""
+        """Return the sum over the context-parallel ranks, which also overwrites `x`."""
         torch.distributed.all_reduce(x, group=self.cp.group)
         return x
 
@@ -257,16 +270,16 @@ class BenchLayout(Groups):
         *,
         rows_at_once: int = 2,
     ) -> Numbers:
-        """The norm that the optimizer finds after a step of the pipeline schedule, the same on every rank."""
+        """Return the norm that the optimizer finds after a step of the schedule, the same on every rank."""
         model = self.build_chunk(config, options)
         return {"norm": self.take_step(config, model, rows_at_once=rows_at_once)}
 
     def take_step(
         self, config: Mapping[str, Any], model: torch.nn.Module, *, rows_at_once: int = 2
     ) -> torch.Tensor:
-        """The gradient norm of a step of the pipeline schedule and the optimizer, which leaves its weights.
+        """Take a step of the pipeline schedule and the optimizer; return its gradient norm.
 
-        Of two rows, in one micro-batch or in two.
+        The step has two rows, in one micro-batch or in two. It leaves its weights in `model`.
         """
         job = self.build_recipe(config)
         wrapped = optimization.wrap_data_parallel(job, model.config, [model])
@@ -289,7 +302,10 @@ class BenchLayout(Groups):
 
 
 def measure_gap(actual: Numbers, reference: Numbers) -> float:
-    """The largest distance of any number, relative to the largest of its tensor; infinite if some lack."""
+    """Return the largest distance of any number, relative to the largest of its tensor.
+
+    The gap is infinite if a tensor is missing on one side.
+    """
     if actual.keys() != reference.keys():
         return float("inf")
     distances = [_compute_distance(actual[name], reference[name]) for name in reference]
@@ -297,7 +313,7 @@ def measure_gap(actual: Numbers, reference: Numbers) -> float:
 
 
 def find_worst(gaps: Iterable[float | torch.Tensor]) -> float:
-    """The largest; not a number if one is none, which Python's max would lose behind any other."""
+    """Return the largest gap; NaN if one is NaN, which Python's max would lose behind another."""
     return float(torch.stack([torch.as_tensor(distance).double().cpu() for distance in gaps]).max())
 
 

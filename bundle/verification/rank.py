@@ -1,4 +1,4 @@
-"""One process of a verification: imports torch and megatron once, and forks for each run.
+"""One process of a verification: it imports torch and megatron once, and forks for each run.
 
 python -m bundle.verification.rank RANK PROCESSES DIRECTORY BACKEND
 """
@@ -26,7 +26,7 @@ _COLLECTIVE_SECONDS = 20  # seconds until a rank gives up on another one
 
 
 def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
-    """Runs this process's share of the orders."""
+    """Run this process's share of the orders."""
     hook.remove_finder()  # what is patched in which run is said by its order
     runtime = backends.prepare(backend)
     import bundle.verification.numbers  # noqa: F401  imports megatron, which must meet the backend
@@ -48,7 +48,7 @@ def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
 
 
 def _run_fork_and_report_failure(work: Callable[[], None], seconds: float) -> Observation | None:
-    """Runs `work` in a child, so that no run meets what another one left; returns why it did not end well."""
+    """Run `work` in a child, so that no run meets leftovers of another; return why it failed, or None."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -71,7 +71,7 @@ def _run_fork_and_report_failure(work: Callable[[], None], seconds: float) -> Ob
 
 
 def run(order: WorkOrder, rank: int, directory: Path, runtime: Runtime) -> Observation:
-    """What this rank saw."""
+    """Run an order's measurement on this rank, and return what the rank saw."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:

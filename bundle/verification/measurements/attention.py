@@ -1,4 +1,4 @@
-"""Attention over ranks: sinks, gates, given groups, latent and packed, and the gated delta net beside it."""
+"""Attention over ranks: sinks, gates, given groups, latent and packed attention, and the gated delta net."""
 
 import os
 from itertools import accumulate
@@ -27,7 +27,7 @@ _HEADS = 4  # of DENSE
 
 
 def measure_sinks(bench: Bench) -> float:
-    """The gradient norm of a model with learned sinks, each with a gradient of its own."""
+    """Measure the gradient norm of a model with learned sinks, each with its own gradient, on two ranks."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
         model = layout.build_chunk(DENSE)
@@ -47,7 +47,10 @@ def measure_sinks(bench: Bench) -> float:
 
 
 def measure_gated_output(bench: Bench) -> float:
-    """The loss and the gradients of whole weights of gated attention whose ranks share a group of heads."""
+    """Measure loss and norm-weight gradients of gated attention whose ranks share a group of heads.
+
+    The norms' weights are whole on every rank. Two ranks are compared with one.
+    """
 
     def compute_numbers(layout: BenchLayout) -> Numbers:
         options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
@@ -62,7 +65,7 @@ def measure_gated_output(bench: Bench) -> float:
 
 
 def measure_cross_attention_rows(bench: Bench) -> float:
-    """How many rows of their weights the projections of cross attention have on one of two ranks."""
+    """Measure the number of weight rows of cross attention's projections on one of two ranks."""
     with bench.open_layout() as layout:
         config = layout.build_chunk(DENSE).config
         layer = build_cross_attention(config, torch.distributed.group.WORLD, layout.cp.group)
@@ -74,7 +77,7 @@ def measure_cross_attention_rows(bench: Bench) -> float:
 
 
 def measure_packed_ranks(bench: Bench) -> float:
-    """Three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
+    """Measure three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
     sequences = draw_sequences((12, 24, 6))
     gaps = []
     for config, kind in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
@@ -91,7 +94,7 @@ def measure_packed_ranks(bench: Bench) -> float:
 
 
 def measure_uncompressed_queries(bench: Bench) -> float:
-    """Queries straight from the hidden state, against the product with the same weights and nothing else."""
+    """Measure queries straight from the hidden state against the product with the same weights alone."""
     with bench.open_layout() as layout:
         model = layout.build_chunk(LATENT | {"q_lora_rank": None}, {"apply_rope_fusion": False})
         attention = model.decoder.layers[0].self_attention
@@ -101,7 +104,7 @@ def measure_uncompressed_queries(bench: Bench) -> float:
 
 
 def measure_narrow_values(bench: Bench) -> float:
-    """Value heads narrower than query heads, for a kernel that takes packed input of one width only."""
+    """Measure value heads narrower than query heads, for a kernel that takes packs of one width only."""
     if bench.device.type == ASCEND.device:
         raise NotProvable(
             f"{ASCEND.find_kernel('flash').implementation} takes packed values that are narrower than keys"
@@ -122,7 +125,7 @@ _LOWER_WEIGHTS = ("linear_kv_down_proj.weight", "linear_q_down_proj.weight", "in
 
 
 def measure_rotary_key(bench: Bench) -> float:
-    """The gradients of the down projections and of the norm below."""
+    """Measure the gradients of the down projections and of the norm before them: two ranks against one."""
 
     def compute_gradients(layout: BenchLayout) -> Numbers:
         model = layout.build_chunk(LATENT, _NO_SEQUENCE_PARALLEL)
@@ -133,7 +136,7 @@ def measure_rotary_key(bench: Bench) -> float:
 
 
 def measure_query_norm(bench: Bench) -> float:
-    """The norm of the gradients of the norms of compressed queries, where nothing else learns."""
+    """Measure the gradient norm of the norms of compressed queries, where no other weight learns."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
         model = layout.build_chunk(LATENT, _NO_SEQUENCE_PARALLEL)
@@ -147,9 +150,9 @@ def measure_query_norm(bench: Bench) -> float:
 
 
 def measure_output_norm(bench: Bench) -> float:
-    """The gradient of the norm that all heads share, against the sum over the heads of all ranks.
+    """Measure the gradient of the norm that all heads share, against the sum over the heads of all ranks.
 
-    By the formula of a weight that multiplies what has a mean square of 1.
+    The reference is the formula for a weight that multiplies rows with a mean square of 1.
     """
     with bench.open_layout(tp=2) as layout:
         config = layout.build_chunk(DENSE).config
@@ -176,7 +179,7 @@ _ROTARY_HEADS, _HEAD_WIDTH = 3, 16  # heads and their width
 
 
 def measure_rotary_positions(bench: Bench) -> float:
-    """Rows of two context-parallel ranks, by a table of the longest sequence, against plain trigonometry."""
+    """Measure rows of two context-parallel ranks, by the longest sequence's table, against trigonometry."""
     with bench.open_layout(cp=2) as layout:
         group = layout.cp.group
         rank, ranks = group.rank(), group.size()
@@ -212,7 +215,7 @@ def _build_table(positions: int, device: Any) -> torch.Tensor:
 
 
 def _rotate(sequence: torch.Tensor) -> torch.Tensor:
-    """Halves of a head's width turned by the angle of their position: [s, n, d]."""
+    """Return the halves of a head's width turned by the angle of their position: [s, n, d]."""
     angles = _compute_angles(sequence.shape[0], sequence.device)[:, None, :].double()
     first, second = sequence.double().chunk(2, -1)
     turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
@@ -220,7 +223,7 @@ def _rotate(sequence: torch.Tensor) -> torch.Tensor:
 
 
 def measure_host_reads(bench: Bench) -> float:
-    """A padded pack through a dense model in bf16, where torch refuses every operation that waits."""
+    """Measure a padded pack in a dense bf16 model, while torch refuses every operation that waits."""
     if bench.device.type != "cuda":
         raise NotProvable("only a GPU makes the host wait")
     sequences = draw_sequences((12, 24, 6))

@@ -18,7 +18,7 @@ from bundle.verification.numbers import DENSE, Bench, BenchLayout, Numbers, meas
 
 
 def measure_round_trip(bench: Bench) -> float:
-    """The weights of a model after saving, forgetting and loading them."""
+    """Measure the weights of a model after they are saved, zeroed and loaded."""
     directory = bench.directory / "checkpoint"
     directory.mkdir()
     with bench.open_layout() as layout:
@@ -35,7 +35,7 @@ def measure_round_trip(bench: Bench) -> float:
 
 
 def measure_shared_round_trip(bench: Bench) -> float:
-    """Weights and a flat range that two ranks hold, of which each writes a part, after loading them."""
+    """Measure weights and a flat range that two ranks hold, after a round trip; each rank writes a part."""
     directory = bench.directory / "checkpoint"
     directory.mkdir(exist_ok=True)
     rank = dist.get_rank()
@@ -58,7 +58,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
 
 
 def measure_checkpoint_code(bench: Bench) -> float:
-    """1 if code in a checkpoint's common state ran, 0 if it was refused and honest state still loads."""
+    """Return 0 if code in a checkpoint's common state was refused and honest state still loads, else 1."""
     witness = bench.directory / "it-ran"
     hostile = _write_common_state(bench.directory / "hostile", {"step": _HostileCode(witness)})
     honest = _write_common_state(bench.directory / "honest", {"step": 3, "args": argparse.Namespace(lr=1.0)})
@@ -72,7 +72,7 @@ def measure_checkpoint_code(bench: Bench) -> float:
 
 
 def _write_common_state(directory: Path, state: dict[str, Any]) -> Path:
-    """The directory of a checkpoint that holds nothing but common state, as to 0.17 it lies on disk."""
+    """Write a checkpoint with nothing but common state, in the format to 0.17; return its directory."""
     directory.mkdir()
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}
@@ -82,7 +82,7 @@ def _write_common_state(directory: Path, state: dict[str, Any]) -> Path:
 
 
 class _HostileCode:
-    """Makes a directory when it is unpickled."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = witness
@@ -99,7 +99,7 @@ _STEPS, _BUCKETS = 3, "dp_reshardable"
 
 
 def measure_default_format(bench: Bench) -> float:
-    """Every tensor of an optimizer whose form nobody asked for, saved and loaded."""
+    """Measure every tensor of an optimizer after a round trip in the form that nobody chose."""
     with bench.open_layout() as layout:
         model, optimizer = _train_tiny_model(layout, _STEPS)
         directory = bench.directory / "default"
@@ -115,7 +115,7 @@ def measure_default_format(bench: Bench) -> float:
 
 
 def _collect_tensors(state: Any, path: str = "") -> Numbers:
-    """The tensors of a state and the data of its shards, by their place in it."""
+    """Return the tensors of a state and the data of its shards, by their place in it."""
     data = getattr(state, "data", state)
     if torch.is_tensor(data):
         return {path: data.detach().clone()} if data.ndim else {}
@@ -124,7 +124,7 @@ def _collect_tensors(state: Any, path: str = "") -> Numbers:
 
 
 def measure_steps(bench: Bench) -> float:
-    """Moments of an optimizer saved by buckets, and how many steps it has taken."""
+    """Measure the moments and the step counts of an optimizer after a round trip by buckets."""
     with bench.open_layout() as layout:
         model, optimizer = _train_tiny_model(layout, _STEPS)
         directory = bench.directory / "steps"
@@ -139,7 +139,10 @@ def measure_steps(bench: Bench) -> float:
 
 
 def measure_gathered_state(bench: Bench) -> float:
-    """An optimizer's state gathered by the device's group, and by gloo's on the host; how much at a time."""
+    """Measure an optimizer's state gathered by the device's group, against gloo's on the host.
+
+    The gap is also large where a gather brings too many elements at a time.
+    """
     limit = 1000  # elements; a bucket of the tiny model has more
     with bench.open_layout() as layout:
         _, optimizer = _train_tiny_model(layout, _STEPS)
@@ -153,7 +156,7 @@ def measure_gathered_state(bench: Bench) -> float:
 
 @contextmanager
 def _record_gathers() -> Iterator[list[int]]:
-    """Yields a list that gets the elements that each gather of tensors brings to a rank."""
+    """Yield a list that gets the number of elements that each gather of tensors brings to a rank."""
     sizes: list[int] = []
     all_gather, all_gather_into_tensor = dist.all_gather, dist.all_gather_into_tensor
 
@@ -173,7 +176,7 @@ def _record_gathers() -> Iterator[list[int]]:
 
 
 def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
-    """A tiny model and its optimizer after some steps of drawn gradients."""
+    """Return a tiny model and its optimizer after some steps with drawn gradients."""
     # In fp32 what is loaded into is a view of weights that want a gradient, which is refused
     job, model = layout.build_recipe(DENSE, dtype="bf16"), layout.build_chunk(DENSE, dtype="bf16")
     optimizer = optimization.build_optimizer(job, optimization.wrap_data_parallel(job, model.config, [model]))

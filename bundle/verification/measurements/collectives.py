@@ -1,4 +1,4 @@
-"""Collectives of two ranks in each type that the engine hands them: every number counts, none may differ."""
+"""Collectives of two ranks in each type that the engine gives them; every number must be exact."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,7 @@ from bundle.verification.numbers import Bench
 
 
 def measure_collective_errors(bench: Bench) -> float:
-    """0.0 where every call gave what it should; raises JobFailed with each that did not."""
+    """Return 0.0 where every call gave the expected numbers; raise JobFailed with each call that did not."""
     rank, device, wrong, calls = dist.get_rank(), bench.device, [], 0
     for calls_by_name, names in ((REDUCING_CALLS, REDUCED_TYPES), (MOVING_CALLS, MOVED_TYPES)):
         for name in names:

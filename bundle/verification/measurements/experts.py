@@ -1,4 +1,4 @@
-"""Experts over ranks and their routers: losses that balance, what is counted, padding, replayed choices."""
+"""Experts over ranks and their routers: balancing losses, counts, padding and replayed routes."""
 
 import weakref
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _LATENT_EXPERTS = LATENT | {"first_k_dense_replace": 1}
 
 
 def measure_split_experts(bench: Bench) -> float:
-    """Experts on two ranks, each with all the tokens, against all experts on one."""
+    """Measure experts on two ranks, each with all the tokens, against all experts on one rank."""
     with bench.open_layout() as layout:
         reference = layout.run_backward(layout.build_chunk(EXPERTS), [layout.build_two_rows()])
     with bench.open_layout(ep=2) as layout:
@@ -39,7 +39,7 @@ def measure_split_experts(bench: Bench) -> float:
 
 
 def measure_fp32_router(bench: Bench) -> float:
-    """A router that is told to compute in fp32 in a model of fp32, against one that is not told."""
+    """Measure a router set to compute in fp32 in a model of fp32, against one without that setting."""
     seen: list[Numbers] = []
     with bench.open_layout() as layout:
         for dtype in (None, "fp32"):
@@ -49,19 +49,19 @@ def measure_fp32_router(bench: Bench) -> float:
 
 
 def measure_per_token_loss(bench: Bench) -> float:
-    """The gradient norm of losses per token over two context-parallel and two tensor-parallel ranks."""
+    """Measure the gradient norm of per-token losses: two context- or tensor-parallel ranks against one."""
     return find_worst(
         bench.measure_norm_gap(EXPERTS, _BALANCING, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2})
     )
 
 
 def measure_mean_loss(bench: Bench) -> float:
-    """The gradient norm of mean losses over two context-parallel ranks, against that of one."""
+    """Measure the gradient norm of mean losses over two context-parallel ranks, against that of one."""
     return bench.measure_norm_gap(EXPERTS, _BALANCING | {"calculate_per_token_loss": False}, cp=2)
 
 
 def measure_sequence_loss(bench: Bench) -> float:
-    """The gradient norm of a loss over each sequence: two rows in one micro-batch, against two of one."""
+    """Measure the gradient norm of a per-sequence loss: one micro-batch of two rows, against two of one."""
     options = _BALANCING | {"moe_router_load_balancing_type": "seq_aux_loss"}
     with bench.open_layout() as layout:
         apart = layout.measure_gradient_norm(EXPERTS, options, rows_at_once=1)
@@ -69,7 +69,7 @@ def measure_sequence_loss(bench: Bench) -> float:
 
 
 def measure_expert_counts(bench: Bench) -> float:
-    """Tokens of each expert that a bf16 model has counted, against those that its router has sent there."""
+    """Measure a bf16 model's counts of tokens per expert, against the tokens that its router sent there."""
     with bench.open_layout() as layout:
         model = layout.build_chunk(_LATENT_EXPERTS, dtype="bf16")
         (wrapped,) = optimization.wrap_data_parallel(
@@ -94,7 +94,7 @@ _BIASED_ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_funct
 
 
 def measure_masked_expert_counts(bench: Bench) -> float:
-    """How many tokens each expert is said to have: more tokens than experts, and just as many."""
+    """Measure the reported tokens of each expert under a mask: with more tokens than experts, and as many."""
     gaps = []
     with bench.open_layout() as layout:
         for tokens in (3 * _EXPERTS, _EXPERTS):
@@ -109,7 +109,7 @@ def measure_masked_expert_counts(bench: Bench) -> float:
 
 
 def measure_masked_balancing_gradient(bench: Bench) -> float:
-    """The balancing gradient of a rank under a mask without any padding, against that without a mask."""
+    """Measure a rank's balancing gradient under a mask without any padding, against that without a mask."""
     with bench.open_layout(tp=2, ep=2) as layout:
         rows = _draw_rows(bench, 24)[:, None]
         seen = []
@@ -121,7 +121,7 @@ def measure_masked_balancing_gradient(bench: Bench) -> float:
 
 
 def measure_global_loss(bench: Bench) -> float:
-    """The gradient of the global loss of micro-batches of 12, 20 and 5 tokens, against its formula."""
+    """Measure the global loss's gradient in micro-batches of 12, 20 and 5 tokens, against its formula."""
     parts = _draw_rows(bench, 37).split((12, 20, 5))
     with bench.open_layout() as layout:
         router = _build_router(layout, _GLOBAL_LOSS | {"calculate_per_token_loss": False})
@@ -137,12 +137,12 @@ def measure_global_loss(bench: Bench) -> float:
 
 
 def _build_router(layout: BenchLayout, options: Mapping[str, Any]) -> torch.nn.Module:
-    """The first router of a tiny model, the same weights every time."""
+    """Return the first router of a tiny model, with the same weights every time."""
     return routers.find_routers(layout.build_chunk(EXPERTS, options))[0]
 
 
 def _draw_rows(bench: Bench, tokens: int) -> torch.Tensor:
-    """Hidden states [tokens, h], the same on every rank."""
+    """Return hidden states [tokens, h], the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(tokens, _HIDDEN, generator=generator).to(bench.device)
 
@@ -152,7 +152,7 @@ _TOKENS, _TOPK, _MICRO_BATCHES = 32, 2, 2
 
 
 def measure_live_inputs(bench: Bench) -> float:
-    """How many layers' recomputed inputs are still in memory after the backward pass."""
+    """Return how many layers' recomputed inputs are still in memory after the backward pass."""
     inputs: list[weakref.ref[torch.Tensor]] = []
 
     def remember(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -170,7 +170,7 @@ def measure_live_inputs(bench: Bench) -> float:
 
 
 def measure_replay(bench: Bench) -> float:
-    """The share of tokens whose experts are not those asked for; then full recomputation against none."""
+    """Measure the share of tokens with other experts than requested; then full recomputation against none."""
     with bench.open_layout() as layout:
         (plain, missed), (recomputed, missed_too) = (
             _replay_routes(layout, recompute) for recompute in (None, _FULL_RECOMPUTE)
@@ -179,9 +179,9 @@ def measure_replay(bench: Bench) -> float:
 
 
 def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tuple[Numbers, float]:
-    """Loss and gradients under given routes, and the largest share of tokens that a router sent elsewhere.
+    """Return loss and gradients under fixed routes, and the largest share of tokens a router sent elsewhere.
 
-    Every fourth token is left to the router, which must keep the k best of its scores.
+    Every fourth token is left to the router, which must choose the k best of its scores.
     """
     model = layout.build_chunk(EXPERTS, recompute=recompute, router_replay=True)
     layers = routers.map_routers_to_layers(model)
@@ -207,7 +207,7 @@ def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tup
 
 
 def measure_native_recompute(bench: Bench) -> float:
-    """mcore's own replay with two micro-batches in flight, recomputed against kept."""
+    """Measure megatron-core's own replay with two micro-batches in flight, recomputed against kept."""
     with bench.open_layout() as layout:
         tokens = torch.stack(draw_sequences((16,) * 2 * _MICRO_BATCHES))
         seen: list[Numbers] = []
@@ -226,6 +226,6 @@ def measure_native_recompute(bench: Bench) -> float:
 
 
 def _draw_routes(router: int, micro_batch: int) -> torch.Tensor:
-    """Distinct experts for every token, others for every router and micro-batch; [t, k]."""
+    """Return distinct experts for every token, others for every router and micro-batch; [t, k]."""
     generator = torch.Generator().manual_seed(10 * micro_batch + router)
     return torch.rand(_TOKENS, EXPERTS["num_experts"], generator=generator).topk(_TOPK).indices

@@ -1,4 +1,4 @@
-"""Gradients and weights that a step leaves: norms, buckets, an optimizer on the host, shared vocabularies."""
+"""Gradients and weights after a step: norms, buckets, an optimizer on the host, shared vocabularies."""
 
 import torch
 
@@ -19,12 +19,12 @@ from bundle.verification.products import RepeatedMatrixRecorder
 
 
 def measure_per_token_loss(bench: Bench) -> float:
-    """The gradient norm of a loss per token: the same rows shared by two ranks, and on each of them."""
+    """Measure the gradient norm of a per-token loss: the same rows shared by two ranks, and on each rank."""
     return bench.measure_norm_gap(DENSE, cp=2)
 
 
 def measure_optimizer_step(bench: Bench) -> float:
-    """The gradient norm that the optimizer finds, against that of the gradients themselves."""
+    """Measure the gradient norm that the optimizer finds, against that of the gradients themselves."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows(32)
         numbers = layout.run_backward(layout.build_chunk(DENSE), [batch])
@@ -34,16 +34,17 @@ def measure_optimizer_step(bench: Bench) -> float:
 
 
 def measure_shared_embedding(bench: Bench) -> float:
-    """A step of a model whose embedding megatron has marked as shared by stages, against one without.
+    """Measure a step of a model whose embedding megatron has marked as shared by stages, against one without.
 
-    What lies before it in the buffer is an odd number of times 64: the norm at the end of the last layer is.
+    The buffer before the embedding is an odd multiple of 64 long, as the norm at the end of the last layer
+    is.
     """
     with bench.open_layout() as layout:
         return measure_gap(_take_step(layout, shared=True), _take_step(layout, shared=False))
 
 
 def _take_step(layout: BenchLayout, *, shared: bool) -> Numbers:
-    """The gradient norm and what a step makes of the weights."""
+    """Take a step; return the gradient norm and the weights after it."""
     model = layout.build_chunk(DENSE)
     if shared:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
@@ -52,17 +53,17 @@ def _take_step(layout: BenchLayout, *, shared: bool) -> Numbers:
 
 
 def measure_latent_attention(bench: Bench) -> float:
-    """Latent attention, whose down projections every rank holds whole, split over two ranks."""
+    """Measure latent attention over two ranks; every rank holds the down projections whole."""
     return bench.measure_norm_gap(LATENT, tp=2)
 
 
 def measure_experts(bench: Bench) -> float:
-    """Half of the experts on each of two tensor-parallel ranks."""
+    """Measure half of the experts on each of two tensor-parallel ranks."""
     return bench.measure_norm_gap(EXPERTS, tp=2, ep=2)
 
 
 def measure_loaded_weights(bench: Bench) -> float:
-    """What is stepped after weights were loaded, against an optimizer that is made when they are there."""
+    """Measure a step on weights loaded after the optimizer was made, against weights loaded before."""
     with bench.open_layout() as layout:
         return measure_gap(
             _step_loaded_weights(layout, loads_after=True), _step_loaded_weights(layout, loads_after=False)
@@ -93,7 +94,7 @@ def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
 
 
 def measure_loaded_state(bench: Bench) -> float:
-    """The states of a parameter in fp32 and of one in bf16, as loaded, and the latter's fp32 weights."""
+    """Measure the loaded states of an fp32 and a bf16 parameter, and the fp32 weights of both."""
     generator = torch.Generator().manual_seed(12)
     drawn = [torch.randn(5, generator=generator).to(bench.device) for _ in range(6)]
     parameters = [torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[1].bfloat16())]
@@ -148,7 +149,7 @@ def measure_frozen_product(bench: Bench) -> float:
 
 
 def measure_label_smoothing(bench: Bench) -> float:
-    """Loss and gradient of smoothed labels, against the formula over all columns."""
+    """Measure the loss and the gradient of smoothed labels, against the formula over all columns."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(6, 2, 10, generator=generator).mul(3).to(bench.device).requires_grad_()
     labels = torch.randint(0, 10, (6, 2), generator=generator).to(bench.device)
@@ -170,7 +171,7 @@ def measure_label_smoothing(bench: Bench) -> float:
 
 
 def measure_gathered_logits(bench: Bench) -> float:
-    """Loss and gradients of a model that gathers its logits, against those of one that does not."""
+    """Measure loss and gradients of a model that gathers its logits, against those of one that does not."""
     with bench.open_layout(tp=2) as layout:
         batch = layout.build_two_rows()
         seen = []

@@ -1,4 +1,4 @@
-"""Multi-token prediction, and embeddings and positions of multimodal models."""
+"""Multi-token prediction, and the embeddings and positions of multimodal models."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ _TWO_DEPTHS = {"layers": 2}
 
 
 def measure_context_parallel(bench: Bench) -> float:
-    """Gradients of a per-token and of a mean loss, and the logged losses: two ranks against one."""
+    """Measure the gradients of a per-token and a mean loss, and logged losses: two ranks against one."""
     return bench.measure_gap_to_one_rank(_compute_losses, cp=2)
 
 
@@ -42,9 +42,9 @@ def _compute_losses(layout: BenchLayout) -> Numbers:
 
 
 def measure_per_token_loss(bench: Bench) -> float:
-    """The layers' gradients of a loss per token, of one rank and of two, against those of a mean.
+    """Measure the MTP layers' gradients of a per-token loss, on one and two ranks, against those of a mean.
 
-    A mean over the tokens that are left, times the tokens of the main loss.
+    The mean is over the tokens that the rolls leave, times the tokens of the main loss.
     """
     lengths, gaps = (8, 8), []
     tokens, mask = torch.stack(draw_sequences(lengths)), torch.ones(2, 8)
@@ -60,14 +60,15 @@ def measure_per_token_loss(bench: Bench) -> float:
 
 
 def _select_mtp_numbers(seen: Numbers) -> Numbers:
-    """The numbers of the layers of prediction."""
+    """Return the numbers of the prediction layers."""
     return {name: x for name, x in seen.items() if name.startswith("mtp.")}
 
 
 def measure_padded_packing(bench: Bench) -> float:
-    """Packed sequences with padding between them, against one unpacked pass for each.
+    """Measure packed sequences with padding between them, against one unpacked pass for each.
 
-    All of one length: the loss of each depth is divided by all tokens of a pass, a pack or a sequence.
+    All sequences have one length: the loss of each depth is divided by all tokens of a pass, be it a pack or
+    a sequence.
     """
     with bench.open_layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
@@ -76,7 +77,7 @@ def measure_padded_packing(bench: Bench) -> float:
 
 
 def measure_recompute(bench: Bench) -> float:
-    """Layers that are computed again, on packed and on unpacked input, against layers that are kept."""
+    """Measure recomputed layers, on packed and on unpacked input, against layers without recomputation."""
     sequences = draw_sequences((12, 24, 6))
     gaps = []
     with bench.open_layout() as layout:
@@ -95,7 +96,7 @@ def measure_recompute(bench: Bench) -> float:
 
 
 def measure_zero_layers(bench: Bench) -> float:
-    """Logits of a model that is configured with 0 layers, against one that is configured with none."""
+    """Measure the logits of a model configured with 0 layers, against one without that setting."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
         reference = _compute_logits(layout.build_chunk(DENSE), batch)
@@ -104,9 +105,10 @@ def measure_zero_layers(bench: Bench) -> float:
 
 
 def measure_missing_labels(bench: Bench) -> float:
-    """Logits of a model with a layer, against a model without; plus how often that layer ran.
+    """Measure the logits of a model with a prediction layer and no labels, against a model without the layer.
 
-    In training and in evaluation, with its gradients, which there must not be.
+    The gap is at least the number of times that the layer ran without labels, in training and in evaluation.
+    It is also at least the number of the layer's weights with a gradient: there must be none.
     """
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
@@ -131,7 +133,10 @@ def _compute_logits(model: torch.nn.Module, batch: RankBatch) -> torch.Tensor:
 
 
 def measure_unsharded_embeddings(bench: Bench) -> float:
-    """Prediction layers behind an embedding that shares nothing out, against one that does, on two ranks."""
+    """Measure prediction layers after an embedding that does not scatter, against one that does.
+
+    Both run on two tensor-parallel ranks.
+    """
     with bench.open_layout(tp=2) as layout:
         batch = layout.build_two_rows()
         seen = []
@@ -149,7 +154,10 @@ def measure_unsharded_embeddings(bench: Bench) -> float:
 
 
 def measure_packed_positions(bench: Bench) -> float:
-    """Padded sequences with positions in time, height and width, packed for two ranks, against each alone."""
+    """Measure padded sequences with positions in time, height and width, packed for two ranks.
+
+    The reference is a pass on one rank for each sequence alone.
+    """
     lengths, multiple = (12, 24, 6), 8
     sequences = draw_sequences(lengths)
     generator = torch.Generator().manual_seed(9)

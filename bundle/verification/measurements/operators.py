@@ -1,7 +1,7 @@
 """torch-npu's operators as the ascend backend calls them, against float64 on the cpu: values and gradients.
 
-Each in every type that a recipe can have; a distance is relative to the largest number of its tensor, and
-counted in the tolerance of its type: 1 is all that is allowed.
+Each operator runs in every type that a recipe can have. A distance is relative to the largest number of its
+tensor, and counted in tolerances of its type: 1 is the most that is allowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ _ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
 
 
 def measure_attention(bench: Bench) -> float:
-    """npu_fusion_attention in the calls that backends.ascend.attention makes, against softmax written out."""
+    """Measure npu_fusion_attention as backends.ascend.attention calls it, against softmax written out."""
     return find_worst(
         _measure_attention_gap(bench.device, dtype, *case) / tolerance
         for dtype, tolerance in TOLERANCES.items()
@@ -38,7 +38,7 @@ def measure_attention(bench: Bench) -> float:
 
 
 def measure_rms_norm(bench: Bench) -> float:
-    """npu_rms_norm, against torch's own."""
+    """Measure npu_rms_norm against torch's own."""
     from bundle.backends.ascend.operators import find_operator
 
     return _measure_worst_gap(
@@ -50,7 +50,7 @@ def measure_rms_norm(bench: Bench) -> float:
 
 
 def measure_swiglu(bench: Bench) -> float:
-    """npu_swiglu, against torch's silu and product."""
+    """Measure npu_swiglu against torch's silu and product."""
     from bundle.backends.ascend.operators import find_operator
 
     def compute_reference(x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def measure_swiglu(bench: Bench) -> float:
 
 
 def measure_rotary(bench: Bench) -> float:
-    """npu_rotary_mul with the angles of positions, against the turn written out."""
+    """Measure npu_rotary_mul with the angles of positions, against the rotation written out."""
     from bundle.backends.ascend.operators import find_operator
 
     positions, pairs = torch.arange(16.0), 100.0 ** -torch.linspace(0, 1, 32)
@@ -84,7 +84,7 @@ def measure_rotary(bench: Bench) -> float:
 
 
 def measure_permute(bench: Bench) -> float:
-    """Tokens sorted by expert and put back; on the way expert n multiplies its rows by n + 1."""
+    """Measure tokens sorted by expert and put back; in between expert n multiplies its rows by n + 1."""
     from bundle.backends.ascend import permutation
 
     routes = torch.stack([torch.roll(torch.tensor([1, 0, 1, 0, 0]), shift) for shift in range(12)]).bool()
@@ -105,7 +105,7 @@ def measure_permute(bench: Bench) -> float:
 
 
 def measure_grouped_experts(bench: Bench) -> float:
-    """npu_grouped_matmul under the gradient that is ours, against one product after the other."""
+    """Measure npu_grouped_matmul with our own gradient, against one product after the other."""
     from bundle.backends.ascend import experts
 
     sizes = (11, 0, 9)  # an expert without a row
@@ -124,7 +124,7 @@ def measure_grouped_experts(bench: Bench) -> float:
 
 
 def measure_adamw(bench: Bench) -> float:
-    """Three steps of torch's AdamW by its fused kernel, in fp32 as weights are updated, against float64."""
+    """Measure three steps of torch's fused AdamW in fp32, as weights are updated, against float64."""
     seen = []
     for device, dtype in ((bench.device, torch.float32), (torch.device("cpu"), torch.float64)):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 256).to(device, dtype))
@@ -142,7 +142,10 @@ def _measure_worst_gap(
     kernel: Callable[..., Tensor],
     reference: Callable[..., Tensor],
 ) -> float:
-    """The largest distance of a function's value and gradients, in tolerances; `shapes` of its arguments."""
+    """Return the largest distance of a function's value and gradients, in tolerances.
+
+    `shapes` are those of its arguments.
+    """
     return find_worst(
         _measure_gap(device, dtype, shapes, kernel, reference) / tolerance
         for dtype, tolerance in TOLERANCES.items()
@@ -218,7 +221,7 @@ def _measure_attention_gap(
 
 
 def _compute_attention(inputs: Sequence[Tensor], scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """[s, b, n, dv] of query, key and value [s, b, heads, d], every score written out; `mask` True hides."""
+    """Return [s, b, n, dv] of query, key and value [s, b, heads, d], with every score; `mask` True hides."""
     query, key, value = inputs
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
     scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
