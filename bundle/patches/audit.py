@@ -34,7 +34,7 @@ class AuditedDefect:
 
     entry: Entry
     status: DefectStatus
-    reason: str  # why it is said to stand so
+    reason: str  # why it has this status
     proven: bool  # source was read, now or when the list was made
     patched_by: tuple[MonkeyPatch, ...] = ()  # the framework's replacements that matter to it
     fixing_minor: str | None = None  # the minor from which on no reviewed release has it
@@ -48,7 +48,7 @@ class AuditedDefect:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """The newest reviewed release of a later minor, and which silent defects reach the same job there."""
+    """The newest reviewed release of a later minor, and the silent defects that reach the same job there."""
 
     release: str
     remaining_ids: tuple[str, ...]  # ids that reach the environment now, too
@@ -57,11 +57,11 @@ class Upgrade:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found in one environment."""
+    """The findings of an audit of one environment."""
 
     core: MegatronCore
     frameworks: tuple[Package, ...]
-    monkey_patches: tuple[MonkeyPatch, ...]  # of the frameworks, on what the catalogue asks about
+    monkey_patches: tuple[MonkeyPatch, ...]  # of the frameworks, on evidence and targets of the catalogue
     defects: tuple[AuditedDefect, ...]
     upgrades: tuple[Upgrade, ...]
 

@@ -1,4 +1,4 @@
-"""The decision about each patch: a pure function of what was read and of the job."""
+"""The decision about each patch: a pure function of the findings in the source and of the job."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,16 +27,16 @@ class PatchContext:
     version: str | None  # of megatron-core, as it calls itself
     backend: str | None = None  # None: all of them
     features: frozenset[str] | None = None  # of the recipe; None: all of them count as on
-    packages: Mapping[str, str] = field(default_factory=dict)  # versions of what is installed beside it
+    packages: Mapping[str, str] = field(default_factory=dict)  # versions of other installed packages
     mindspeed: tuple[str | None] | None = None  # its commit, where it is in the process
     trains_with_mindspeed: bool = False  # by us: the job trains through it (backend_options.mindspeed)
     unread_patcher: str | None = (
-        None  # what else replaces parts of megatron-core on NPUs, and nobody read which
+        None  # another patcher of megatron-core on NPUs, whose targets nobody has read
     )
     conflict: str | None = None  # why megatron itself is not one tree
     requested: frozenset[str] = frozenset()  # opt-in patches, by id
     allowed: frozenset[str] = frozenset()  # drifts that the user has looked at, by id
-    vouched: frozenset[str] | None = None  # ids whose `assumes` is so; None: all, as in what our engine calls
+    vouched: frozenset[str] | None = None  # ids whose `assumes` holds; None: all, as in our engine's jobs
 
     def uses(self, features: frozenset[str]) -> bool:
         """Return whether the job uses all of these features."""
@@ -96,7 +96,7 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
     if reading.presence is Presence.ABSENT:
         return None
     proven = reading.presence is Presence.PRESENT
-    # A number that cannot be placed is no reason to let a job go wrong silently.
+    # A version that cannot be placed must not let a job go wrong silently.
     is_met = proven or packages.is_within(job.version or "", trap.range) is not False
     reason = f"{trap.why} {trap.instead}" if is_met else ""
     return Decision(

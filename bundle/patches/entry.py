@@ -14,15 +14,15 @@ from bundle.patches.definitions import Definition, SourceEvidence
 
 LOCAL_LAYERS = ("cpu", "ascend")  # backends whose layers are megatron's own, without Transformer Engine
 NO_ASSUMPTION = "nothing"  # Patch.assumes of a patch that is right whatever its caller does
-# Features that no recipe has: what the engine does itself, and megatron in the jobs of others.
+# Features that no recipe has: our engine does these itself, megatron does them in the jobs of others.
 MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS = "megatron-balancing", "megatron-mtp-loss"
 MEGATRONS_TIED_HEAD = "megatron-tied-head"
 MEGATRON_FEATURES = frozenset({MEGATRONS_BALANCING, MEGATRONS_MTP_LOSS, MEGATRONS_TIED_HEAD})
 
-# What a job on accelerators does that nobody would think of naming; losses are megatron's in jobs of others.
+# Features of every job on accelerators, which nobody names. In the jobs of others losses are megatron's.
 IMPLICIT_FEATURES = frozenset({"attention-flash", "bf16", "distributed-checkpoint"}) | MEGATRON_FEATURES
 
-# word -> what it says of a job
+# word -> its meaning for a job
 FEATURES: dict[str, str] = {
     "attention-flash": "core attention by a flash kernel",
     "attention-sinks": "learned attention sinks (softmax_type: learnable), as in gpt-oss",
@@ -218,12 +218,12 @@ class Patch(NamedTuple):
     range: str  # PEP 508 on the base version of megatron-core; "" is every release
     defect: DefectCheck  # read where the defect is, which need not be in the targets
     kind: DefectKind
-    # of its caller: what the loss function returns, how labels are given, what is summed over which ranks
+    # about its caller: the loss function's return values, the form of labels, the ranks of a sum
     assumes: str = ""
     when: frozenset[str] = frozenset()  # features of the recipe, all of them
     backends: tuple[str, ...] = BACKENDS
     requires: tuple[tuple[str, str], ...] = ()  # other packages and their ranges: ("torch", ">=2.8")
-    opt_in: bool = False  # an improvement: applied only when it is asked for by id
+    opt_in: bool = False  # an improvement: applied only when it is requested by id
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ class Seam(NamedTuple):
 
     id: str
     targets: tuple[str, ...]
-    use: str  # what is done with it, and by which room
+    use: str  # how it is used, and by which room
     why: str
     when: frozenset[str] = frozenset()
     range: str = ""  # the releases that have it
@@ -247,7 +247,7 @@ class Trap(NamedTuple):
     """A defect with no narrow fix: the recipes that meet it are refused."""
 
     id: str
-    range: str  # PEP 508 on the base version of megatron-core; asked only where no source answers
+    range: str  # PEP 508 on the base version of megatron-core; used only where no source decides
     defect: DefectCheck
     when: frozenset[str]  # features of the recipe, all of them
     why: str  # what goes wrong
@@ -255,8 +255,8 @@ class Trap(NamedTuple):
     kind: DefectKind
     instead: str  # what to change
     backends: tuple[str, ...] = BACKENDS
-    unless: frozenset[str] = frozenset()  # features of which any one avoids it
-    unshown: str = ""  # what showing it would take, where no test does
+    unless: frozenset[str] = frozenset()  # any one of these features avoids it
+    unshown: str = ""  # what a test would need, where no test shows it
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -290,7 +290,7 @@ class Decision(NamedTuple):
     proven: bool
     targets: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()  # of those targets that are there, in their order
-    assumes: str = ""  # what the patch takes for granted of its caller
+    assumes: str = ""  # what the patch assumes about its caller
     stops: bool = False  # the job needs this and cannot have it
 
     @property

@@ -15,7 +15,7 @@ class Finder:
     """The first finder of all: it lets the others find, and patches when megatron.core is about to run."""
 
     def __init__(self, document: "Any") -> None:
-        self._document = document  # what `hook.begin` takes
+        self._document = document  # the argument of `hook.begin`
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """Return the spec of megatron.core from the finders behind this one; its loader calls `enable`."""

@@ -20,7 +20,7 @@ from bundle.patches.monkey_patches import CodeNode, MonkeyPatch
 from bundle.patches.source import Module, SourceTree, UnreadableSource, collect_bindings
 from bundle.patches.syntax import fingerprint_code
 
-# Wrappers of frameworks that were read: (target, fingerprint) -> ids of what they mend, and whose they are.
+# Frameworks' wrappers that were read: (target, fingerprint) -> ids of mended patches, and the source.
 KNOWN_FIXES: Mapping[tuple[str, str], tuple[frozenset[str], str]] = {
     ("megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias", "96b4058d9af2ce4b"): (
         frozenset({"padding-mask-expert-bias"}),

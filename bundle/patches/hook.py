@@ -19,7 +19,7 @@ from bundle.environment.machine import Finding, ok, warn
 from bundle.errors import EnvironmentUnfit, PatchError
 
 FILE_NAME = "mcore-bundle-patches.pth"
-FORMAT = 1  # of what the file hands to `begin`
+FORMAT = 1  # of the document that the file passes to `begin`
 _FINDER_MODULE = "mcore_bundle_patches"  # the module that the finder's class is in
 _HEADER = "# mcore-bundle patches disable removes this file: "
 _MAX_BYTES = 1 << 20  # bytes of such a file

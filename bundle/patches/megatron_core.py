@@ -26,12 +26,12 @@ from bundle.patches.definitions import Definitions, SourceEvidence
 from bundle.patches.entry import Patch, Presence, Seam, Trap
 from bundle.patches.source import SourceTree, UnreadableSource
 
-# What `make` installs: where there is no megatron-core, decisions are about this one.
+# The release that `make` installs: decisions are about it where there is no megatron-core.
 DEFAULT_RELEASE = "0.16.1"
 
 
 RELEASES_FILE = Path(__file__).with_name("releases.json")
-# target -> fingerprint -> a commit, and what differs there from the releases
+# target -> fingerprint -> a commit, and its differences from the releases
 COMMITS_FILE = Path(__file__).with_name("commits.json")
 # name -> value -> the references that have it, in one string: a line of the file for each value
 Listing = Mapping[str, Mapping[str, str]]

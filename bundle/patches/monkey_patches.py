@@ -33,8 +33,8 @@ class MonkeyPatch:
     module: str  # of megatron-core, where the name is bound
     name: str  # there: "f" or "Class.f"
     location: str  # "verl/models/mcore/patch.py:332"
-    code: CodeNode | None  # what takes the place; None where that cannot be told
-    wraps: bool  # it calls what was there
+    code: CodeNode | None  # the replacement; None where it is unknown
+    wraps: bool  # it calls the original
     conditions: tuple[str, ...] = ()  # under which it is put there, as they are written
     call_sites: tuple[str, ...] = ()  # where the function is called that puts it there; () for on import
 
@@ -86,8 +86,8 @@ class _SourceFile:
     """A file of a framework that mentions megatron, or calls code that does."""
 
     module: str
-    package: str  # what a relative import starts from
-    path: str  # relative to what holds the package
+    package: str  # the package from which a relative import starts
+    path: str  # relative to the directory that holds the package
     text: str
 
     @cached_property
@@ -423,5 +423,5 @@ def _is_call_of(
     dotted = _resolve_dotted_name(called, scope, source_file)
     if dotted is None:  # a method of an object, where the function is a method
         return isinstance(called, ast.Attribute) and source_file is definition_file
-    # A package may hand it on: verl.models.mcore for verl.models.mcore.patch.
+    # A package may re-export it: verl.models.mcore for verl.models.mcore.patch.
     return definition_file.module.startswith(dotted.rpartition(".")[0])

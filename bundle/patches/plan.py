@@ -19,7 +19,7 @@ from bundle.patches.entry import Decision, PatchAction, Replacement
 from bundle.patches.megatron_core import MegatronCore, ReviewTable
 from bundle.patches.source import SourceTree
 
-_PACKAGE_ROOT = Path(__file__).parents[2]  # what holds the package `bundle`
+_PACKAGE_ROOT = Path(__file__).parents[2]  # the directory that holds the package `bundle`
 
 
 class Survey(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bundle import files
 
 _MAX_MODULE_BYTES = 1 << 20  # bytes of one module; the largest of megatron-core is 160 kB
-# What one tree may have us parse: decisions about 0.19 read 38 modules of 1.7 MB; a MiB takes 3 s at worst.
+# Limits of one tree: decisions about 0.19 read 38 modules of 1.7 MB; a MiB takes 3 s at worst.
 _MAX_MODULES = 256
 _MAX_TREE_BYTES = 3 << 20
 
@@ -25,9 +25,9 @@ class Module(NamedTuple):
 
     name: str
     file: str
-    package: str  # what a relative import starts from
+    package: str  # the package from which a relative import starts
     bindings: dict[str, list[ast.stmt]]
-    star_imports: tuple[str, ...]  # modules whose every name is imported
+    star_imports: tuple[str, ...]  # modules that are imported by `import *`
 
 
 @dataclass(frozen=True)

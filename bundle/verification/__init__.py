@@ -1,4 +1,4 @@
-"""The proof of each patch on this machine: a measurement fails without the patch and agrees with it.
+"""The proof of each patch on this machine: its measurement fails without the patch and not with it.
 
 Each run of a measurement happens in a child process of its own, which reports what its ranks saw.
 """
@@ -224,7 +224,7 @@ def _run_portion(
         else:
             start(directory, arguments, _build_environment(backend, root), seconds)
         while remaining:
-            # Asked before the answers are read: what has ended has answered before.
+            # Checked before the answers are read: a process that has ended has answered before.
             has_ended = all(process.poll() is not None for process in running) or time.monotonic() > deadline
             for order in list(remaining):
                 observations = read_observations(directory, order, process_count)
@@ -237,7 +237,7 @@ def _run_portion(
     finally:
         for process in running:
             _end_process(process)
-    for order in remaining:  # what is missing is reported as such
+    for order in remaining:  # a missing answer is reported as such
         died = Observation(raised="Died", message=read_last_lines(directory))
         yield order, [*read_observations(directory, order, process_count), died]
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RepeatedMatrixRecorder(TorchDispatchMode):
-    """Record the shapes of batched products in which one matrix is repeated for every entry of the batch.
+    """A mode that records the shapes of batched products in which one matrix is repeated for every entry.
 
     torch runs such a product where it cannot fold a batch of rows into one matrix: thousands of products of
     one row each. A batch with an unusual stride in a size-1 dimension is enough.

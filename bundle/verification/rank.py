@@ -27,7 +27,7 @@ _COLLECTIVE_SECONDS = 20  # seconds until a rank gives up on another one
 
 def main(rank: int, process_count: int, directory: Path, backend: str) -> None:
     """Run this process's share of the orders."""
-    hook.remove_finder()  # what is patched in which run is said by its order
+    hook.remove_finder()  # each run's order says which patches it has
     runtime = backends.prepare(backend)
     import bundle.verification.numbers  # noqa: F401  imports megatron, which must meet the backend
 

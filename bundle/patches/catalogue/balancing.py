@@ -58,7 +58,7 @@ def _weighs_by_own_tokens(attach: Definition, z_loss: Definition, setting: Defin
     aux_weights = ("aux_loss * activation.shape[0]", "aux_loss * num_tokens")
     z_weights = ("z_loss * logits.shape[0]", "z_loss * num_tokens")
     is_local = any(map(attach.has, aux_weights)) and any(map(z_loss.has, z_weights))
-    # The wrapper multiplies the scale, which is to be set anew each time.
+    # The wrapper multiplies the scale, so that the scale must be set anew each time.
     is_reset = setting is not None and setting.has("MoEAuxLossAutoScaler.set_loss_scale(loss_scale)")
     return Presence.from_matches(is_local and is_reset)
 
@@ -85,7 +85,7 @@ def _weighs_one_sequence(source: SourceEvidence) -> Presence:
         apply.find_keyword_values("attach_and_log_load_balancing_loss", keyword)
         for keyword in ("valid_token_count", "aux_loss_scale_num_tokens")
     )
-    # of one of them, over the ranks
+    # the tokens of one sequence, over the ranks
     is_local = weights == ("local_num_tokens",) and set(scales) <= {"total_num_tokens"}
     counted = bool(apply.find_calls("get_tokens_per_expert_and_token_count"))
     return Presence.from_matches(is_local and counted, absent=weights == ("local_num_tokens * bsz",))
@@ -137,7 +137,7 @@ _BALANCING_FEATURES = frozenset({"moe", MEGATRONS_BALANCING})
 def _mixes_mask_shapes(routing: Definition, bias: Definition | None) -> Presence:
     """Return whether the map [tokens, experts] is combined with the mask [tokens] without a new dimension."""
     if "padding_mask" not in routing.parameters:
-        return Presence.ABSENT  # nobody can tell a router of padding
+        return Presence.ABSENT  # a router has no parameter for padding
     if bias is None:
         return Presence.UNKNOWN
     combinations = (node for node in bias.iter_nodes(ast.BinOp) if isinstance(node.op, ast.BitAnd | ast.Mult))

@@ -1,4 +1,4 @@
-"""Distributed checkpoints: newer torch and numpy, what a file may run, and the optimizer's state."""
+"""Distributed checkpoints: newer torch and numpy, the code that a file may run, and the optimizer's state."""
 
 import ast
 
@@ -24,7 +24,7 @@ _LOAD_FUNCTIONS = (
     f"{_COMMON}:TorchCommonLoadStrategy.load_common",
     f"{_COMMON}:TorchCommonLoadStrategy.load_sharded_objects",
 )
-_COUNTING_NAMES = {  # the modules that count elements with numpy, and where they do
+_COUNTING_NAMES = {  # the modules that count elements with numpy, and the functions
     "mapping": "ShardedTensor.local_coordinates",
     "validation": "_validate_sharding_for_key_flattened",
     "exchange_utils": "_shard_size",
@@ -119,7 +119,7 @@ def _overwrites_loaded_steps(source: SourceEvidence) -> Presence:
     if not shards.has_string("step"):
         return Presence.ABSENT  # to 0.15 a step cannot be saved
     if shards.has("if key == 'step':\n    continue"):
-        return Presence.ABSENT  # it is saved with what is common to all ranks
+        return Presence.ABSENT  # it is saved with the state common to all ranks
     keeps_step = shards.has(
         "if key == 'step':\n    tensors[key] = LocalNonpersistentObject(tensors[key])\n    continue"
     )

@@ -29,7 +29,7 @@ _RESOLVE_QK_NORM = (
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _ALLREDUCE_GRADS = f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads"
 _ALLREDUCE_NORM_GRADS = f"{_FINALIZE}:_allreduce_layernorm_grads"  # to 0.12
-_KEY_FUNCTIONS = {  # what rotary keys go through, of which nothing adds up over ranks but the gather
+_KEY_FUNCTIONS = {  # functions that rotary keys go through; only the gather sums over ranks
     "split",
     "squeeze",
     "unsqueeze",
@@ -63,7 +63,7 @@ def _keeps_value_width(source: SourceEvidence) -> Presence:
     codes = source.find_existing(_FORWARD, _RUN_ATTENTION, _PREPARE_VALUE)
     if any(code.has("value = F.pad(value, _)") for code in codes):
         return Presence.ABSENT
-    # Somebody pads somewhere: what the wrapper would cut may be cut already.
+    # Padding elsewhere: the values that the wrapper would cut may be cut already.
     is_padded = any(code.find_calls("pad") for code in (*codes, *source.find_existing(_QUERY_KEY_VALUE)))
     return Presence.from_matches(not is_padded and any(code.find_calls("core_attention") for code in codes))
 

@@ -31,7 +31,7 @@ LAYER = f"{MODULE}:MultiTokenPredictionLayer"
 LAYER_FORWARD = f"{LAYER}.forward"
 _EMBEDDINGS = f"{LAYER}._get_embeddings"
 _BLOCK = f"{MODULE}:MultiTokenPredictionBlock.forward"
-_OLD_ROLL_PARAMETERS = {"tensor", "shifts", "dims"}  # what a roll is given to 0.13
+_OLD_ROLL_PARAMETERS = {"tensor", "shifts", "dims"}  # the parameters of a roll to 0.13
 _KNOWN_GATES = {"self", "mtp_process", "mtp_in_postprocess", "in_inference_mode", "is_spec_decode"}
 
 
@@ -119,7 +119,7 @@ def _runs_for_zero_layers(model: Definition) -> Presence:
     gates = [n for n in model.iter_nodes(ast.If) if any(map(_is_mtp_condition, _split_conjunction(n.test)))]
     gated = {inner for node in gates for inner in ast.walk(node)}
     mentioned = set(find_matches("self.config.mtp_num_layers", model.walk()))
-    # elsewhere than behind the gate it may be asked in a way that is not seen here
+    # outside the gate the number may be checked in a way that is not recognised here
     return Presence.from_matches(
         model.has("self.config.mtp_num_layers is not None"),
         absent=mentioned <= gated | _collect_conditions(model),

@@ -1,4 +1,4 @@
-"""Choice of experts: replay of recorded routes, and what a cpu lacks for it."""
+"""The choice of experts: replay of recorded routes, and corrections for a cpu."""
 
 import ast
 

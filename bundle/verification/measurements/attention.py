@@ -120,7 +120,7 @@ def measure_narrow_values(bench: Bench) -> float:
 
 
 _NO_SEQUENCE_PARALLEL = {"sequence_parallel": False}
-# Weights of which each rank has all, and gets all of the gradient before anything is made final.
+# Weights that are whole on each rank, with the whole gradient before gradients are made final.
 _LOWER_WEIGHTS = ("linear_kv_down_proj.weight", "linear_q_down_proj.weight", "input_layernorm.weight")
 
 

@@ -177,7 +177,7 @@ def _record_gathers() -> Iterator[list[int]]:
 
 def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
     """Return a tiny model and its optimizer after some steps with drawn gradients."""
-    # In fp32 what is loaded into is a view of weights that want a gradient, which is refused
+    # In fp32 the load would write into views of weights that want a gradient, which torch refuses
     job, model = layout.build_recipe(DENSE, dtype="bf16"), layout.build_chunk(DENSE, dtype="bf16")
     optimizer = optimization.build_optimizer(job, optimization.wrap_data_parallel(job, model.config, [model]))
     generator = torch.Generator().manual_seed(steps)

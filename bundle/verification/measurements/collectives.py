@@ -35,7 +35,7 @@ def measure_collective_errors(bench: Bench) -> float:
     return 0.0
 
 
-CallResult = tuple[Tensor, list[object]]  # what a call gave, and what it should have
+CallResult = tuple[Tensor, list[object]]  # the numbers of a call, and the expected ones
 
 
 def _all_reduce(rank: int, kind: torch.dtype, device: torch.device) -> CallResult:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bundle.verification.numbers import Bench, find_worst, measure_gap
 
-# Not read anywhere: a kernel that takes bf16's rounding for fp32's is caught, and so is a wrong mask.
+# Not taken from a source: they catch a kernel with bf16's rounding in fp32, and a wrong mask.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-# What a call is told: its layout, [queries' heads, keys' heads], [width of keys, of values], causal or not.
+# The arguments of a call: layout, (queries' heads, keys' heads), (width of keys, of values), causal.
 _ATTENTION = (
     ("rows", (4, 2), (64, 64), True),  # GQA
     ("rows", (4, 4), (192, 128), True),  # latent attention
