@@ -57,8 +57,8 @@ def survey_patches(
 ) -> Survey:
     """Return the decisions about all patches, traps and changed seams. Raises UsageError for unknown ids.
 
-    `vouched` are the ids of patches that fit another framework, as somebody vouches. None: the jobs are our
-    own. Their processes import neither MindSpeed nor MegatronAdaptor, installed or not, except for a job
+    `vouched` holds the ids of patches whose assumptions hold in somebody else's framework. None: the jobs are
+    our own. Their processes import neither MindSpeed nor MegatronAdaptor, installed or not, except for a job
     whose recipe asks for MindSpeed.
     """
     patches_by_id = {patch.id: patch for patch in PATCHES}
@@ -176,7 +176,7 @@ class PatchPlan:
         return digest_json(self.get_agreed_fields())
 
     def find_mismatches(self, core: MegatronCopy) -> Iterator[str]:
-        """Yield each difference of a megatron-core, or of this package, from those that were planned with."""
+        """Yield each way in which a megatron-core, or this package, differs from the one in the plan."""
         actual, expected = (
             _format_version(core.version, core.commit),
             _format_version(self.version, self.commit),

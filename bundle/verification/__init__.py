@@ -188,12 +188,12 @@ def run_orders(
     root: Path | None,
     start: ProcessStarter | None = None,
 ) -> Iterator[tuple[WorkOrder, list[Observation]]]:
-    """Yield each order, once it has ended, with what its ranks saw; a rank that dies or hangs counts as dead.
+    """Yield each order and what its ranks saw, as soon as it has ended.
 
-    `plan`: all patches that an order may name. `root`: the directory that holds `megatron`. `start`: a
-    function that runs `bundle.verification.rank` once for each line of arguments, with this environment, for
-    at most so many seconds. It leaves what each one wrote to its standard error in the directory, as
-    RANK.err. None: local processes.
+    A rank that dies or hangs is reported as "Died". `plan`: all patches that an order may name. `root`: the
+    directory that holds `megatron`. `start`: a function that runs `bundle.verification.rank` once for each
+    line of arguments, with this environment, for at most so many seconds. It leaves what each one wrote to
+    its standard error in the directory, as RANK.err. None: local processes.
     """
     # On the cpu a process imports everything once and forks for every run; a device survives no fork.
     portions = [list(orders)] if backend == "cpu" and orders else [[order] for order in orders]
