@@ -21,30 +21,32 @@ class Runtime(Protocol):
 
     @property
     def packed_attention(self) -> "Callable[..., torch.Tensor] | None":
-        """What attends all sequences of a pack at once in layers that are not megatron's, without causality,
-        as `cuda.vision` has it; None where torch attends them one after the other."""
+        """The function that attends all sequences of a pack at once without causality, as `cuda.vision` does.
+
+        Layers that are not megatron's call it. None where torch attends the sequences one after the other.
+        """
 
     def select_device(self, local_rank: int) -> "torch.device":
-        """The device of this rank, made current."""
+        """Return the device of this rank, after making it the current one."""
 
     def megatron_calls(self) -> AbstractContextManager[Any]:
-        """The context in which megatron is called."""
+        """Return the context in which megatron is called."""
 
     def build_config_options(self, recipe: "Recipe") -> dict[str, Any]:
-        """TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
+        """Return the TransformerConfig fields that depend on the accelerator: fusions, grouped GEMM, FP8."""
 
     def fuses_adam(self, recipe: "Recipe") -> bool:
-        """Whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
+        """Return whether torch's Adam, where megatron takes it, updates by torch's fused kernel."""
 
     def build_specs(self, recipe: "Recipe", config: "TransformerConfig", chunk: int | None) -> "Specs":
-        """The specs of model chunk `chunk`, with the layers that run on this accelerator."""
+        """Return the specs of model chunk `chunk`, with the layers that run on this accelerator."""
 
 
 def prepare(backend: str, recipe: "Recipe | None" = None) -> Runtime:
-    """The runtime of a backend (cpu, cuda, ascend), made ready in this process before megatron is imported.
+    """Return the runtime of a backend (cpu, cuda, ascend) for this process, before megatron is imported.
 
-    As the `backend_options` of `recipe` say, where there is one. Raises EnvironmentUnfit where this machine,
-    or what was imported already, does not allow it.
+    The `backend_options` of `recipe` choose the runtime where a recipe is passed. Raises EnvironmentUnfit
+    where this machine, or a module that was imported earlier, does not allow it.
     """
     package = importlib.import_module(f"bundle.backends.{backend}")
     runtime: Runtime

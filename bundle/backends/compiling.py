@@ -6,12 +6,12 @@ from typing import Any
 
 
 def skip_megatron_compile(original: Callable[..., Any], is_eager: Callable[[], bool]) -> Callable[..., Any]:
-    """A `torch.compile` that compiles all but megatron's functions, which run as they are while `is_eager()`.
+    """Return a `torch.compile` that runs megatron's functions as they are while `is_eager()`.
 
-    Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its small fused functions
-    with it. Compiling them takes minutes on a cpu and buys nothing, and is broken under torch-npu's names. It
-    is decided per function and per call: a megatron that was imported under the cpu's facade compiles as it
-    always did when the facade is gone.
+    It compiles all others. Megatron binds `jit_fuser = torch.compile` when it is imported and decorates its
+    small fused functions with it. Compiling them takes minutes on a cpu and saves no time, and is broken
+    under torch-npu's names. The choice is made for each function and call: a megatron that was imported under
+    the cpu's facade compiles again when the facade is gone.
     """
 
     @functools.wraps(original)

@@ -62,7 +62,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
 
     @classmethod
     def find_unsupported(cls, config: Any) -> list[str]:
-        """What this configuration asks for and nobody here computes."""
+        """Return the settings of this configuration that this attention does not compute."""
         wrong = []
         window, softmax = getattr(config, "window_size", None), getattr(config, "softmax_type", "vanilla")
         causal = window is not None and window[0] >= 0 and window[1] == 0
@@ -75,13 +75,13 @@ class BaseCoreAttention(torch.nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def select_kernel(config: Any) -> AttentionKernel:
-        """The kernel whose refusals hold."""
+        """Return the kernel whose refusals apply."""
 
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, packed: Any, kind: str
     ) -> Tensor:
-        """[.., n, dv] from what `forward` was given: rows [s, b, heads, d], or packed [t, heads, d].
+        """Return [.., n, dv] from the inputs of `forward`: rows [s, b, heads, d], or packed [t, heads, d].
 
         `packed`: megatron's PackedSeqParams of thd input, or None; `kind`: the name of the AttnMaskType.
         """
@@ -96,7 +96,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[s, b, n * dv] from [s, b, heads, d]; packed (thd): [t, n * dv] from [t, heads, d].
+        """Return [s, b, n * dv] from [s, b, heads, d]; packed (thd): [t, n * dv] from [t, heads, d].
 
         `attention_mask`: bool, True = hidden; the backends differ in the shapes that they take.
         """
@@ -123,7 +123,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The sinks, cut by heads; nothing without them."""
+        """Return the sinks, cut by heads; an empty dict without sinks."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {SINKS: 0}, sharded_offsets
@@ -131,7 +131,10 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         return sharded
 
     def find_context_group(self, packed: Any) -> dist.ProcessGroup | None:
-        """The ranks that share these sequences; None for one rank. Dynamic CP brings its own in the batch."""
+        """Return the ranks that share these sequences; None for one rank.
+
+        Dynamic CP has its own in the batch.
+        """
         if getattr(packed, "cp_group", None) is not None:
             group = packed.cp_group
         elif getattr(packed, "local_cp_size", None) == 1 or self.config.context_parallel_size == 1:
@@ -146,7 +149,10 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         return float(self.dropout) if self.training else 0.0
 
     def _fork_random_state(self) -> AbstractContextManager[None]:
-        """The random state of dropout: heads differ between TP ranks, so that their dropout must too."""
+        """Return the context with the random state of dropout.
+
+        TP ranks have other heads and need other dropout.
+        """
         if self.dropout_rate == 0.0 or self.config.sequence_parallel:
             return nullcontext()
         fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -154,7 +160,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
 
 
 def _find_window(config: Any, layer_number: int) -> int | None:
-    """How many keys a query of this layer, counted from 1, sees; None: all before it."""
+    """Return the number of keys that a query of this layer (counted from 1) sees; None: all before it."""
     if getattr(config, "window_size", None) is None:
         return None
     from megatron.core.transformer.utils import is_layer_window_attention  # since 0.15

@@ -6,10 +6,11 @@ from bundle.errors import EnvironmentUnfit
 
 
 def select_device(device_type: str, local_rank: int, *, noun: str, visible_variable: str) -> torch.device:
-    """The device with this rank's number among the visible ones, made current: megatron builds on that.
+    """Return the device with this rank's number among the visible ones, after making it the current one.
 
-    `device_type` is torch's name of the device type, `visible_variable` the variable that shows devices to a
-    process. Raises EnvironmentUnfit where there are too few.
+    Megatron builds on the current device. `device_type` is torch's name of the device type,
+    `visible_variable` the variable that selects the visible devices of a process. Raises EnvironmentUnfit
+    where there are too few.
     """
     accelerator = getattr(torch, device_type)
     count = accelerator.device_count()

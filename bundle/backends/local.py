@@ -50,7 +50,7 @@ class LocalNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as `x`."""
+        """Return the normed `x`, in its shape and dtype."""
         shape = self.weight.shape
         if self.is_zero_centered:
             return F.rms_norm(x.float(), shape, 1 + self.weight.float(), self.eps).to(x.dtype)
@@ -88,23 +88,23 @@ class DuplicatedLinear(torch.nn.Module):
                 init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[..., output_size], and no bias to add later."""
+        """Return [..., output_size], and None: there is no bias to add later."""
         return self._forward_impl(input=x, weight=self.weight), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor) -> Tensor:
-        """The product, under the name that megatron's other linear layers have for it."""
+        """Return the product, under the name that megatron's other linear layers have for it."""
         return F.linear(input, weight)
 
     def get_extra_state(self) -> None:
-        """Nothing; megatron's linear layers keep this place in checkpoints for FP8, and ours uses it."""
+        """Return None: megatron's linear layers reserve this key of checkpoints for FP8."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignores what a layer with FP8 has left."""
+        """Ignore the state that a layer with FP8 has saved."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The whole weight, replicated over the tensor parallel ranks."""
+        """Return the whole weight, replicated over the tensor parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
         return sharded
@@ -117,10 +117,10 @@ DUPLICATED_LAYERS: Mapping[str, type] = dict.fromkeys(
 
 
 def adapt_spec(spec: Any, classes: Mapping[type, type], *, attention: type, norm: type) -> Any:
-    """A copy of a layer, block or MTP spec with this core attention, these norms and whole down projections.
+    """Return a copy of a layer, block or MTP spec with this core attention and these norms.
 
-    `classes` takes further layers to those that stand in for them, DuplicatedLinear too. It raises what
-    `replace_classes` does.
+    Down projections are whole on every rank. `classes` maps further layers to their replacements,
+    DuplicatedLinear too. Raises what `replace_classes` raises.
     """
     norms = {WrappedTorchNorm: norm, FusedLayerNorm: norm}  # the second is taken where apex is installed
     duplicated = {name: classes.get(layer, layer) for name, layer in DUPLICATED_LAYERS.items()}
@@ -130,10 +130,10 @@ def adapt_spec(spec: Any, classes: Mapping[type, type], *, attention: type, norm
 def replace_classes(
     spec: Any, classes: Mapping[type, type], classes_by_name: Mapping[str, type] = MappingProxyType({})
 ) -> Any:
-    """A copy of a spec with other classes; `classes_by_name` are those of submodules.
+    """Return a copy of a spec with other classes; `classes_by_name` are those of submodules.
 
     A spec is a tree of dataclasses (ModuleSpec, submodules), functools.partial, lists, dicts and classes;
-    megatron's own objects are left as they are. Raises UsageError for layers that nobody has without
+    megatron's own objects are left as they are. Raises UsageError for layers that have no class without
     Transformer Engine.
     """
     if isinstance(spec, type):

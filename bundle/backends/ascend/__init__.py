@@ -13,7 +13,7 @@ _ADAPTORS = ("mindspeed.megatron_adaptor", "megatron_adaptor")  # MindSpeed's, t
 
 
 def prepare() -> "Runtime":
-    """The runtime of NPUs, with torch.cuda speaking of them for the life of this process.
+    """Return the runtime of NPUs. torch.cuda means NPUs from then on, for the life of this process.
 
     Raises EnvironmentUnfit where torch sees no NPU, or megatron was imported already.
     """
@@ -28,7 +28,7 @@ def prepare() -> "Runtime":
 
 
 def load_torch_npu() -> None:
-    """Loads torch-npu and its transfer_to_npu, by which torch.cuda and NCCL mean NPUs and HCCL.
+    """Load torch-npu and its transfer_to_npu, by which torch.cuda and NCCL mean NPUs and HCCL.
 
     Raises EnvironmentUnfit.
     """

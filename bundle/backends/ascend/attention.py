@@ -45,7 +45,7 @@ class KernelMaskArguments:
     actual_seq_kvlen: tuple[int, ...] | None = None
 
     def to_keywords(self) -> dict[str, Any]:
-        """Keyword arguments of npu_fusion_attention."""
+        """Return the keyword arguments of npu_fusion_attention."""
         return dict(vars(self))
 
 
@@ -67,11 +67,12 @@ class AttentionCallShape:
 def build_mask_arguments(
     mask: Tensor | None, rows: AttentionCallShape, *, causal: bool
 ) -> KernelMaskArguments:
-    """The inputs of one call; `mask` None, or for bshd bool [b or 1, 1, queries, keys], True = hidden.
+    """Return the mask arguments of one call; `mask` is None, or for bshd bool [b or 1, 1, queries, keys].
 
-    None is all that a causal model needs whose padding stands at the end: no real query sees it. Raises
-    JobFailed for every other mask, [b, s] above all. The operator refuses that with a text that names no
-    caller, and takes it for [queries, keys] where the batch happens to have as many rows as queries.
+    True means hidden. A causal model whose padding stands at the end needs no mask: no real query sees the
+    padding. Raises JobFailed for every other mask, above all for [b, s]: the operator refuses such a mask
+    with a text that names no caller, and takes it for [queries, keys] where the batch has as many rows as
+    queries.
     """
     if rows.boundaries is None:
         _refuse(
@@ -90,7 +91,7 @@ def build_mask_arguments(
 
 @functools.lru_cache(maxsize=16)  # made once for a micro-batch, and not once for every layer
 def _build_packed_inputs(rows: AttentionCallShape, causal: bool) -> KernelMaskArguments:
-    """The operator counts ends, without megatron's 0 at the beginning."""
+    """Return the inputs of a packed call. The operator counts ends, without megatron's 0 at the beginning."""
     queries, keys = rows.boundaries or ((), ())
     inputs = _build_maskless_inputs(causal, rows.device)
     return replace(inputs, actual_seq_qlen=queries[1:], actual_seq_kvlen=keys[1:])
@@ -98,12 +99,16 @@ def _build_packed_inputs(rows: AttentionCallShape, causal: bool) -> KernelMaskAr
 
 @functools.cache
 def build_causal_mask(device: torch.device) -> Tensor:
-    """The mask of every causal call, whatever its length: bool [2048, 2048], True above the diagonal."""
+    """Return the mask of causal calls of any length: bool [2048, 2048], True above the diagonal."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
 def _build_maskless_inputs(causal: bool, device: torch.device) -> KernelMaskArguments:
-    """Without a mask the operator attends to everything in any mode: causal needs the compressed one."""
+    """Return the inputs of a call without a mask of its own.
+
+    Without any mask the operator attends to everything in every mode, so causal calls pass the compressed
+    mask.
+    """
     return (
         KernelMaskArguments(build_causal_mask(device), CAUSAL_MODE)
         if causal
@@ -220,7 +225,7 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
         *,
         causal: bool,
     ) -> Tensor:
-        """`attend` where the ranks of `group` share the sequences: packed, whatever the layout was."""
+        """Return what `attend` does where the ranks of `group` share the sequences; packs in any layout."""
         shape = query.shape
         if packed is None:  # rows of one length, one after the other
             full_length = shape[0] * group.size()
@@ -247,10 +252,10 @@ class AscendCoreAttention(core_attention.BaseCoreAttention):
 
 
 def _read_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The boundaries of packed queries and keys.
+    """Return the boundaries of packed queries and keys.
 
-    The kernel knows no gaps between sequences, so that their padding is rows like others: behind every real
-    row, where a causal mask hides it. Without one they would be seen.
+    The kernel knows no gaps between sequences. Their padding is rows like others, behind every real row,
+    where a causal mask hides them. Without a causal mask real rows would see the padding: raises UsageError.
     """
     boundaries = []
     for name in ("q", "kv"):
@@ -274,10 +279,11 @@ def call_fused_attention(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """npu_fusion_attention's result for `heads` query heads; laid out like `query`, as wide as the values.
+    """Return npu_fusion_attention's result for `heads` query heads, laid out like `query`.
 
-    [t, n, d] where `inputs` has ends of sequences (TND), else [s, b, n * d] (SBH): megatron's own order of
-    dimensions, so nothing is copied. Raises EnvironmentUnfit where torch-npu is not loaded.
+    It is as wide as the values: [t, n, d] where `inputs` has ends of sequences (TND), else [s, b, n * d]
+    (SBH). That is megatron's own order of dimensions, so nothing is copied. Raises EnvironmentUnfit where
+    torch-npu is not loaded.
     """
     layout = "SBH" if inputs.actual_seq_qlen is None else "TND"
     result = find_operator("npu_fusion_attention")(

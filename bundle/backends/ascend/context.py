@@ -34,7 +34,7 @@ class SequenceChunks:
 def build_chunks(
     boundaries: tuple[int, ...], cp: int, rank: int, *, causal: bool, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of `rank` of whole sequences with these (padded) boundaries.
+    """Return the chunks of `rank` of whole sequences with these (padded) boundaries.
 
     Raises JobFailed for sequences that do not divide into 2 cp chunks.
     """
@@ -62,7 +62,10 @@ def build_chunks(
 
 
 def gather_chunks(shard: Tensor, chunks: SequenceChunks, group: dist.ProcessGroup) -> Tensor:
-    """[key rows, ...] of every chunk from every rank's [rows, ...]; gradients go back to the rows' ranks."""
+    """Return the key rows [key rows, ...] of every chunk, from the rows [rows, ...] of every rank.
+
+    Gradients go back to the ranks of the rows.
+    """
     all_rows: Tensor = gather_from_sequence_parallel_region(shard, group=group)
     return all_rows.index_select(0, chunks.row_indices)
 

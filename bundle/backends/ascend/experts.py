@@ -26,8 +26,11 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[rows, h] from rows sorted by expert; `tokens_per_expert` says how many each has, `permuted_probs`
-        [rows] what they count."""
+        """Return [rows, h] from rows sorted by expert.
+
+        `tokens_per_expert` has the number of rows of each expert, `permuted_probs` [rows] the weight of each
+        row.
+        """
         rows = permuted_local_hidden_states
         if self.num_local_experts == 1 or not len(rows):
             result: tuple[Tensor, None] = super().forward(rows, tokens_per_expert, permuted_probs)
@@ -38,7 +41,7 @@ class GroupedExperts(SequentialMLP):
         return multiply_by_experts(gated, second, ends), None
 
     def _gate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """silu of the first half times the second, times the router's weight."""
+        """Return silu of the first half times the second, times the router's weight."""
         if self.config.bias_activation_fusion:
             fused: Tensor = weighted_bias_swiglu_impl(rows, None, weights)
             return fused
@@ -50,9 +53,9 @@ _LAYERS = ("linear_fc1", "linear_fc2")
 
 
 def multiply_by_experts(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """[rows, n] of rows [rows, k], those of each expert by its weight [n, k]; differentiable in both.
+    """Return [rows, n]: rows [rows, k] times the weight [n, k] of their expert; differentiable in both.
 
-    `ends` [experts] int64: how many rows this expert and those before it have.
+    `ends` [experts] int64: the number of rows of this expert and those before it.
     """
     result: Tensor = _GroupedMatmul.apply(rows, ends, *weights)
     return result
@@ -79,7 +82,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _multiply_grouped(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """[rows, n] by matrices [k, n]; float32 is taken by one tensor of them only, others are not copied."""
+    """Return [rows, n], the rows times matrices [k, n].
+
+    For float32 the operator takes one tensor of all matrices only; other dtypes are not copied.
+    """
     if rows.dtype == torch.float32 or len(matrices) > MOST_MATRICES:
         matrices = [torch.stack(list(matrices))]
     (result,) = find_operator("npu_grouped_matmul")(

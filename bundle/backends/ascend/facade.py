@@ -22,15 +22,15 @@ _is_rotary_enabled = False
 
 
 def set_rotary_operator_enabled(is_enabled: bool) -> None:
-    """Has positions turned by torch-npu's operator from now on, or by torch: megatron has no switch."""
+    """Choose whether torch-npu's operator or torch rotates positions from now on: megatron has no switch."""
     global _is_rotary_enabled
     _is_rotary_enabled = is_enabled
 
 
 def install(targets: Collection[str] = tuple(FACADE)) -> None:
-    """Replaces these attributes, of those that FACADE names; does nothing if some are replaced already.
+    """Replace `targets`, attributes that FACADE names; do nothing if some are replaced already.
 
-    Megatron is imported on the way, when what it binds of torch stands.
+    Megatron is imported after torch's attributes are replaced, since it binds some of them.
     """
     if _installed:
         return
@@ -57,7 +57,10 @@ def _replace_capability(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """[.., f] from both halves [.., 2f]; the operator takes nothing empty, like an idle expert's rows."""
+    """Return SwiGLU by the operator, [.., f] from both halves [.., 2f].
+
+    The operator does not take an empty tensor, such as the rows of an idle expert.
+    """
 
     @functools.wraps(original)
     def swiglu(y: torch.Tensor) -> Any:
@@ -67,7 +70,10 @@ def _replace_swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
-    """[.., 2f]; the gradient behind a router's weight is float32, and the operator takes one type."""
+    """Return the gradient of SwiGLU by the operator, [.., 2f].
+
+    The gradient behind a router's weight is float32, and the operator takes one type for both inputs.
+    """
 
     @functools.wraps(original)
     def swiglu_back(g: torch.Tensor, y: torch.Tensor) -> Any:
@@ -80,10 +86,10 @@ def _replace_swiglu_back(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Rows [s, b, n, d] turned by angles [s, 1 or b, 1, r], of which the operator takes r = d alone.
+    """Return the rotation by the operator: rows [s, b, n, d] rotated by angles [s, 1 or b, 1, r].
 
-    It takes sines and cosines, so that what latent attention multiplies them by comes behind it, and no more
-    than 895 values of a head.
+    The operator takes r = d alone, and at most 895 values of a head. It takes sines and cosines, so the
+    factor of latent attention is applied after it.
     """
 
     parameters = inspect.signature(original)
@@ -110,7 +116,7 @@ def _replace_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type with CUDA's names for an NPU's types, both ways."""
+    """Return Tensor.type with CUDA's names for an NPU's types, both ways."""
 
     @functools.wraps(original)
     def type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +130,7 @@ def _replace_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_with(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The replacement that is `function` itself."""
+    """Return a replacement that ignores the original and is `function` itself."""
     return lambda original: function
 
 

@@ -10,7 +10,7 @@ class AscendNorm(local.LocalNorm):
     """RMSNorm on npu_rms_norm: gamma in the input's type or float32; LayerNorm is torch's own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as `x`."""
+        """Return the normed `x`, in its shape and dtype."""
         if self.bias is not None:
             return super().forward(x)
         out: Tensor = find_operator("npu_rms_norm")(x, self.weight, self.eps)[0]

@@ -9,7 +9,7 @@ from bundle.errors import EnvironmentUnfit
 
 
 def find_operator(name: str) -> Callable[..., Any]:
-    """torch.ops.npu's operator of that name. Raises EnvironmentUnfit where torch-npu is not loaded."""
+    """Return torch.ops.npu's operator of that name. Raises EnvironmentUnfit where torch-npu is not loaded."""
     function: Callable[..., Any] | None = getattr(torch.ops.npu, name, None)
     if function is None:
         raise EnvironmentUnfit(

@@ -13,9 +13,9 @@ from bundle.errors import JobFailed
 
 
 def fused_permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
-    """(tokens [out, h] sorted by expert, where each went) of tokens [t, h] and bool [t, experts].
+    """Return tokens [out, h] sorted by expert and their places, from tokens [t, h] and bool [t, experts].
 
-    Every token has the same number of experts, out / t: the operator counts on it.
+    Every token must have the same number of experts, out / t: the operator relies on it.
     """
     permuted, _, places = find_operator("npu_moe_token_permute_with_routing_map")(
         tokens, routing_map, num_out_tokens=num_out_tokens
@@ -26,9 +26,9 @@ def fused_permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> t
 def fused_permute_with_probs(
     tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fused_permute`, with the router's weights [t, experts] of the chosen experts [out] in between.
+    """Return what `fused_permute` does, with the router's weights [out] of the chosen experts in between.
 
-    They are in the tokens' type, or float32.
+    The weights [t, experts] are in the tokens' type, or float32.
     """
     permuted, weights, places = find_operator("npu_moe_token_permute_with_routing_map")(
         tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens
@@ -39,7 +39,7 @@ def fused_permute_with_probs(
 def fused_unpermute(
     permuted: Tensor, places: Tensor, *, merging_probs: Tensor | None, restore_shape: Any, **unused: Any
 ) -> Tensor:
-    """Tokens [t, h], each the sum of its experts' rows; the experts have been weighted already.
+    """Return tokens [t, h], each the sum of its experts' rows, which are weighted already.
 
     Raises JobFailed where weights or padding are asked for.
     """
@@ -54,20 +54,20 @@ def fused_unpermute(
 
 
 def fused_sort_chunks_by_index(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    """Rows [t, h] whose chunks, of `sizes` rows, come in another order; sizes are not read on the host."""
+    """Return rows [t, h] with their chunks, of `sizes` rows, in another order. Sizes stay on the device."""
     return rows.index_select(0, _compute_source_rows(rows, sizes, order))
 
 
 def fused_sort_chunks_by_index_with_probs(
     rows: Tensor, probs: Tensor, sizes: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, with the weight [t] of each row."""
+    """Return what `fused_sort_chunks_by_index` does, with the weight [t] of each row."""
     source = _compute_source_rows(rows, sizes, order)
     return rows.index_select(0, source), probs.index_select(0, source)
 
 
 def _compute_source_rows(rows: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
-    """[t]: the row that comes to each place."""
+    """Return for each place [t] the row that comes to it."""
     sizes, order = (x.to(rows.device, torch.int64, non_blocking=True) for x in (sizes, order))
     moved = sizes[order]
     ends, row = moved.cumsum(0), torch.arange(len(rows), device=rows.device)

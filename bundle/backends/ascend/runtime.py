@@ -28,15 +28,15 @@ class AscendRuntime:
     packed_attention = staticmethod(vision.attend_packed)
 
     def select_device(self, local_rank: int) -> torch.device:
-        """The NPU of this rank, made current."""
+        """Return the NPU of this rank, after making it the current one."""
         return devices.select_device(ASCEND.device, local_rank, noun="NPU", visible_variable=VISIBLE_DEVICES)
 
     def megatron_calls(self) -> AbstractContextManager[None]:
-        """The context in which megatron is called: nothing is needed here."""
+        """Return the context in which megatron is called, which does nothing here."""
         return nullcontext()
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: the fusions that torch-npu has operators for.
+        """Return the TransformerConfig fields for this recipe: the fusions that torch-npu has operators for.
 
         Raises UsageError for attention and operators that are not here, and for FP8.
         """
@@ -47,7 +47,7 @@ class AscendRuntime:
         }
 
     def refuse_unsupported(self, recipe: Recipe, generation: str | None = None) -> None:
-        """Raises UsageError for attention, operators and FP8 that an NPU of this generation has not."""
+        """Raise UsageError for attention, operators and FP8 that an NPU of this generation lacks."""
         wrong = [
             f"model.attention: {reason}"
             for reason in self.capabilities.list_attention_refusals(recipe, generation)
@@ -62,11 +62,11 @@ class AscendRuntime:
             raise UsageError("backend ascend cannot train this", wrong)
 
     def fuses_adam(self, recipe: Recipe) -> bool:
-        """Whether torch's Adam updates by its fused kernel."""
+        """Return whether torch's Adam updates by its fused kernel."""
         return ASCEND.uses_operator(recipe, "adamw")
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
-        """Megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers.
+        """Return megatron's specs of model chunk `chunk` (None without interleaving), in the NPU's layers.
 
         Rotation, which is no layer, is chosen here as well.
         """

@@ -14,10 +14,10 @@ from bundle.backends.ascend.attention import (
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
 ) -> Tensor:
-    """[t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
+    """Return [t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
 
-    One call of the kernel, or as many as their number takes. Raises JobFailed for boundaries that it would
-    not compute.
+    It calls the kernel once for at most MOST_SEQUENCES sequences. Raises JobFailed for boundaries that it
+    would not compute.
     """
     parts = []
     for first in range(0, len(boundaries) - 1, MOST_SEQUENCES):

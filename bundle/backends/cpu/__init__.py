@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def prepare() -> "Runtime":
-    """The cpu's runtime, with the facade on and libraries for GPUs hidden for the life of this process.
+    """Return the cpu's runtime; install the facade and hide libraries for GPUs for the life of this process.
 
     Raises EnvironmentUnfit where a GPU is visible, or megatron or such a library was imported already.
     """

@@ -98,7 +98,10 @@ class CpuCoreAttention(core_attention.BaseCoreAttention):
 def build_call_layout(
     query: Tensor, key: Tensor, packed: Any, group: dist.ProcessGroup | None, *, causal: bool
 ) -> AttentionLayout:
-    """The layout of a call with these rows; `packed`: megatron's PackedSeqParams of thd input, or None."""
+    """Return the layout of a call with these rows.
+
+    `packed` is megatron's PackedSeqParams of thd input, or None.
+    """
     cp, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     rows, keys = query.shape[0], key.shape[0]
     if packed is None:
@@ -112,7 +115,7 @@ def build_call_layout(
 
 
 def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
-    """The sequences' lengths from their boundaries, which must be the same for queries and keys."""
+    """Return the sequences' lengths from their boundaries, which must be the same for queries and keys."""
     ends = queries.tolist()
     if keys is not None and keys is not queries and keys.tolist() != ends:
         raise JobFailed(
@@ -123,9 +126,9 @@ def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
 
 
 def build_hidden_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.ProcessGroup | None) -> Tensor:
-    """The mask [b or 1, n or 1, rows or 1, keys] over the keys of whole sequences; True = hidden.
+    """Return the mask [b or 1, n or 1, rows or 1, keys] over the keys of whole sequences; True = hidden.
 
-    Under context parallelism a mask may come with the keys of this rank only: then the others' are fetched.
+    Under context parallelism a mask may have the keys of this rank only: those of other ranks are gathered.
     """
     keys, rows = sum(layout.keys), sum(block.rows for block in layout.blocks)
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] not in (1, rows):
@@ -161,9 +164,9 @@ class _GatherInOrder(torch.autograd.Function):
 
 
 def gather_in_order(shard: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[cp * rows, ...] in the order of the whole sequences from every rank's [rows, ...].
+    """Return [cp * rows, ...] in the order of the whole sequences from every rank's [rows, ...].
 
-    `order` is `Layout.order`. The gradient is summed over the ranks and each gets back its own rows'.
+    `order` is `Layout.order`. The gradient is summed over the ranks, and each rank gets that of its own rows.
     """
     gathered: Tensor = _GatherInOrder.apply(shard, order, group)
     return gathered
@@ -173,10 +176,10 @@ def gather_in_order(shard: Tensor, order: Tensor, group: dist.ProcessGroup) -> T
 def build_layout(
     lengths: tuple[int, ...], padded: tuple[int, ...], *, rows: int, cp: int, rank: int, causal: bool
 ) -> AttentionLayout:
-    """The layout of sequences with these real and padded lengths for a rank that holds `rows` rows.
+    """Return the layout of sequences with these real and padded lengths for a rank that holds `rows` rows.
 
-    Kept by its numbers, so that it is made once for a micro-batch and not once for every layer.
-    Raises JobFailed for what the kernels of the accelerators do not take either.
+    The layout is cached by these numbers, and so is made once for a micro-batch instead of once for every
+    layer. Raises JobFailed for sequences that the kernels of the accelerators do not take either.
     """
     _check_lengths(lengths, padded, rows=rows, cp=cp)
     sizes = np.asarray(padded)
@@ -229,12 +232,13 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention [rows, b, n, dv] of queries [rows, b, n, dk] to keys and values [keys, b, groups, d].
+    """Return softmax attention [rows, b, n, dv] of queries [rows, b, n, dk] to keys and values.
 
-    `hidden`: bool [b or 1, n or 1, rows or 1, keys], True = not seen. Rows of padding, and rows that see
-    nothing, give zeros (as Transformer Engine's packed kernels do). Computed in float32 at least. `window`:
-    of the keys that a causal query sees, only so many. `sinks` [n] are logits of one more key, whose value is
-    zero: one of its channels multiplies ones of the queries, so that kernels need not know of it.
+    Keys and values are [keys, b, groups, d]. `hidden`: bool [b or 1, n or 1, rows or 1, keys], True = not
+    seen. Rows of padding, and rows that see nothing, give zeros (as Transformer Engine's packed kernels do).
+    The computation is in float32 at least. `window` is the number of keys that a causal query sees. `sinks`
+    [n] are logits of one more key, whose value is zero: an extra channel of that key multiplies ones of the
+    queries, so the kernels need no support for sinks.
     """
     heads, out_dim = query.shape[2], value.shape[-1]
     # The fused kernel takes one head dim for all three; zeros change no product and cost little.
@@ -269,7 +273,7 @@ def attend(
 
 
 def _move_heads_first(x: Tensor, heads: int, width: int) -> Tensor:
-    """[b, n, s, width], float32 or wider, from [s, b, groups, d]."""
+    """Return [b, n, s, width], float32 or wider, from [s, b, groups, d]."""
     x = x.permute(1, 2, 0, 3)
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
@@ -291,7 +295,7 @@ def _attend_block(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """`sink`: the key [n, 1, d] in front of all others; None: there is none."""
+    """Return the attention of one block. `sink` is the key [n, 1, d] in front of all others, or None."""
     rows, keys = q.shape[2], k.shape[2]
     square = pattern == MaskPattern(causal=True) and rows == keys
     if hidden is None and sink is None and (square or not pattern.causal):
@@ -310,7 +314,7 @@ def _attend_block(
 
 @lru_cache(maxsize=16)
 def _build_visible_mask(rows: int, keys: int, pattern: MaskPattern) -> Tensor:
-    """Bool [rows, keys], True = seen, of the last `rows` queries of `keys` positions."""
+    """Return bool [rows, keys], True = seen, of the last `rows` queries of `keys` positions."""
     all_visible = torch.ones(rows, keys, dtype=torch.bool)
     if not pattern.causal:
         return all_visible

@@ -56,7 +56,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -186,14 +186,13 @@ def is_active() -> bool:
 
 @contextmanager
 def megatron_calls() -> Iterator[None]:
-    """The context in which "cuda" means the cpu, for calls into megatron; also a decorator.
+    """Run the block with "cuda" meaning the cpu, for calls into megatron; also a decorator.
 
-    Inside must run whatever executes megatron's code: building process groups, models, DDP and optimizers,
-    seeding, forward, backward (the context stays on for hooks and recomputation),
-    schedules, the optimizer step, saving and loading checkpoints. Outside, torch is the torch it was.
-    Nests freely (only the outermost entry does anything); costs about two microseconds per torch call inside.
-    It belongs to the thread: a thread of one's own that calls megatron enters it itself; autograd's threads
-    take it along.
+    All code that executes megatron must run inside: building process groups, models, DDP and optimizers,
+    seeding, forward, backward (the context stays on for hooks and recomputation), schedules, the optimizer
+    step, saving and loading checkpoints. Outside, torch is unchanged. Contexts nest: only the outermost entry
+    has an effect. A torch call inside costs about two microseconds more. The context belongs to the thread: a
+    new thread that calls megatron must enter it too; autograd's threads inherit it.
     """
     if is_active():
         yield
@@ -207,10 +206,10 @@ def megatron_calls() -> Iterator[None]:
 
 
 def keep_mode_in_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Autograd's way into its engine, with the mode on if this is a call of megatron.
+    """Return autograd's entry into its engine, with the mode on if this is a call of megatron.
 
-    A mode is off inside its own handler, and `backward` arrives here through the handler, but gradient hooks,
-    custom backward functions and recomputation are megatron's code too.
+    A mode is off inside its own handler, and `backward` arrives here through the handler. Gradient hooks,
+    custom backward functions and recomputation are megatron's code too and need the mode.
     """
 
     @functools.wraps(original)

@@ -45,7 +45,10 @@ def is_installed() -> bool:
 def _dispatch_megatron_calls(
     stand_in: Callable[..., Any], original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`stand_in` in megatron's calls, `original` outside: for what means something without a GPU too."""
+    """Return a function that is `stand_in` in megatron's calls and `original` outside.
+
+    It is for functions that have a meaning without a GPU too.
+    """
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +59,10 @@ def _dispatch_megatron_calls(
 
 @functools.cache
 def _build_replacements() -> dict[str, Any]:
-    """Target -> stand-in: the same objects at every installation, since megatron binds some at import."""
+    """Return the stand-in of each target.
+
+    They are the same objects at every installation, since megatron binds some at import.
+    """
     return {
         "torch.cuda:current_device": emulation.current_device,
         "torch.cuda:device": emulation.DeviceContext,
@@ -87,7 +93,7 @@ def _find_owner(target: str) -> tuple[Any, str]:
 
 
 def install() -> None:
-    """Replaces the attributes of `capabilities.cpu.FACADE`; does nothing if they are replaced already.
+    """Replace the attributes of `capabilities.cpu.FACADE`; do nothing if they are replaced already.
 
     Raises EnvironmentUnfit where a GPU is visible, or where megatron was imported before.
     """
@@ -114,9 +120,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts back every original object; does nothing if the facade is not installed.
+    """Put back every original object; do nothing if the facade is not installed.
 
-    Raises EnvironmentUnfit, changing nothing, where another hand has replaced one of our stand-ins meanwhile.
+    Raises EnvironmentUnfit, changing nothing, where other code has replaced one of our stand-ins meanwhile.
     """
     foreign = [
         t for t, ours in _build_replacements().items() if _originals and getattr(*_find_owner(t)) is not ours
@@ -133,7 +139,7 @@ def uninstall() -> None:
 
 
 def hide_gpu_libraries() -> None:
-    """Lets imports of these libraries fail in this process as if they were not installed.
+    """Make imports of these libraries fail in this process as if they were not installed.
 
     Raises EnvironmentUnfit where one of them is there already.
     """

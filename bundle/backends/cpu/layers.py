@@ -22,7 +22,10 @@ from bundle.recipe.recipe import FP8
 
 @cache
 def make_fp8_layer(base: type, fp8: FP8) -> type:
-    """The linear layer `base` with FP8 products; equal to `base` in the eyes of megatron's specs."""
+    """Return the class of the linear layer `base` with FP8 products.
+
+    It compares equal to `base`, so that megatron's specs take it for `base`.
+    """
     return _SameAsBase(f"Fp8{base.__name__}", (_Fp8Linear, base), {"fp8": fp8})
 
 
@@ -59,11 +62,11 @@ class _Fp8Linear:
         """0.12 and 0.13 choose between two functions here, in every forward pass."""
 
     def get_extra_state(self) -> Any:
-        """What checkpoints keep beside the weights (megatron's and Transformer Engine's name for it)."""
+        """Return what checkpoints keep beside the weights. Megatron and Transformer Engine name it so."""
         return self._quantisers.get_state()
 
     def set_extra_state(self, state: Any) -> None:
-        """Takes that up; a checkpoint of a model without FP8 has None here."""
+        """Restore what `get_extra_state` returned; a checkpoint of a model without FP8 has None here."""
         self._quantisers.restore(state or [])
 
     def _multiply(
@@ -77,10 +80,10 @@ class _Fp8Linear:
         tp_group: Any = None,
         **fusions: Any,
     ) -> Tensor:
-        """[..., out]: the input of all tensor-parallel ranks where they share the sequence, times the weight.
+        """Return [..., out], the weight times the input of all tensor-parallel ranks that share the sequence.
 
-        Gathered before it is rounded: Transformer Engine rounds each rank's part and gathers that, by one
-        scale for all of them.
+        The input is gathered before it is rounded. Transformer Engine rounds each rank's part by one scale
+        for all ranks, and gathers the result.
         """
         gather = mappings.gather_from_sequence_parallel_region
         copy = mappings.copy_to_tensor_model_parallel_region
@@ -115,10 +118,10 @@ class _Fp8Linear:
 def multiply_in_fp8(
     x: Tensor, weight: Tensor, bias: Tensor | None, quantisers: LayerQuantisers, phase: Phase
 ) -> Tensor:
-    """`x` [..., in] times `weight` [out, in] transposed, plus `bias` [out]: [..., out], the dtype of `x`.
+    """Return [..., out]: `x` [..., in] times `weight` [out, in] transposed, plus `bias` [out].
 
-    Operands are rounded to FP8, sums are float32 (the tensor cores' accumulators), results have the dtype of
-    the operand; a bias is never rounded.
+    The result has the dtype of `x`. Operands are rounded to FP8, sums are float32 (the tensor cores'
+    accumulators), results have the dtype of the operand; a bias is never rounded.
     """
     y: Tensor = _Fp8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, bias, quantisers, phase)
     return y.view(*x.shape[:-1], weight.shape[0])

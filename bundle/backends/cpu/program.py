@@ -29,7 +29,7 @@ _KERNEL_MODULE = "megatron.legacy.fused_kernels"
 
 
 def start() -> None:
-    """Makes this process one whose GPUs are the cpu, for as long as it lives.
+    """Make the cpu stand in for all GPUs of this process, for as long as it lives.
 
     Raises EnvironmentUnfit where a GPU is visible, or megatron or a library for GPUs was imported already.
     """
@@ -64,7 +64,7 @@ _DEVICE_FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _use_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch.distributed that makes a group: gloo where NCCL is asked for, and no device."""
+    """Return `original`, which makes a process group, with gloo instead of NCCL and without a device."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -80,14 +80,14 @@ def _use_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_kernel_stub() -> ModuleType:
-    """A module in the place of the one that compiles kernels."""
+    """Return a module that stands in for the one that compiles kernels."""
     module = ModuleType(_KERNEL_MODULE)
     module.load = _do_nothing  # type: ignore[attr-defined]
     return module
 
 
 def _replace_layers() -> None:
-    """Puts the cpu's layers under the names of megatron's: attention over ranks and packs, split norms.
+    """Put the cpu's layers under megatron's names: attention over ranks and packs, split norms.
 
     They import megatron, which must meet the facade.
     """

@@ -26,27 +26,27 @@ class CpuRuntime:
     packed_attention = None
 
     def select_device(self, local_rank: int) -> torch.device:
-        """The cpu, for every rank of this machine."""
+        """Return the cpu, for every rank of this machine."""
         return torch.device(CPU.device)
 
     def megatron_calls(self) -> AbstractContextManager[None]:
-        """The context in which megatron is called."""
+        """Return the context in which megatron is called."""
         return megatron_calls()
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: the attention kernel; fusions stay off, as by default.
+        """Return the TransformerConfig fields: the attention kernel; fusions stay off, as by default.
 
-        FP8 is not told to megatron, which would look for Transformer Engine's contexts and checkpoints: it is
-        in the layers of the specs.
+        Megatron is not told about FP8: it would look for Transformer Engine's contexts and checkpoints. The
+        layers of the specs have FP8 instead.
         """
         return {"attention_backend": AttnBackend[CPU.choose_attention(recipe, None).value]}
 
     def fuses_adam(self, recipe: Recipe) -> bool:
-        """Not here: one order of operations, whatever is fused elsewhere."""
+        """Return False: the cpu has one order of operations, whatever other backends fuse."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
-        """Megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
+        """Return megatron's specs of model chunk `chunk` (None without interleaving), in the cpu's layers."""
         layer_specs = gpt.build_specs(config, chunk, transformer_engine=False)
         return gpt.Specs(
             *(adapt_spec(spec, recipe.model.fp8) for spec in (layer_specs.decoder, layer_specs.mtp))
@@ -54,7 +54,7 @@ class CpuRuntime:
 
 
 def adapt_spec(spec: Any, fp8: FP8 | None = None) -> Any:
-    """`local.adapt_spec` with the cpu's attention; with `fp8` its linear layers multiply in FP8.
+    """Return `local.adapt_spec` with the cpu's attention; with `fp8` its linear layers multiply in FP8.
 
     That is all that Transformer Engine's spec has, the experts' and the projection of an MTP layer too.
     Routers, norms, attention, embedding and output layer do not.

@@ -36,36 +36,39 @@ _EXPONENT, _MANTISSA = -0x800000, 0x7FFFFF  # the bits of a float32 (sign includ
 
 
 def compute_exact_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale that takes `amax` to the largest number of `dtype`; float32, as all scales."""
+    """Return the scale that takes `amax` to the largest number of `dtype`; float32, as all scales."""
     scale = (torch.finfo(dtype).max / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
 
 
 def compute_power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The exact scale, rounded down to a power of two."""
+    """Return the exact scale, rounded down to a power of two."""
     return (compute_exact_scale(amax, dtype).view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
 def compute_e8m0_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of amax / largest, rounded up to a power of two."""
+    """Return the inverse of (amax / largest number of `dtype`, rounded up to a power of two)."""
     ratio = (amax * (1.0 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
     upper = ((ratio.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
     return torch.where(torch.isfinite(amax) & (amax > 0), upper.reciprocal(), 1.0)
 
 
 def find_amax(x: Tensor) -> Tensor:
-    """The largest magnitude in `x`; 0 where there is none (an expert without tokens)."""
+    """Return the largest magnitude in `x`; 0 for an empty tensor (an expert without tokens)."""
     return x.abs().amax() if x.numel() else x.new_zeros(())
 
 
 def round_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` as `dtype` holds it under `scale`, to nearest, ties to even; float32."""
+    """Return `x`, float32, rounded to numbers of `dtype` under `scale`: to nearest, ties to even."""
     limit = torch.finfo(dtype).max
     return (x * scale).clamp(-limit, limit).to(dtype).to(torch.float32) * scale.reciprocal()
 
 
 def round_blocks_to_fp8(x: Tensor, block: tuple[int, int], scale: Scale, dtype: torch.dtype) -> Tensor:
-    """`x` [rows, columns] with a scale for every block of (rows, columns); the last ones may be smaller."""
+    """Return `x` [rows, columns] rounded with a scale for every block of (rows, columns).
+
+    The last blocks may be smaller.
+    """
     (rows, columns), (block_rows, block_columns) = x.shape, block
     padded = F.pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
     tiles = padded.reshape(
@@ -85,7 +88,7 @@ class Phase(Enum):
 
 
 def find_phase(*, training: bool) -> Phase:
-    """The phase of the forward pass that is running; `training` is the module's.
+    """Return the phase of the forward pass that is running; `training` is the module's.
 
     Megatron's checkpoints run the first pass without gradients, and the second one inside the backward pass.
     """
@@ -111,7 +114,7 @@ class DelayedQuantiser:
         self._pending_scales: deque[Tensor] = deque()
 
     def __call__(self, x: Tensor, phase: Phase) -> Callable[[Tensor, int], Tensor]:
-        """Rounds `x` by this call's scale in both of its products, whatever calls come in between."""
+        """Return a function that rounds `x` by this call's scale in both products, even after later calls."""
         scale = self._take_scale(x, phase)
         return lambda x, summed_dim: round_to_fp8(x, scale, self.dtype)
 
@@ -176,11 +179,11 @@ class LayerQuantisers:
     gradient: Quantiser
 
     def get_state(self) -> list[tuple[Tensor, list[float]]]:
-        """What a checkpoint must keep to go on alike: scale and history of every delayed operand."""
+        """Return what a checkpoint needs to continue alike: scale and history of every delayed operand."""
         return [(operand.scale, list(operand.history)) for operand in self._list_delayed()]
 
     def restore(self, state: list[tuple[Tensor, list[float]]]) -> None:
-        """Takes up what `state` gave; that of a model without delayed scaling is empty."""
+        """Restore what `get_state` returned; it is empty for a model without delayed scaling."""
         for operand, (scale, history) in zip(self._list_delayed(), state, strict=False):
             operand.scale = scale
             operand.history.extend(history)
@@ -194,7 +197,10 @@ class LayerQuantisers:
 
 
 def build_quantisers(fp8: FP8, amax_group: dist.ProcessGroup | None) -> LayerQuantisers:
-    """The quantisers of one layer under a recipe; delayed ones remember, and share amaxes in `amax_group`."""
+    """Return the quantisers of one layer under a recipe.
+
+    Delayed quantisers keep a history, and share amaxes in `amax_group`.
+    """
     backward = E5M2 if fp8.format == "hybrid" else E4M3
     dtypes = (E4M3, E4M3, backward)
     if fp8.scaling == "delayed":
@@ -222,7 +228,7 @@ def _round_by_current_scale(dtype: torch.dtype, x: Tensor, phase: Phase) -> Roun
 def _round_by_blocks(
     dtype: torch.dtype, scale: Scale, along: int, across: int, x: Tensor, phase: Phase
 ) -> Rounding:
-    """Rounds the matrix itself, not its rounded form, once for each direction in which it is summed over."""
+    """Return the rounding of a matrix, done anew on `x` itself for each dimension that is summed over."""
 
     def round_matrix(x: Tensor, summed_dim: int) -> Tensor:
         block = (across, along) if summed_dim == 1 else (along, across)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prepare() -> "Runtime":
-    """The runtime of NVIDIA GPUs, with the libraries loaded that megatron is about to look for.
+    """Return the runtime of NVIDIA GPUs, after loading the libraries that megatron looks for at import.
 
     Raises EnvironmentUnfit where torch sees no GPU or Transformer Engine cannot be loaded.
     """
@@ -27,7 +27,7 @@ def prepare() -> "Runtime":
 
 
 def load_libraries() -> None:
-    """Loads cuDNN and Transformer Engine, in the order in which they work together.
+    """Load cuDNN and Transformer Engine, in the order in which they work together.
 
     Without Transformer Engine megatron-core imports without a word and fails in the first layer: so it is
     loaded here, where the reason can still be told. Raises EnvironmentUnfit.
@@ -50,12 +50,12 @@ def load_libraries() -> None:
 
 
 def find_cudnn_libraries(search_path: Iterable[str]) -> list[Path]:
-    """The cuDNN libraries of torch's own package below `search_path`; none where torch uses the system's.
+    """Return the cuDNN libraries of torch's own package below `search_path`; [] if torch uses the system's.
 
-    Transformer Engine prefers a cuDNN of the system to the one that torch has loaded, and its parts load one
-    another: two releases in one process. Linear layers then work and every fused attention fails with
-    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED (cuDNN 9.14 beside 9.19, on an H200). What is loaded first is found
-    first; LD_LIBRARY_PATH does not help.
+    Transformer Engine prefers a cuDNN of the system to the one that torch has loaded. Its parts load one
+    another, so that one process gets two releases. Linear layers then work and every fused attention fails
+    with CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED (cuDNN 9.14 beside 9.19, on an H100). The library that is
+    loaded first is found first; LD_LIBRARY_PATH does not help.
     """
     return sorted(file for root in search_path for file in Path(root, "cudnn/lib").glob("libcudnn*.so.9"))
 

@@ -27,38 +27,39 @@ class CudaRuntime:
     packed_attention = staticmethod(vision.attend_packed)
 
     def select_device(self, local_rank: int) -> torch.device:
-        """The GPU of this rank, made current."""
+        """Return the GPU of this rank, after making it the current one."""
         return devices.select_device(CUDA.device, local_rank, noun="GPU", visible_variable=VISIBLE_DEVICES)
 
     def megatron_calls(self) -> AbstractContextManager[None]:
-        """The context in which megatron is called: nothing is needed here."""
+        """Return the context in which megatron is called, which does nothing here."""
         return nullcontext()
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe: attention, grouped GEMM, fusions, FP8."""
+        """Return the TransformerConfig fields for this recipe: attention, grouped GEMM, fusions, FP8."""
         major, minor = torch.cuda.get_device_capability()
         return build_config_options(recipe, generation=f"{major}.{minor}")
 
     def fuses_adam(self, recipe: Recipe) -> bool:
-        """Not torch's: megatron takes Transformer Engine's FusedAdam."""
+        """Return False: megatron takes Transformer Engine's FusedAdam, and not torch's."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
-        """Megatron's specs of model chunk `chunk` (None without interleaving), of Transformer Engine."""
+        """Return Transformer Engine's specs of model chunk `chunk` (None without interleaving)."""
         return gpt.build_specs(config, chunk, transformer_engine=True)
 
 
 def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
-    """The fields for `recipe` on a GPU of compute capability `generation`.
+    """Return the fields for `recipe` on a GPU of compute capability `generation`.
 
-    Raises UsageError for FP8 that this GPU has not, EnvironmentUnfit for kernels that are not installed.
+    Raises UsageError for FP8 that this GPU lacks, EnvironmentUnfit for kernels that are not installed. SwiGLU
+    and the loss are one kernel each, and keep less for the backward pass. The loss is megatron's own kernel,
+    since newer releases warn of the stability of Transformer Engine's. Megatron's kernel returns its gradient
+    in bf16 for any logits (first gradient of an fp32 model: 6e-4 off), so that fp32 models do not use it.
     """
     fields: dict[str, Any] = {
         "attention_backend": _select_attention_backend(recipe, generation),
         "apply_rope_fusion": _can_fuse_rope(recipe),
-        # SwiGLU as one kernel, and the loss: both keep less for the backward pass. The loss is megatron's own
-        # kernel, since newer releases warn of the stability of Transformer Engine's; but it returns its
-        # gradient in bf16, whatever the logits are (first gradient of an fp32 model: 6e-4 off).
+        # Both kernels keep less for the backward pass; the loss gives its gradient in bf16 alone.
         "bias_activation_fusion": True,
         "cross_entropy_loss_fusion": recipe.model.dtype == "bf16",
         "gradient_accumulation_fusion": _can_accumulate_in_gemm(),
@@ -72,7 +73,7 @@ def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
 
 
 def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
-    """Megatron's name of the planned kernel.
+    """Return megatron's name of the planned kernel.
 
     Where several take the job, that is `auto`, and Transformer Engine chooses call by call: megatron would
     switch all others off for a name, and what the named one then does not take would fail instead of going to
@@ -95,10 +96,10 @@ def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
 
 
 def _can_fuse_rope(recipe: Recipe) -> bool:
-    """Whether rotary positions are one kernel.
+    """Return whether rotary positions are one kernel.
 
-    Latent attention has one for the class of embedding that megatron calls yarn only, here with any
-    frequencies (`mcore.rotary`); it knows context parallelism from 0.14.
+    Latent attention has such a kernel only for the class of embedding that megatron calls yarn. We use that
+    class with any frequencies (`mcore.rotary`). The kernel supports context parallelism from 0.14.
     """
     architecture = recipe.architecture
     if architecture.mla is None:
@@ -113,16 +114,18 @@ def _can_fuse_rope(recipe: Recipe) -> bool:
 
 
 def _can_accumulate_in_gemm() -> bool:
-    """Whether weight gradients are added to the fp32 gradient inside the matrix product.
+    """Return whether weight gradients are added to the fp32 gradient inside the matrix product.
 
-    Transformer Engine's layers could always, but the field is one for all layers, and megatron's own output
-    layer raises without apex's extension.
+    Transformer Engine's layers always support it. But one field decides for all layers, and megatron's own
+    output layer raises without apex's extension.
     """
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:
-    """FP8 products in Transformer Engine's layers; the output layer, router and attention stay in bf16.
+    """Return the fields for FP8 products in Transformer Engine's layers.
+
+    The output layer, router and attention stay in bf16.
 
     Experts need no padding of the router's (moe_router_padding_for_fp8): the grouped layer pads each expert's
     rows by itself. Weights stay in bf16 and are cast at the first micro-batch of each step

@@ -10,10 +10,10 @@ from torch import Tensor
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, boundaries: tuple[int, ...], *, scale: float
 ) -> Tensor:
-    """[t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
+    """Return [t, n, d] of [t, n, d] each; `boundaries` of the sequences are host ints: 0, ..., t.
 
-    One call of the kernel that Transformer Engine chooses, which is told the longest sequence and so reads
-    nothing of the device.
+    It calls the kernel that Transformer Engine chooses once, with the length of the longest sequence: the
+    call does not read from the device.
     """
     ends, longest = _to_device_boundaries(boundaries, query.device)
     attend = _build_attention(*query.shape[1:], scale)
@@ -30,7 +30,7 @@ def attend_packed(
 
 @cache
 def _build_attention(heads: int, head_width: int, scale: float) -> Any:
-    """Transformer Engine's attention of this shape; it has no weights."""
+    """Return Transformer Engine's attention of this shape; it has no weights."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -40,6 +40,6 @@ def _build_attention(heads: int, head_width: int, scale: float) -> Any:
 
 @lru_cache(maxsize=4)  # of images and of windows, for all layers of a step and of what is recomputed of it
 def _to_device_boundaries(boundaries: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """Boundaries as the kernel reads them, and the length of the longest sequence."""
+    """Return the boundaries as the kernel reads them, and the length of the longest sequence."""
     ends = torch.tensor(boundaries, dtype=torch.int32)
     return ends.to(device, non_blocking=True), int(ends.diff().max())

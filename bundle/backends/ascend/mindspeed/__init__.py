@@ -25,10 +25,10 @@ _used_arguments: list[str] | None = None  # what MindSpeed was imported with in 
 
 
 def prepare(recipe: Recipe) -> "Runtime":
-    """The runtime of NPUs through MindSpeed's layers, made ready before megatron is imported.
+    """Return the runtime of NPUs through MindSpeed's layers, before megatron is imported.
 
-    Raises EnvironmentUnfit where MindSpeed cannot be imported, or something was before it; PatchError where
-    it has replaced what a patch of ours had.
+    Raises EnvironmentUnfit where MindSpeed cannot be imported or megatron was imported before it. Raises
+    PatchError where MindSpeed has replaced the target of one of our patches.
     """
     global _used_arguments
     arguments = build_arguments(recipe)
@@ -48,7 +48,7 @@ def prepare(recipe: Recipe) -> "Runtime":
 
 
 def build_arguments(recipe: Recipe) -> list[str]:
-    """What MindSpeed is told, as the command line that it reads when it is imported."""
+    """Return MindSpeed's options, as the command line that it reads when it is imported."""
     arguments = ["--use-fused-rmsnorm"]
     if (fp8 := recipe.model.fp8) is not None:
         arguments += ["--transformer-impl", "transformer_engine", "--fp8-recipe", fp8.scaling]
@@ -57,7 +57,7 @@ def build_arguments(recipe: Recipe) -> list[str]:
 
 
 def _patch_megatron(arguments: list[str]) -> None:
-    """Has MindSpeed patch megatron, and takes back what has to stay ours."""
+    """Let MindSpeed patch megatron, and undo the replacements of functions that must stay ours."""
     from bundle.backends.ascend import facade
 
     if "megatron.core" in sys.modules:
@@ -83,9 +83,9 @@ def _patch_megatron(arguments: list[str]) -> None:
 
 
 def refuse_overwritten_patches() -> None:
-    """Raises PatchError where a target that our patches are on is MindSpeed's now.
+    """Raise PatchError where MindSpeed has replaced a target of our applied patches.
 
-    What it only wraps still calls ours: functools.wraps says so.
+    A function that MindSpeed only wraps still calls ours, as functools.wraps records.
     """
     lost = [target for target in patcher.list_applied_targets() if is_replaced_by_mindspeed(target)]
     if lost:
@@ -97,7 +97,7 @@ def refuse_overwritten_patches() -> None:
 
 
 def is_replaced_by_mindspeed(target: str) -> bool:
-    """Whether the code under a target, "module:Qualified.name", is MindSpeed's now; what it wraps is not."""
+    """Return whether MindSpeed has replaced (not only wrapped) the target "module:Qualified.name"."""
     name, _, path = target.partition(":")
     value: Any = sys.modules.get(name)
     for part in path.split("."):
@@ -108,7 +108,7 @@ def is_replaced_by_mindspeed(target: str) -> bool:
 
 @contextmanager
 def _replace_command_line(arguments: list[str]) -> Iterator[None]:
-    """A command line that says this, instead of the one that started this rank."""
+    """Replace the command line that started this rank by `arguments` inside the context."""
     previous = sys.argv
     sys.argv = [*previous[:1], *arguments]
     try:
@@ -119,7 +119,7 @@ def _replace_command_line(arguments: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _keep_log_format() -> Iterator[None]:
-    """The log stays as it is: MindSpeed gives all of this process's another form, on stdout."""
+    """Restore the log's handlers and level after the block: MindSpeed reformats all logs."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

@@ -31,7 +31,7 @@ class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type:
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """The number that is added to the mean square."""
         return float(self.config.layernorm_epsilon)
 
     @eps.setter
@@ -41,7 +41,7 @@ class NormedLinear(transformer_engine.TELayerNormColumnParallelLinear):  # type:
 
 
 def _unmark_duplicated_weights(original: Callable[..., None]) -> Callable[..., None]:
-    """TELinear's `__init__` that marks no whole weight as one rank's share.
+    """Return TELinear's `__init__` that marks no whole weight as one rank's share.
 
     MindSpeed marks all of them, as Transformer Engine did: the norm of gradients then counts the down
     projections of latent attention on every tensor-parallel rank, and clipping is too strong.
@@ -57,10 +57,10 @@ def _unmark_duplicated_weights(original: Callable[..., None]) -> Callable[..., N
 
 
 def _keep_step_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """AdamW's `step` whose groups count in numbers between the steps, as checkpoints do.
+    """Return AdamW's `step` whose groups hold their count as a number between steps, as checkpoints do.
 
-    MindSpeed counts in a tensor of the device for each group: megatron finds several counts where they are
-    equal, and refuses to save.
+    MindSpeed counts in a tensor of the device for each group. Megatron takes equal counts for several ones,
+    and refuses to save.
     """
 
     @functools.wraps(original)
@@ -92,9 +92,9 @@ class MindSpeedRuntime(AscendRuntime):
     capabilities = MINDSPEED
 
     def build_config_options(self, recipe: Recipe) -> dict[str, Any]:
-        """TransformerConfig fields for this recipe.
+        """Return the TransformerConfig fields for this recipe.
 
-        Raises UsageError for attention and operators that are not here, and for FP8 that this NPU has not.
+        Raises UsageError for attention and operators that MindSpeed lacks, and for FP8 that this NPU lacks.
         """
         self.refuse_unsupported(recipe, parse_generation(torch.npu.get_device_name()))
         fields: dict[str, Any] = {"bias_activation_fusion": MINDSPEED.uses_operator(recipe, "swiglu")}
@@ -106,11 +106,11 @@ class MindSpeedRuntime(AscendRuntime):
         return fields
 
     def fuses_adam(self, recipe: Recipe) -> bool:
-        """Not torch's: megatron takes MindSpeed's, under apex's name."""
+        """Return False: megatron takes MindSpeed's Adam, under apex's name, and not torch's."""
         return False
 
     def build_specs(self, recipe: Recipe, config: TransformerConfig, chunk: int | None) -> gpt.Specs:
-        """Megatron's specs of model chunk `chunk`, of Transformer Engine's names.
+        """Return megatron's specs of model chunk `chunk`, with Transformer Engine's names.
 
         Norms are ours, since MindSpeed's are made in float32 whatever the model's type is.
         """
