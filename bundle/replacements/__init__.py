@@ -12,7 +12,7 @@ Function = Callable[..., Any]
 
 
 def make_wrapper(function: Function) -> Callable[[Function], Function]:
-    """Makes a wrapper of a function that is called as the replacement is, with the original in front."""
+    """Return the wrapper of a function that is called as the replacement is, with the original in front."""
 
     @functools.wraps(function)
     def wrapper(original: Function) -> Function:
@@ -26,7 +26,7 @@ def make_wrapper(function: Function) -> Callable[[Function], Function]:
 
 
 def bind_arguments(original: Function, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
-    """What a call gives for each parameter of the original. Raises TypeError as the call would."""
+    """Return the arguments of a call by the original's parameters. Raises TypeError as the call would."""
     return _read_signature(original).bind(*args, **kwargs)
 
 

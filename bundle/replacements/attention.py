@@ -21,7 +21,7 @@ from bundle.replacements.mla import keeps_full_tables, sum_over_ranks
 
 @make_wrapper
 def mark_sinks_as_split(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `DotProductAttention.__init__` that marks learned sinks as one rank's share: one for a head."""
+    """Return `DotProductAttention.__init__` that marks learned sinks (one for a head) as one rank's share."""
     original(self, *args, **kwargs)
     sinks = getattr(self, "softmax_offset", None)
     if isinstance(sinks, torch.nn.Parameter) and not getattr(sinks, "tensor_model_parallel", False):
@@ -30,9 +30,10 @@ def mark_sinks_as_split(original: Function, self: Any, *args: Any, **kwargs: Any
 
 @make_wrapper
 def select_gate_heads(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `SelfAttention.get_query_key_value_tensors` whose gate [s, b, n, d] has the query's heads.
+    """Return `SelfAttention.get_query_key_value_tensors` whose gate [s, b, n, d] has the query's heads.
 
-    Ranks that share a group of heads get the whole group, of which the original cuts the query only.
+    Ranks that share a group of heads get the whole group. The original cuts only the query to this rank's
+    heads.
     """
     outputs = original(self, *args, **kwargs)
     if len(outputs) != 4:
@@ -45,9 +46,9 @@ def select_gate_heads(original: Function, self: Any, *args: Any, **kwargs: Any) 
 
 @make_wrapper
 def use_passed_group(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `CrossAttention.__init__` whose projections are shared out over the ranks that it was given.
+    """Return `CrossAttention.__init__` whose projections are split over the passed group of ranks.
 
-    The original has them take those of the layout. Nothing is changed where none are given.
+    The original splits them over the ranks of the layout. Nothing changes where no group is passed.
     """
     call = bind_arguments(original, self, *args, **kwargs)
     arguments = call.arguments
@@ -62,7 +63,7 @@ def use_passed_group(original: Function, self: Any, *args: Any, **kwargs: Any) -
 
 
 def _bind_group(layer: Any, group: Any) -> Any:
-    """What builds the layer, with the group that it is told."""
+    """Return the builder of the layer, with the group bound to it."""
     if isinstance(layer, type):
         layer = ModuleSpec(module=layer)
     if not isinstance(layer, ModuleSpec):  # a function, since 0.16
@@ -72,9 +73,9 @@ def _bind_group(layer: Any, group: Any) -> Any:
 
 @make_wrapper
 def sum_output_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `GatedDeltaNet.__init__` whose output norm gets its gradient from the heads of all ranks.
+    """Return `GatedDeltaNet.__init__` whose output norm gets its gradient from the heads of all ranks.
 
-    Under sequence parallelism megatron sums it at the end of a step.
+    Under sequence parallelism megatron sums this gradient at the end of a step.
     """
     original(self, *args, **kwargs)
     group = self.pg_collection.tp
@@ -85,11 +86,11 @@ def sum_output_norm_gradient(original: Function, self: Any, *args: Any, **kwargs
 
 @make_wrapper
 def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns `_apply_rotary_pos_emb_thd` that takes the angles of all rows from the table by one gather.
+    """Return `_apply_rotary_pos_emb_thd` that takes the angles of all rows from the table by one gather.
 
-    Megatron's cuts the rows [t / cp, n, d] into sequences, by lengths that it reads back from the device in
-    every layer, and slices the table for each. From 0.15 on a table may have a row for every token of the
-    pack, and is then read from where the sequence begins.
+    Megatron's function cuts the rows [t / cp, n, d] into sequences, by lengths that it reads back from the
+    device in every layer, and slices the table for each. From 0.15 on a table may have a row for every token
+    of the pack, and is then read from the row where the sequence begins.
     """
     rope_utils = sys.modules[original.__module__]
     arguments = dict(bind_arguments(original, *args, **kwargs).arguments)
@@ -105,9 +106,9 @@ def rotate_packed_by_gather(original: Function, *args: Any, **kwargs: Any) -> to
 
 
 def say_whether_padded(original: Function) -> Function:
-    """Returns TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
+    """Return TEDotProductAttention's `__init__` for packs that say whether padding lies between sequences.
 
-    As from 0.19 on: what is None, as in the packs of others, Transformer Engine finds out by itself.
+    It does so as 0.19 does. Transformer Engine finds the padding by itself where the pack says None.
     """
     if not hasattr(PackedSeqParams, "pad_between_seqs"):
         PackedSeqParams.pad_between_seqs = None
@@ -122,7 +123,7 @@ def say_whether_padded(original: Function) -> Function:
 
 @make_wrapper
 def keep_packed_table(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `GPTModel.forward` in which `keep_full_table` leaves the table of packed positions whole."""
+    """Return `GPTModel.forward` in which `keep_full_table` leaves the table of packed positions whole."""
     pack = bind_arguments(original, self, *args, **kwargs).arguments.get("packed_seq_params")
     is_multimodal_pack = (
         pack is not None and pack.qkv_format == "thd" and self.position_embedding_type == "mrope"
@@ -135,10 +136,10 @@ def keep_packed_table(original: Function, self: Any, *args: Any, **kwargs: Any) 
 def rotate_pack_rows(
     original: Function, t: torch.Tensor, freqs: torch.Tensor, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `apply_rotary_pos_emb`, as attention sees it, for packs of multimodal positions.
+    """Return `apply_rotary_pos_emb`, as attention sees it, for packs of multimodal positions.
 
     The table [t of all ranks, 1, 1, d] has a row for each token of the pack, and not for each place in a
-    sequence: this rank's rows are taken and applied as those of one sequence, t [t of this rank, n, d].
+    sequence. This rank's rows are taken and applied to t [t of this rank, n, d] as those of one sequence.
     """
     boundaries = kwargs.pop("cu_seqlens", None)
     if boundaries is None or config.mrope_section is None:

@@ -18,9 +18,9 @@ GATHERED_ELEMENTS = 2**26  # of all ranks together, on the device at one time: 2
 
 @make_wrapper
 def pass_serialization_format(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Returns `FileSystemWriterAsync.write_preloaded_data` that works with torch 2.8 and later (0.12).
+    """Return `FileSystemWriterAsync.write_preloaded_data` that works with torch 2.8 and later (0.12).
 
-    There torch's `_write_item` has one more argument, which 0.12 does not pass.
+    In torch 2.8 `_write_item` has one more argument, which 0.12 does not pass.
     """
     module: Any = sys.modules[original.__module__]
     write_item = module._write_item
@@ -36,7 +36,7 @@ def pass_serialization_format(original: Function, *args: Any, **kwargs: Any) -> 
 
 
 def with_product(original: types.ModuleType) -> types.ModuleType:
-    """Returns numpy as it is called before 2.0, with `product`, in one module of megatron only (to 0.15)."""
+    """Return numpy with `product`, as before 2.0, for one module of megatron only (to 0.15)."""
     older = types.ModuleType(original.__name__, original.__doc__)
     vars(older).update(vars(original), product=original.prod)
     return older
@@ -44,9 +44,9 @@ def with_product(original: types.ModuleType) -> types.ModuleType:
 
 @make_wrapper
 def unpickle_data_only(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Returns a loader of common state that unpickles data only, as 0.14 does.
+    """Return a loader of common state that unpickles data only, as 0.14 does.
 
-    A checkpoint is somebody's file, and unpickling it freely runs whatever is in it.
+    A checkpoint may come from a stranger, and unpickling it without limits runs any code in it.
     """
     with unpickling.restrict_to_weights():
         return original(*args, **kwargs)
@@ -61,7 +61,7 @@ def default_to_reshardable(
     sharding_type: str | None = None,
     metadata: Any = None,
 ) -> Any:
-    """Returns `DistributedOptimizer.sharded_state_dict` whose default form can be saved (0.16 and later)."""
+    """Return `DistributedOptimizer.sharded_state_dict` whose default form can be saved (0.16 and later)."""
     options = dict(metadata or {})
     if sharding_type is None and not getattr(self.ddp_config, "use_megatron_fsdp", False):
         options.setdefault("distrib_optim_sharding_type", "fully_reshardable")
@@ -70,10 +70,10 @@ def default_to_reshardable(
 
 @make_wrapper
 def keep_loaded_steps(original: Function, self: Any, state_dict: Any) -> Any:
-    """Returns `DistributedOptimizer.load_parameter_state_from_dp_reshardable` that leaves Adam's steps alone.
+    """Return `DistributedOptimizer.load_parameter_state_from_dp_reshardable` that leaves Adam's steps alone.
 
-    They come with the parameter groups and are there already. The shards bring those of the time when the
-    places to load into were made.
+    The steps come with the parameter groups and are loaded already. The shards hold the steps of the time
+    when the tensors to load into were made.
     """
     states = self.optimizer.state
     steps = {p: s["step"].clone() for p, s in states.items() if torch.is_tensor(s.get("step"))}
@@ -91,9 +91,9 @@ def gather_state_in_pieces(
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
 ) -> Any:
-    """Returns `DistributedOptimizer.get_parameter_state_dp_zero` that needs little of the device (from 0.15).
+    """Return `DistributedOptimizer.get_parameter_state_dp_zero` that needs little device memory (from 0.15).
 
-    Its buffers stay on the host, as they do for gloo. The device's group gathers them piece by piece.
+    Buffers stay on the host, as they do for gloo. The device's group gathers them piece by piece.
     """
     if use_gloo_comm or empty_data or not return_on_all_ranks:
         return original(self, use_gloo_comm, empty_data, return_on_all_ranks)
@@ -107,7 +107,7 @@ def gather_state_in_pieces(
 
 
 def _gather_in_pieces(gathered: Sequence[torch.Tensor], share: torch.Tensor, group: Any) -> None:
-    """Fills `gathered`, host tensors like `share`, with the shares of all ranks of a group of the device."""
+    """Fill `gathered`, host tensors like `share`, with the shares of all ranks of a group of the device."""
     if len(gathered) == 1:
         gathered[0].copy_(share)
         return

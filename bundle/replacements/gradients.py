@@ -20,10 +20,10 @@ def smooth_over_all_columns(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Returns `vocab_parallel_cross_entropy` that smooths over the vocabulary of all ranks.
+    """Return `vocab_parallel_cross_entropy` that smooths over the vocabulary of all ranks.
 
     With K columns a share of smoothing K / (K - 1) goes evenly to all of them. The original takes this
-    rank's columns for all; without smoothing it is right, and gives the part of the true label.
+    rank's columns for all columns. It is right without smoothing, and so computes the part of the true label.
     """
     group = (args[0] if args else kwargs.get("tp_group")) or parallel_state.get_tensor_model_parallel_group()
     if label_smoothing == 0.0 or group.size() == 1:
@@ -35,7 +35,7 @@ def smooth_over_all_columns(
 
 
 def _compute_mean_loss(logits: torch.Tensor, columns: int, group: Any) -> torch.Tensor:
-    """The mean of the losses of all columns: the log of the sum of exponentials less the mean logit."""
+    """Return the mean loss of all columns: the log of the sum of exponentials less the mean logit."""
 
     def sum_over_columns(
         x: torch.Tensor,
@@ -52,9 +52,9 @@ def _compute_mean_loss(logits: torch.Tensor, columns: int, group: Any) -> torch.
 
 @make_wrapper
 def select_rank_columns(original: Function, self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
-    """Returns `LanguageModule.compute_language_model_loss` that cuts logits of all ranks to this rank's.
+    """Return `LanguageModule.compute_language_model_loss` that cuts logits of all ranks to this rank's.
 
-    Every loss behind it takes what it is given for the columns of one rank.
+    Every loss that is called next takes its input for the columns of one rank.
     """
     groups = getattr(self, "pg_collection", None)
     group = getattr(groups, "tp", None) or parallel_state.get_tensor_model_parallel_group()
@@ -66,7 +66,7 @@ def select_rank_columns(original: Function, self: Any, labels: torch.Tensor, log
 
 @make_wrapper
 def fold_gradient_of_frozen_weight(original: Function, ctx: Any, grad_output: torch.Tensor) -> Any:
-    """Returns `LinearWithFrozenWeight.backward` whose gradient is one matrix product (to 0.18).
+    """Return `LinearWithFrozenWeight.backward` whose gradient is one matrix product (to 0.18).
 
     torch multiplies [s, 1, vocabulary] row by row where the stride of the size-1 dimension is unusual.
     A contiguous gradient reshaped to its own shape is a view with the usual strides.
@@ -76,9 +76,10 @@ def fold_gradient_of_frozen_weight(original: Function, ctx: Any, grad_output: to
 
 @make_wrapper
 def count_tokens_of_all_ranks(original: Function, model: Any, num_tokens: torch.Tensor | None = None) -> Any:
-    """Returns `finalize_model_grads` that counts the tokens of all context-parallel ranks (0.12).
+    """Return `finalize_model_grads` that counts the tokens of all context-parallel ranks (0.12).
 
-    mcore sums the gradients over data and context parallel ranks and the tokens over data parallel ones.
+    mcore sums the gradients over data and context parallel ranks, but the tokens over data parallel ranks
+    only.
     """
     if num_tokens is not None:
         torch.distributed.all_reduce(num_tokens, group=parallel_state.get_context_parallel_group())
@@ -87,11 +88,11 @@ def count_tokens_of_all_ranks(original: Function, model: Any, num_tokens: torch.
 
 @make_wrapper
 def start_behind_padding(original: Function, self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `_ParamAndGradBuffer.__init__` that lays a shared embedding out as 0.13 does (0.12).
+    """Return `_ParamAndGradBuffer.__init__` that lays a shared embedding out as 0.13 does (0.12).
 
-    Its bucket starts behind padding, but it does so itself only where the data-parallel size does not divide
-    the end of what is before it: else it reaches into the bucket before. So that size is meanwhile one that
-    the padding is made of, a multiple of the true one; where everything was in place, nothing moves.
+    The embedding's bucket must start behind padding. In 0.12 it does only where the data-parallel size does
+    not divide the end of the bucket before; else it reaches into that bucket. During the call the size is
+    therefore a common multiple of the true size and the padding. Buckets that were in place do not move.
     """
     padding = 2**16 if ddp_config.pad_buckets_for_high_nccl_busbw else 128
     owner, name = type(self), "data_parallel_world_size"
@@ -113,7 +114,7 @@ def start_behind_padding(original: Function, self: Any, ddp_config: Any, *args: 
 def count_whole_weights_once(
     original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
 ) -> None:
-    """Returns TELinear's `__init__` that marks no duplicated weight as one rank's share (to 0.16).
+    """Return TELinear's `__init__` that marks no duplicated weight as one rank's share (to 0.16).
 
     Transformer Engine marks the weight of every linear layer.
     """
@@ -127,10 +128,10 @@ def count_whole_weights_once(
 def mark_expert_weights_as_split(
     original: Function, self: torch.nn.Module, *args: Any, parallel_mode: str | None, **kwargs: Any
 ) -> None:
-    """Returns TEGroupedLinear's `__init__` that marks every expert's weights as one rank's share (to 0.18).
+    """Return TEGroupedLinear's `__init__` that marks every expert's weights as one rank's share (to 0.18).
 
-    They are, whether experts are split or shared out. Transformer Engine marks them itself to 2.12. A bias
-    behind a row-parallel product is whole on every rank.
+    They are a share, whether experts are split or distributed. Transformer Engine marks them itself to 2.12.
+    A bias behind a row-parallel product is whole on every rank.
     """
     original(self, *args, parallel_mode=parallel_mode, **kwargs)
     for name, parameter in self.named_parameters(recurse=False):
@@ -140,19 +141,20 @@ def mark_expert_weights_as_split(
 
 @make_wrapper
 def skip_empty_quantization(original: Function, model_params: Sized, *args: Any, **kwargs: Any) -> Any:
-    """Returns `quantize_param_shard` that does nothing for no FP8 parameters.
+    """Return `quantize_param_shard` that does nothing where there are no FP8 parameters.
 
-    Every optimizer step calls it, and the original refuses without Transformer Engine before it looks.
+    Every optimizer step calls it. Without Transformer Engine the original raises before it looks for
+    parameters.
     """
     return original(model_params, *args, **kwargs) if len(model_params) else None
 
 
 @make_wrapper
 def fill_every_copy(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `DistributedOptimizer._copy_model_params_to_main_params` that reaches what is stepped.
+    """Return `DistributedOptimizer._copy_model_params_to_main_params` that fills all stepped copies.
 
-    The original leaves early where the inner optimizer is a HybridDeviceOptimizer: so it is run once more
-    without one, which fills this rank's fp32 shards, and then the inner optimizer's copies are filled.
+    The original returns early where the inner optimizer is a HybridDeviceOptimizer. So it runs once more
+    without that optimizer, which fills this rank's fp32 shards; then the inner optimizer's copies are filled.
     """
     original(self, *args, **kwargs)
     hybrid = self.optimizer
@@ -172,9 +174,9 @@ def fill_every_copy(original: Function, self: Any, *args: Any, **kwargs: Any) ->
 
 @make_wrapper
 def update_existing_copies(original: Function, self: Any) -> None:
-    """Returns `HybridDeviceOptimizer._update_fp32_params_by_new_state` for parameters that are fp32 too.
+    """Return `HybridDeviceOptimizer._update_fp32_params_by_new_state` for parameters that are fp32 too.
 
-    They are stepped themselves and have no fp32 copy to fill, which the original looks up.
+    Such parameters are stepped themselves. They have no fp32 copy, which the original looks up.
     """
     states = self.state
     self.state = {p: state for p, state in states.items() if p in self.param_to_fp32_param}

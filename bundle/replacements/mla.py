@@ -16,10 +16,10 @@ keeps_full_tables = Slot(False)  # those of rotary positions, in `keep_full_tabl
 
 @make_wrapper
 def pad_value_heads(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `MultiLatentAttention.__init__` that gives packed values the width of the queries.
+    """Return `MultiLatentAttention.__init__` that gives packed values the width of the queries.
 
     Flash kernels take packed input only with one width for all heads. The padding is cut off again
-    before the layer flattens its heads. Hooks on the new instance, whatever attention its backend built.
+    before the layer flattens its heads. It adds hooks to the new instance, for the attention of any backend.
     """
     original(self, *args, **kwargs)
     if getattr(self.config, "experimental_attention_variant", None) is None:
@@ -29,7 +29,7 @@ def pad_value_heads(original: Function, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the arguments with the value [t, n, width] padded to the head width of the query."""
+    """Return the arguments with the value [t, n, width] padded to the head width of the query."""
     query, key, value, *rest = args
     if _is_packed(kwargs) and value.shape[-1] == width:
         value = pad(value, (0, query.shape[-1] - width))
@@ -39,7 +39,7 @@ def _widen(width: int, attention: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _narrow(width: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Returns the output [t, n * width], without what `_widen` made of each head."""
+    """Return the output [t, n * width], without the padding that `_widen` added to each head."""
     padded = args[2].shape[-1]
     if not _is_packed(kwargs) or padded == width:
         return output
@@ -63,10 +63,10 @@ def compute_packed_heads(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Returns `MLASelfAttention.get_query_key_value_tensors` for packed input, as 0.14 has it.
+    """Return `MLASelfAttention.get_query_key_value_tensors` for packed input, as 0.14 has it.
 
-    Below, it reads the boundaries without padding, lets YaRN cut its table by context-parallel rank, and
-    in 0.12 keeps a batch dimension of 1. Returns query, key, value: [t, n, width].
+    Earlier releases read the boundaries without padding and let YaRN cut its table by context-parallel rank;
+    0.12 keeps a batch dimension of 1. The method returns query, key, value: [t, n, width].
     """
     packed = packed_seq_params
     if packed is None or packed.qkv_format != "thd":
@@ -82,9 +82,9 @@ def compute_packed_heads(
 
 @make_wrapper
 def keep_full_table(original: Function, table: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Returns `get_pos_emb_on_this_cp_rank`, as rotary embeddings see it, that may leave a table whole.
+    """Return `get_pos_emb_on_this_cp_rank`, as rotary embeddings see it, that may leave a table whole.
 
-    Each packed sequence then takes its own positions from it.
+    Each packed sequence then takes its own positions from the table.
     """
     return table if keeps_full_tables.get() else original(table, *args, **kwargs)
 
@@ -93,10 +93,10 @@ def keep_full_table(original: Function, table: torch.Tensor, *args: Any, **kwarg
 def apply_packed_rotary(
     original: Function, t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `apply_rotary_pos_emb`, as multi-latent attention sees it, for packed input below 0.14.
+    """Return `apply_rotary_pos_emb`, as multi-latent attention sees it, for packed input below 0.14.
 
-    Its caller has cut the table to as many rows as this rank has tokens, which is too few for a sequence
-    that is spread over several ranks: the rows are still there, behind the slice.
+    Its caller has cut the table to as many rows as this rank has tokens. That is too few for a sequence
+    that is spread over several ranks. The memory behind the slice still has the other rows.
     """
     if kwargs.get("cu_seqlens") is None:
         return original(t, freqs, *args, **kwargs)
@@ -108,9 +108,9 @@ def apply_packed_rotary(
 
 
 def drop_query_norm(original: Function) -> Function:
-    """Returns `MLASelfAttention._resolve_qk_norm_config` that leaves uncompressed queries without a norm.
+    """Return `MLASelfAttention._resolve_qk_norm_config` that leaves uncompressed queries without a norm.
 
-    Their projection is the spec's own, as it was before 0.19.
+    Their projection is the spec's, as it was before 0.19.
     """
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -126,9 +126,9 @@ def drop_query_norm(original: Function) -> Function:
 
 
 def provide_duplicated_linear(original: Any) -> type:
-    """Returns our duplicated linear layer for `TELinear`, which is no class without Transformer Engine.
+    """Return our duplicated linear layer for `TELinear`, which is not a class without Transformer Engine.
 
-    Latent attention asks whether a down projection's class is this one, and builds it whole on every rank.
+    Latent attention compares a down projection's class with it, and builds an equal one whole on every rank.
     """
     from bundle.backends.local import DuplicatedLinear
 
@@ -137,10 +137,10 @@ def provide_duplicated_linear(original: Any) -> type:
 
 @make_wrapper
 def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `MLASelfAttention.__init__` whose rotary keys get their gradient from the heads of all ranks.
+    """Return `MLASelfAttention.__init__` whose rotary keys get their gradient from the heads of all ranks.
 
-    By a hook on the down projection, where each rank makes the whole of it. The compressed part behind the
-    same projection has its sum already: that of the up projection's input.
+    A hook on the down projection sums it, since each rank computes the whole rotary key there. The compressed
+    part of the same projection is summed already, with the gradient of the up projection's input.
     """
     original(self, *args, **kwargs)
     group = _find_head_group(self)
@@ -161,10 +161,10 @@ def sum_rotary_key_gradient(original: Function, self: Any, *args: Any, **kwargs:
 
 @make_wrapper
 def divide_query_norm_gradient(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Returns `MLASelfAttention.__init__` whose norm of compressed queries has one rank's part of a gradient.
+    """Return `MLASelfAttention.__init__` whose norm of compressed queries gets a share of its gradient.
 
-    The sum over the ranks, which is to come, then is the whole. A norm that is part of a projection goes by
-    another name and is not summed.
+    The later sum over the ranks is then the whole gradient. A norm that is part of a projection has another
+    name and is not summed.
     """
     original(self, *args, **kwargs)
     group = _find_head_group(self)
@@ -175,14 +175,14 @@ def divide_query_norm_gradient(original: Function, self: Any, *args: Any, **kwar
 
 
 def _find_head_group(attention: Any) -> Any:
-    """The group of ranks that share the heads and hold the whole sequence each; None where there is none."""
+    """Return the ranks that share the heads and hold the whole sequence each; None without such a group."""
     collection = getattr(attention, "pg_collection", None) or attention.model_comm_pgs  # the latter to 0.14
     group = collection.tp
     return None if attention.config.sequence_parallel or group.size() == 1 else group
 
 
 def sum_over_ranks(gradient: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of a gradient over the ranks of a group; what is given is left alone."""
+    """Return the sum of a gradient over the ranks of a group; `gradient` itself is not changed."""
     gradient = gradient.clone(memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(gradient, group=group)
     return gradient

@@ -18,9 +18,9 @@ from bundle.replacements import Function, make_wrapper
 
 
 def scale_token_losses_over_ranks(original: Function) -> Function:
-    """Returns the schedules' forward step whose losses per token count for all ranks of a micro-batch.
+    """Return the schedules' forward step whose losses per token count for all ranks of a micro-batch.
 
-    Routers weigh them by the tokens that one rank sees, and all gradients are divided by those of all ranks.
+    Routers weigh them by the tokens of one rank, and all gradients are divided by the tokens of all ranks.
     """
     return _scale_aux_losses(
         original, lambda config: config.calculate_per_token_loss, _count_tensor_context_ranks
@@ -28,9 +28,9 @@ def scale_token_losses_over_ranks(original: Function) -> Function:
 
 
 def scale_mean_losses_over_context(original: Function) -> Function:
-    """Returns the schedules' forward step whose mean losses count for all context-parallel ranks (to 0.15).
+    """Return the schedules' forward step whose mean losses count for all context-parallel ranks (to 0.15).
 
-    Gradients are averaged over those ranks, of which each has its part of the loss.
+    Gradients are averaged over those ranks, and each rank has its part of the loss.
     """
     return _scale_aux_losses(
         original,
@@ -46,7 +46,10 @@ def _count_tensor_context_ranks() -> int:
 def _scale_aux_losses(
     original: Function, applies: Callable[[Any], bool], factor: Callable[[], int]
 ) -> Function:
-    """The original, after which the scale that it has set is larger; from 0.14 the inner of two functions."""
+    """Return the original, after which the loss scale that it has set is multiplied by `factor()`.
+
+    From 0.14 the inner of two functions is wrapped.
+    """
     inner = original.__globals__.get("forward_step_calc_loss")
     if inner is not None and original.__name__ != inner.__name__:
         return original
@@ -75,9 +78,9 @@ def scale_by_sequences(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Returns `TopKRouter._apply_seq_aux_loss` whose loss per token counts for all rows (0.16 to 0.18).
+    """Return `TopKRouter._apply_seq_aux_loss` whose loss per token counts for all rows (0.16 to 0.18).
 
-    What it hands over to be weighed by is the tokens of a single row.
+    The original passes on the token count of a single row as the weight.
     """
     attach = self.attach_and_log_load_balancing_loss
 
@@ -94,9 +97,9 @@ def scale_by_sequences(
 
 @make_wrapper
 def keep_float32_counts(original: Function, self: Any) -> None:
-    """Returns `TopKRouter._maintain_float32_expert_bias` that keeps the counts in float32 as well.
+    """Return `TopKRouter._maintain_float32_expert_bias` that keeps the counts in float32 as well.
 
-    The wrapper for mixed precision makes them bf16, which has no 257. Called before each forward pass.
+    The wrapper for mixed precision makes them bf16, which cannot hold 257. It runs before each forward pass.
     """
     original(self)
     counts = getattr(self, "local_tokens_per_expert", None)
@@ -111,7 +114,7 @@ _is_window_loss = context.Slot(False)
 def broadcast_padding_mask(
     original: Function, self: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> Any:
-    """Returns `TopKRouter._apply_expert_bias` that takes the mask [t] for every expert of the map [t, e]."""
+    """Return `TopKRouter._apply_expert_bias` that takes the mask [t] for every expert of the map [t, e]."""
     if padding_mask is not None and padding_mask.ndim == 1:
         padding_mask = padding_mask.unsqueeze(-1)
     return original(self, routing_map, padding_mask=padding_mask)
@@ -119,16 +122,16 @@ def broadcast_padding_mask(
 
 @make_wrapper
 def sum_copy(original: Function, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Returns `reduce_from_tensor_model_parallel_region`, as the routers see it, that leaves its input alone.
+    """Return `reduce_from_tensor_model_parallel_region`, as the routers see it, that leaves its input alone.
 
-    The sum over the ranks is taken in place, and the caller goes on to read what it has summed as its own.
+    The original sums over the ranks in place, and the caller reads its input afterwards as its own value.
     """
     return original(tensor.clone(), *args, **kwargs)
 
 
 @make_wrapper
 def mark_global_balancing_loss(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Returns `TopKRouter._apply_global_aux_loss` in which `rescale_global_loss_counts` is at work."""
+    """Return `TopKRouter._apply_global_aux_loss` in which `rescale_global_loss_counts` is active."""
     with _is_window_loss.set(True):
         return original(*args, **kwargs)
 
@@ -143,10 +146,10 @@ def rescale_global_loss_counts(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """Returns `switch_load_balancing_loss_func`, as the routers see it, for counts of other tokens.
+    """Return `switch_load_balancing_loss_func`, as the routers see it, for counts of other tokens.
 
-    The counts of the global loss are an average over the micro-batches so far, but are divided by this
-    one's tokens: they are brought to as many choices, [tokens x topk], as the division expects.
+    The counts of the global loss are an average over the micro-batches so far, but are divided by the tokens
+    of the current one. They are scaled to as many choices, [tokens x topk], as the division expects.
     """
     if _is_window_loss.get():
         share = tokens_per_expert / tokens_per_expert.sum().clamp(min=1)
@@ -158,27 +161,28 @@ def rescale_global_loss_counts(
 def convert_splits_on_host(
     original: Function, tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `maybe_move_tensor_to_cpu` that makes numbers of a tensor which is on the cpu already.
+    """Return `maybe_move_tensor_to_cpu` that converts a tensor which is on the cpu already to numbers.
 
-    The original converts only what it has moved, and the all-to-all wants its split sizes as numbers.
+    The original converts only tensors that it has moved, and the all-to-all needs its split sizes as numbers.
     """
     moved = original(tensor, as_numpy, *args, **kwargs)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
 
 def disable_te_gemm(original: Any) -> None:
-    """Returns None for `te_general_gemm`, as the router expects without Transformer Engine.
+    """Return None for `te_general_gemm`, as the router expects without Transformer Engine.
 
-    There it asks whether the name is None, and nothing has bound it.
+    The router compares the name with None, and without Transformer Engine the name is not bound.
     """
 
 
 @make_wrapper
 def detach_dispatcher_tensors(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `MoELayer.forward` whose token dispatcher keeps no part of the autograd graph.
+    """Return `MoELayer.forward` whose token dispatcher keeps no part of the autograd graph.
 
-    It keeps the router's probabilities until its next forward pass, and with them the leaves of the graph
-    of a recomputation: the input of the layer and the gradient of that input, for every MoE layer.
+    The dispatcher keeps the router's probabilities until its next forward pass. They keep the leaves of the
+    graph of a recomputation alive: the input of the layer and the gradient of that input, for every MoE
+    layer.
     """
     output = original(self, *args, **kwargs)
     dispatcher = self.token_dispatcher
@@ -194,7 +198,7 @@ def _is_in_graph(value: Any) -> bool:
 
 @make_wrapper
 def replay_recorded_routes(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `TopKRouter.routing` that takes its experts from `context.router_choices`, where that is set.
+    """Return `TopKRouter.routing` that takes its experts from `context.router_choices`, where that is set.
 
     The gradient still flows through the scores of the experts that are used.
     """
@@ -209,9 +213,9 @@ def replay_recorded_routes(original: Function, self: Any, *args: Any, **kwargs: 
 def override_native_replay(
     original: Function, self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `RouterReplay.get_replay_topk` that takes its experts from `context.router_choices`, where set.
+    """Return `RouterReplay.get_replay_topk` that takes its experts from `context.router_choices`, where set.
 
-    It is megatron's own way to the choice (0.16 and later), and its object stands for its router.
+    It is megatron's own replay (0.16 and later). The object identifies its router.
     """
     values, router_choice = original(self, scores, *args, **kwargs)
     choices = context.router_choices.get()
@@ -221,7 +225,7 @@ def override_native_replay(
 
 @make_wrapper
 def keep_routes_on_recompute(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `RouterReplay.get_replay_topk` that recomputes a micro-batch with that micro-batch's routes.
+    """Return `RouterReplay.get_replay_topk` that recomputes a micro-batch with that micro-batch's routes.
 
     mcore keeps them in a queue, which it reads only under an action that no schedule sets; under
     REPLAY_FORWARD a recomputation takes the routes of the latest micro-batch.

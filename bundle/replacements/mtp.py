@@ -13,7 +13,7 @@ from bundle.replacements import Function, bind_arguments, make_wrapper
 
 @make_wrapper
 def roll_over_ranks(original: Function, tensor: torch.Tensor, shifts: int = -1, dims: int = -1) -> Any:
-    """Returns `roll_tensor` that rolls the sequence of all context-parallel ranks (below 0.14).
+    """Return `roll_tensor` that rolls the sequence of all context-parallel ranks (below 0.14).
 
     Rank r holds chunks r and 2 cp - 1 - r; the token after a chunk is the first of the next one.
     """
@@ -29,9 +29,9 @@ def roll_over_ranks(original: Function, tensor: torch.Tensor, shifts: int = -1, 
 def average_rolled_token_count(
     original: Function, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **kwargs: Any
 ) -> Any:
-    """Returns `roll_tensor` whose token count is that of a rank on average (0.14 and later).
+    """Return `roll_tensor` whose token count is the mean over the ranks (0.14 and later).
 
-    The count comes with the rolled loss mask. What is divided by it is averaged over the ranks later,
+    The count comes with the rolled loss mask and divides a loss. That loss is averaged over the ranks later,
     and is right only if all of them divide by the same number.
     """
     rolled, count = original(tensor, shifts, dims, cp_group, **kwargs)
@@ -42,10 +42,10 @@ def average_rolled_token_count(
 
 @make_wrapper
 def average_mask_token_count(original: Function, *args: Any, **kwargs: Any) -> Any:
-    """Returns `process_mtp_loss` whose token count before the roll is a rank's average too (0.17 and later).
+    """Return `process_mtp_loss` whose token count before the roll is a mean too (0.17 and later).
 
-    It scales the loss by that count over the count after the roll. The token that rolling removes is
-    missing on one rank only, so that the ratio of one rank is not that of the sequence.
+    The original scales the loss by that count over the count after the roll. The token that rolling removes
+    is missing on one rank only, so that the ratio of one rank is not that of the sequence.
     """
     call = bind_arguments(original, *args, **kwargs)
     arguments = call.arguments
@@ -58,10 +58,10 @@ def average_mask_token_count(original: Function, *args: Any, **kwargs: Any) -> A
 
 @make_wrapper
 def keep_mask_weight(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `roll_tensor` whose rolled loss mask has the sum that it had before (below 0.17).
+    """Return `roll_tensor` whose rolled loss mask has the sum that it had before (below 0.17).
 
-    The sum of losses behind it then weighs what the main loss weighs. A mean is what it was, the count
-    of tokens being weighted too.
+    The sum of the MTP losses then has the weight of the main loss. A mean does not change, since the count
+    of tokens is weighted too.
     """
     rolled, count = original(tensor, *args, **kwargs)
     if tensor is None or not tensor.is_floating_point():
@@ -87,10 +87,10 @@ def roll_by_one_gather(
     packed_seq_params: Any,
     cp_group: Any = None,
 ) -> Any:
-    """Returns `_roll_tensor_packed_seq` that rolls where the sequences lie, padding included, all at once.
+    """Return `_roll_tensor_packed_seq` that rolls all sequences at once, by their padded boundaries.
 
-    Megatron's cuts at their lengths without padding, and so rolls tokens across sequences; and it reads every
-    boundary back from the device, sequence by sequence.
+    Megatron's function cuts at their lengths without padding, and so rolls tokens across sequences. It also
+    reads every boundary back from the device, sequence by sequence.
     """
     boundaries = packed_seq_params.cu_seqlens_q_padded
     if boundaries is None:
@@ -103,9 +103,9 @@ def roll_by_one_gather(
 
 @make_wrapper
 def disable_empty_mtp(original: Function, self: Any) -> None:
-    """Returns `TransformerConfig.__post_init__` for which no layers of prediction are no prediction.
+    """Return `TransformerConfig.__post_init__` that takes zero MTP layers for no MTP.
 
-    mcore asks `mtp_num_layers is not None`, and with 0 wants labels even for logits.
+    mcore checks `mtp_num_layers is not None`, and with 0 needs labels even for logits.
     """
     if self.mtp_num_layers == 0:
         self.mtp_num_layers = None
@@ -114,11 +114,11 @@ def disable_empty_mtp(original: Function, self: Any) -> None:
 
 @make_wrapper
 def predict_only_with_labels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `GPTModel.forward` that predicts further tokens only where there are labels to compare with.
+    """Return `GPTModel.forward` that predicts further tokens only where there are labels to compare with.
 
     Without, mcore fails (to 0.16), runs the layers for nothing (0.17, 0.18), or trains them on the
-    input, in evaluation too (0.19). Inference has its own use of these layers and is left alone, and so is
-    who gives them labels of their own: forks take those in `mtp_kwargs` (slime, miles).
+    input, in evaluation too (0.19). Inference uses these layers in its own way and is not changed.
+    Callers that pass separate labels in `mtp_kwargs`, as forks do (slime, miles), are not changed either.
     """
     arguments = bind_arguments(original, self, *args, **kwargs).arguments
     inference = arguments.get("inference_context") or arguments.get("inference_params")
@@ -133,7 +133,7 @@ def predict_only_with_labels(original: Function, self: Any, *args: Any, **kwargs
 def bind_non_tensor_arguments(
     original: Function, self: Any, forward_func: Function, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `MultiTokenPredictionLayer._checkpointed_forward` that takes packed sequences (0.16, 0.17).
+    """Return `MultiTokenPredictionLayer._checkpointed_forward` that takes packed sequences (0.16, 0.17).
 
     mcore hands every argument to `save_for_backward`, which takes tensors and None only.
     """
@@ -151,9 +151,9 @@ def bind_non_tensor_arguments(
 def bind_padding_mask(
     original: Function, self: Any, *args: Any, padding_mask: Any = None, **kwargs: Any
 ) -> Any:
-    """Returns `MultiTokenPredictionLayer._checkpointed_forward` that takes a padding mask (0.18).
+    """Return `MultiTokenPredictionLayer._checkpointed_forward` that takes a padding mask (0.18).
 
-    Its caller passes one, always; its own callee takes one; only its signature forgot it.
+    Its caller always passes one and its callee takes one, but its signature lacks it.
     """
     bound = copy.copy(self)  # the same parameters; only its forward function differs
     bound._proj_and_transformer_layer = functools.partial(
@@ -166,10 +166,10 @@ def bind_padding_mask(
 def scatter_embeddings(
     original: Function, self: Any, *args: Any, embedding: Any = None, **kwargs: Any
 ) -> Any:
-    """Returns `MultiTokenPredictionBlock.forward` that shares out embeddings as the model's input is.
+    """Return `MultiTokenPredictionBlock.forward` that scatters embeddings as the model's input is.
 
-    An embedding that leaves the whole sequence on every rank, so that others can be put into it, does so
-    for the prediction layers too, whose hidden states are shared out between sequence-parallel ranks.
+    An embedding may leave the whole sequence on every rank, so that images can be put into it. It does so for
+    the MTP layers too, but their hidden states are scattered over the sequence-parallel ranks.
     """
     if not self.config.sequence_parallel or getattr(embedding, "scatter_to_sequence_parallel", True):
         return original(self, *args, embedding=embedding, **kwargs)
@@ -200,7 +200,7 @@ class _CountedMask(torch.Tensor):
 
 
 def _average_over_group(group: Any, count: torch.Tensor) -> torch.Tensor:
-    """Returns `count`, averaged over the ranks of the group: the same number on all of them."""
+    """Return the mean of `count` over the ranks of the group, the same number on all of them."""
     total = count.detach().float().clone()
     torch.distributed.all_reduce(total, group=group)
     return total / group.size()

@@ -21,4 +21,4 @@ def test_a_wrapper_is_a_documented_function_of_the_original(wrapper: str):
     names = [argument.arg for argument in functions[name].args.args]
     around = [ast.unparse(decorator) for decorator in functions[name].decorator_list] == ["make_wrapper"]
     assert names[:1] == ["original"] if around else names == ["original"]
-    assert (ast.get_docstring(functions[name]) or "").startswith("Returns ")
+    assert (ast.get_docstring(functions[name]) or "").startswith("Return ")
