@@ -49,7 +49,7 @@ class RouterBalancing:
             routers.attach(router, self)
 
     def count_tokens(self, micro_batches: Sequence[MicroBatch]) -> int | None:
-        """The balanced tokens that this rank counts; None where no term has a coefficient."""
+        """Return the number of balanced tokens of this rank; None where no term has a coefficient."""
         if self._moe is None or not (self._moe.aux_loss_coeff or self._z_loss_coeff):
             return None
         if self._groups.cp.rank:
@@ -60,9 +60,9 @@ class RouterBalancing:
 
     @contextmanager
     def balance_step(self, micro_batches: Sequence[MicroBatch], weight: Tensor | None) -> Iterator[None]:
-        """Around the run that trains on these micro-batches; `weight`.
+        """Balance the run inside the context, which trains on these micro-batches.
 
-        Learned tokens by those `count_tokens`.
+        `weight` is the number of learned tokens divided by the number of tokens of `count_tokens`.
         """
         if self._moe is None:
             yield
@@ -77,7 +77,7 @@ class RouterBalancing:
 
     @contextmanager
     def balance_forward(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around one forward pass of a model chunk."""
+        """Balance one forward pass of a model chunk inside the context."""
         self._current = self._rows.get(id(micro_batch))
         try:
             yield
@@ -85,7 +85,7 @@ class RouterBalancing:
             self._current = None
 
     def restore_biases(self) -> None:
-        """Puts the steering biases back to where they were before the latest run moved them."""
+        """Restore the steering biases to the values that they had before the latest run moved them."""
         for router, bias in zip(self._routers, self._biases, strict=bool(self._biases)):
             router.expert_bias.copy_(bias)
 
@@ -113,7 +113,10 @@ class RouterBalancing:
         return torch.stack(terms).sum() * self._weight
 
     def _build_rows(self, micro_batch: MicroBatch) -> RouterRows:
-        """The rows of a micro-batch; its sequences are groups, or it is one group. A blank is all padding."""
+        """Return the rows of a micro-batch; its sequences are groups, or it is one group.
+
+        A blank is all padding.
+        """
         assert self._moe is not None
         packing, is_blank = micro_batch.packing, micro_batch.is_blank
         padding, valid = packing.padding, packing.valid & (not is_blank)
@@ -132,7 +135,7 @@ class RouterBalancing:
 
 
 def _compute_balancing_loss(moe: MoE, rows: RouterRows, logits: Tensor) -> Tensor:
-    """This rank's part of the balancing loss of all groups, each by its tokens: 1 for a token at its best."""
+    """Return this rank's part of the balancing loss of all groups, weighted by tokens; at best 1 for each."""
     if moe.score_function == "sigmoid":
         scores = logits.sigmoid()
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)

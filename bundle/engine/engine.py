@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def checkpoint_modules(self) -> list[torch.nn.Module]:
-        """What a checkpoint holds of the models: their adapters alone, where these are trained."""
+        """The modules that a checkpoint holds: the models, or their adapters alone where those train."""
         return [adapters.select_checkpoint_module(model) for model in self.models]
 
     def forward_backward(
@@ -113,15 +113,15 @@ class Engine:
         divisor: float | None = None,
         mean: Mean | None = None,
     ) -> None:
-        """Adds the gradients of one step's micro-batches: of the mean loss over all tokens of all ranks.
+        """Add the gradients of one step's micro-batches: those of the mean loss over all tokens of all ranks.
 
-        Or over all sequences, as the micro-batches were made; or, with a `divisor`, the sum of the main loss
-        over all ranks by that. `objective` (None: the engine's own, if any) takes the place of the main loss;
-        MTP layers train on the labels in the same forward pass.
+        The mean is over all sequences where the micro-batches were made so. With a `divisor` the loss is the
+        sum of the main loss over all ranks divided by it. `objective` (None: the engine's own, if any)
+        replaces the main loss; MTP layers train on the labels in the same forward pass.
 
         A data-parallel rank may have no micro-batches, but ranks that share experts need equally many. `mean`
-        (None: the recipe's) says what those of the others are a mean of. Raises ValueError for a divisor
-        beside sequence means, or not above 0.
+        (None: the recipe's) is the mean that the micro-batches of the other ranks were made for. Raises
+        ValueError for a divisor together with sequence means, or a divisor that is not above 0.
         """
         micro_batches = micro_batches or self._build_blanks(mean)
         with self.runtime.megatron_calls():
@@ -135,10 +135,10 @@ class Engine:
                 self._run(micro_batches, step, forward_only=False)
 
     def step(self) -> StepResult:
-        """Clips, updates the weights and advances the learning rate.
+        """Clip the gradient, update the weights and advance the learning rate.
 
-        With `train.on_nan: skip` an update whose gradient is not finite is left out: its norm is not finite
-        in the result and `updated` is False. Otherwise raises JobFailed for such a gradient.
+        With `train.on_nan: skip` an update whose gradient is not finite is skipped: the norm in the result is
+        not finite and `updated` is False. Otherwise raises JobFailed for such a gradient.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         with self.runtime.megatron_calls():
@@ -158,23 +158,23 @@ class Engine:
         return StepResult(float(grad_norm), float(learning_rate), bool(updated))
 
     def gather_weights(self) -> None:
-        """Makes `models` those of the last step on every rank; training itself needs no call of it."""
+        """Make `models` those of the last step on every rank; training itself needs no such call."""
         with self.runtime.megatron_calls():
             optimization.gather_weights(self.recipe, self.chunks)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Losses:
-        """The losses of these micro-batches, or of none, without changing anything that training reads."""
+        """Return the losses of these micro-batches, or of none; nothing that training reads changes."""
         micro_batches = micro_batches or self._build_blanks()
         with self._tap.isolate_sums(), self._enter_evaluation():
             self._run(micro_batches, functools.partial(self._train, self._objective, None), forward_only=True)
             return self.take_losses()
 
     def compute_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
-        """The log-probability of every label and the entropy there, for each micro-batch; MTP is left out.
+        """Return the log-probability and the entropy of every label, for each micro-batch; MTP is left out.
 
-        Whole, in the order that the micro-batch was made from and without padding: concatenated [tokens], or
-        [b, s] for rows. Every rank of a model replica returns the same; data-parallel ranks have their own
-        micro-batches, or none.
+        Values are whole, in the order that the micro-batch was made from and without padding: concatenated
+        [tokens], or [b, s] for rows. Every rank of a model replica returns the same; data-parallel ranks have
+        their own micro-batches, or none.
         """
         local_scores: list[Scores] = []
         batches = micro_batches or self._build_blanks()
@@ -183,10 +183,10 @@ class Engine:
         return collect_scores(batches, local_scores, self.groups, self.device)[: len(micro_batches)]
 
     def compute_reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The log-probabilities of `compute_log_probs` by the model that is compared with.
+        """Return the log-probabilities of `compute_log_probs` by the reference model.
 
-        That is the model without its adapters; without any, the one that `keep_reference` has seen. Raises
-        ValueError where there is neither.
+        The reference is the model without its adapters; without adapters, the copy that `keep_reference`
+        made. Raises ValueError where there is neither.
         """
         if self.recipe.model.lora is not None:
             reference = adapters.disable_adapters(self.models)
@@ -205,15 +205,15 @@ class Engine:
         self._reference = HostReference(self.models)
 
     def take_losses(self) -> Losses:
-        """The mean losses of everything run since the last call."""
+        """Return the mean losses of everything run since the last call."""
         return self._tap.take_losses(self.groups.tp.size)
 
     def gather_loss_sums(self) -> list[float]:
-        """What `take_losses` would divide, as plain numbers that a checkpoint can keep."""
+        """Return the sums that `take_losses` would divide, as plain numbers that a checkpoint can keep."""
         return self._tap.gather_loss_sums()
 
     def restore_loss_sums(self, numbers: list[float]) -> None:
-        """Takes up what `gather_loss_sums` gave."""
+        """Restore the sums that `gather_loss_sums` returned."""
         self._tap.restore_loss_sums(numbers)
 
     def _build_blanks(self, mean: Mean | None = None) -> list[MicroBatch]:

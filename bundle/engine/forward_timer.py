@@ -35,7 +35,10 @@ class ForwardTimer:
             self._seconds += self._read_clock() - self._start
 
     def take_seconds(self) -> float | None:
-        """Seconds since the last call, where they are known; waits for a device that has not come so far."""
+        """Return the seconds since the last call; None where they are unknown.
+
+        Waits for the device to finish.
+        """
         if not self._is_supported:
             return None
         for begun, ended in self._passes:

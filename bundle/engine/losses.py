@@ -37,7 +37,7 @@ class Scores:
 def score_labels(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, temperature: Tensor | None = None
 ) -> Scores:
-    """The scores [b, s] of `labels` [b, s] under `logits` [s, b, vocabulary / tp], in float32 at least.
+    """Return the scores [b, s] of `labels` [b, s] under `logits` [s, b, vocabulary / tp], float32 at least.
 
     `group` holds the ranks that share the vocabulary; None for one. `temperature` [b, s] divides the logits
     of each token. Both results are differentiable with respect to the logits, exactly. The log-probability
@@ -108,7 +108,7 @@ class _Score(torch.autograd.Function):
 def _reduce_over_ranks(
     group: dist.ProcessGroup, peak: Tensor, total: Tensor, weighted: Tensor, picked: Tensor, is_local: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same numbers over the vocabulary of all ranks, from those of each."""
+    """Return the same numbers over the vocabulary of all ranks, from the numbers of each rank."""
     highest = peak.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     below = peak - highest
@@ -124,7 +124,7 @@ def _split_rows(logits: Tensor) -> Iterator[slice]:
 
 
 def _take_scaled_rows(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
-    """These rows of the logits in float32 at least, divided by their temperatures; may be the logits."""
+    """Return these rows of the logits, float32 at least, divided by their temperatures; may be the logits."""
     x = logits[rows]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if temperature is None else x / temperature[rows, None]
@@ -133,11 +133,11 @@ def _take_scaled_rows(logits: Tensor, temperature: Tensor | None, rows: slice) -
 def collect_scores(
     micro_batches: Sequence[MicroBatch], local_scores: Sequence[Scores], groups: Groups, device: torch.device
 ) -> list[Scores]:
-    """Each micro-batch's scores in the order that it was made from (`MicroBatch.unshard`), on every rank.
+    """Return each micro-batch's scores in its original order (`MicroBatch.unshard`), on every rank.
 
-    `local_scores` are this rank's, [b, s / cp] each; empty on stages without a head. Two collectives,
-    whatever the number of micro-batches: the context-parallel ranks exchange their parts, the last stage
-    tells the others.
+    `local_scores` are this rank's, [b, s / cp] each; empty on stages without a head. It takes two collectives
+    for any number of micro-batches: the context-parallel ranks exchange their parts, and the last stage
+    sends them to the others.
     """
     sizes = [micro_batch.ids.numel() for micro_batch in micro_batches]
     gathered = torch.empty(groups.cp.size * 2, sum(sizes), device=device)
@@ -163,9 +163,8 @@ def collect_scores(
 # temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
 _PADDING_LOGIT = -1e20
 
-# Return the loss of each token [b, s / cp] from the scores of this rank's labels. It runs where the head is;
-# weights, masks and the division by tokens or sequences come after it. With an attribute `measures`
-# ({name: reduction}) it returns [1 + measures, b, s / cp]: the loss, then the measures of each token.
+# Takes scores where the head is; returns each token's loss [b, s / cp] before weights, masks and division,
+# or with an attribute `measures` ({name: reduction}) [1 + measures, b, s / cp]: the loss, then the measures.
 Objective = Callable[[MicroBatch, Scores], Tensor]
 # A mean is weighted as the main loss is; a maximum is over the tokens whose weight is above 0.
 Reduction = Literal["mean", "maximum"]
@@ -304,14 +303,14 @@ class LossTap:
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
 
     def set_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
-        """Says which micro-batch the model is about to run, and what its main loss is (None: its own)."""
+        """Set the micro-batch that the model runs next, and its main loss (None: the model's own)."""
         self._micro_batch, self._objective = micro_batch, objective
         self._ensure_measure_sums(objective)  # on all ranks alike, with a head or without
 
     def compute_total(
         self, micro_batch: MicroBatch, output: Tensor, factors: LossFactors | None = None
     ) -> Tensor:
-        """The loss to differentiate, a sum over this rank's tokens; `output` is what the model returned."""
+        """Return the loss to differentiate, summed over this rank's tokens; the model returned `output`."""
         # A masked token has no part, whatever an objective returned for it.
         learned = torch.where(micro_batch.loss_mask > 0, output.float(), 0.0)
         sums = torch.stack([(learned * micro_batch.loss_mask).sum(), *self._mtp_sums])
@@ -328,7 +327,7 @@ class LossTap:
         )
 
     def take_losses(self, tp_size: int) -> Losses:
-        """The losses since the last call, reduced over ALL ranks (every rank must call it)."""
+        """Return the losses since the last call, reduced over ALL ranks (every rank must call it)."""
         (tokens, *rest), measured = self._reduce_sums()
         self._clear()
         count = 1 + self._depths
@@ -341,17 +340,17 @@ class LossTap:
         return Losses(means[0], tuple(means[1:]), round(tokens / tp_size), measures)
 
     def gather_loss_sums(self) -> list[float]:
-        """What was added up since the last `take_losses`, over ALL ranks (every rank must call it).
+        """Return the sums since the last `take_losses`, over ALL ranks (every rank must call it).
 
-        The measures are those of the engine's own objective alone. What is infinite is not a number here, as
-        a checkpoint has no infinity: a maximum without a token, above all.
+        The measures are those of the engine's own objective alone. Infinite sums become NaN, as a checkpoint
+        has no infinity: above all a maximum without a token.
         """
         totals, measured = self._reduce_sums()
         numbers = [*totals, *(measured[0] if self._engine_measures else ())]
         return [number if math.isfinite(number) else float("nan") for number in numbers]
 
     def restore_loss_sums(self, numbers: list[float]) -> None:
-        """Takes up what `gather_loss_sums` gave; the sums of all ranks are kept on the first."""
+        """Restore the sums that `gather_loss_sums` returned; the first rank keeps the sums of all ranks."""
         if dist.get_rank() != 0:
             return
         values = torch.tensor(numbers, dtype=torch.float64, device=self._totals.device)
@@ -362,7 +361,7 @@ class LossTap:
 
     @contextmanager
     def isolate_sums(self) -> Iterator[None]:
-        """Sums from zero inside; what was summed before comes back afterwards."""
+        """Sum from zero inside the context, and restore the earlier sums after it."""
         before, measured = self._totals.clone(), [sums.values for sums in self._measures]
         self._clear()
         try:
@@ -406,7 +405,7 @@ class LossTap:
         self._labels, self._mtp_sums = keywords["labels"], []
 
     def _compute_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """`labels` [b, s] and `logits` [s, b, vocabulary / tp] -> the loss of each token [b, s]."""
+        """Return the loss of each token [b, s], from `labels` [b, s] and `logits` [s, b, vocabulary / tp]."""
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
         self._mask_padded_vocabulary(logits)
@@ -429,11 +428,11 @@ class LossTap:
         return loss.detach()
 
     def _mask_unknown_labels(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The labels, 0 for what is no token; and 1 for each, or not a number where it would have a loss.
+        """Return the labels, with 0 where one is not a token, and a factor for each loss.
 
-        The same for all of a micro-batch with an id that is no token. Without it such a label is scored as
-        another token, and such an id is nothing at all where ranks share the vocabulary. Nothing is read back
-        from the device.
+        The factor is 1, or NaN where an unknown label would have a loss, or for the whole micro-batch where
+        an id is not a token. Without the factor such a label is scored as another token, and such an id is
+        embedded as nothing where ranks share the vocabulary. Nothing is read back from the device.
         """
         assert self._micro_batch is not None
         known, ids_known = self._is_token(labels), self._is_token(self._micro_batch.ids)
@@ -441,13 +440,13 @@ class LossTap:
         return labels.where(known, 0), torch.where(made_up, float("nan"), 1.0)
 
     def _is_token(self, ids: Tensor) -> Tensor:
-        """Which of them are tokens."""
+        """Return a mask of the ids that are tokens."""
         return (ids >= 0) & (ids < self._vocabulary)
 
     def _mask_padded_vocabulary(self, logits: Tensor) -> None:
-        """Takes the padding rows of the vocabulary out of every softmax, in place.
+        """Take the padding rows of the vocabulary out of every softmax, in place.
 
-        Unseen by autograd, which would copy the gradient for it: that of a logit without share is 0 already.
+        Autograd does not see it, as it would copy the gradient: that of a logit without a share is 0 already.
         """
         width = logits.shape[-1]
         real = self._vocabulary - width * self._tp_group.rank()

@@ -62,9 +62,9 @@ class MicroBatch:
         return torch.stack([self.learned_tokens.float(), *(mask.sum() for mask in masks)])
 
     def unshard(self, shards: Tensor) -> Tensor:
-        """A tensor in the order that the micro-batch was made from, unpadded: [t, ...] or [b, s, ...].
+        """Return a tensor in the order that the micro-batch was made from, unpadded: [t, ...] or [b, s, ...].
 
-        `shards` are those of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
+        `shards` are the parts of all context-parallel ranks, one after the other: [cp * b, s / cp, ...].
         """
         return self.packing.unpack(shards).unflatten(0, self.input_shape)
 
@@ -82,10 +82,10 @@ def from_rows(
     extra_tensors: Mapping[str, Tensor] | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """A micro-batch of rows of equal length: `ids`, `labels`, the 0/1 mask and `extra_tensors` are [b, s].
+    """Return a micro-batch of rows of equal length.
 
-    `temperatures` [b] are one for each row. Rows that the ranks cannot share out evenly are padded. `images`
-    are those of the rows one after the other.
+    `ids`, `labels`, the 0/1 mask and `extra_tensors` are [b, s]; `temperatures` [b] has one for each row.
+    Rows that the ranks cannot share evenly are padded. `images` are those of the rows, one after the other.
     """
     rows, length = ids.shape
     alignment = Alignment("bshd", cp=cp)
@@ -116,9 +116,10 @@ def from_packing(
     extra_tensors: Mapping[str, Tensor] | None = None,
     images: ImageInputs | None = None,
 ) -> MicroBatch:
-    """A packed micro-batch; `ids`, `labels`, the 0/1 `mask` and `extra_tensors` are concatenated [t, ...].
+    """Return a packed micro-batch.
 
-    `temperatures` [b] are one for each sequence. In the layout bshd it is rows of one padded length.
+    `ids`, `labels`, the 0/1 `mask` and `extra_tensors` are concatenated [t, ...]; `temperatures` [b] has one
+    for each sequence. In the layout bshd the micro-batch is rows of one padded length.
     """
     weights, sequences = mask, None
     if mean == "sequence":

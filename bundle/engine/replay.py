@@ -42,14 +42,14 @@ class RouterReplay:
 
     @property
     def routing(self) -> Routing:
-        """What routes of this model are; UsageError if the recipe has no router replay."""
+        """The routing of this model. Raises UsageError if the recipe has no router replay."""
         if self._routing is None:
             raise UsageError("Routes are recorded and replayed only with `model.router_replay: true`.")
         return self._routing
 
     @contextmanager
     def record_routes(self) -> Iterator[list[Routes]]:
-        """A list that gets the routes of each micro-batch that is run inside, in this order."""
+        """Yield a list that gets the routes of each micro-batch that runs inside, in this order."""
         _ = self.routing
         before, self._recorded = self._recorded, []
         try:
@@ -59,7 +59,7 @@ class RouterReplay:
 
     @contextmanager
     def replay_run(self, micro_batches: Sequence[MicroBatch], *, has_backward: bool) -> Iterator[None]:
-        """Around one run of a schedule, which all ranks enter with the same micro-batches."""
+        """Record and replay in one run of a schedule, which all ranks enter with the same micro-batches."""
         if self._recorded is None and all(micro_batch.routes is None for micro_batch in micro_batches):
             yield
             return
@@ -82,7 +82,7 @@ class RouterReplay:
 
     @contextmanager
     def replay_forward(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """Around one forward pass of model chunk number `chunk` of this rank."""
+        """Record and replay in one forward pass of model chunk number `chunk` of this rank."""
         run = self._run
         if run is None:
             yield
@@ -128,11 +128,11 @@ class RouterStages:
 
     @classmethod
     def gather(cls, local_layers: Sequence[int], pp: ParallelGroup, routing: Routing) -> "RouterStages":
-        """The stages of a model, asked of all of them (every rank must call it).
+        """Return the stages of a model, gathered from all of them (every rank must call it).
 
         `local_layers`: this rank's layers.
 
-        Raises JobFailed if they are not together the layers of `routing`, each once.
+        Raises JobFailed unless together they are the layers of `routing`, each once.
         """
         stage_layers: list[tuple[int, ...]] = [()] * pp.size
         dist.all_gather_object(stage_layers, tuple(local_layers), group=pp.group)
@@ -149,7 +149,7 @@ class RouterStages:
         return max(map(len, self.layers))
 
     def find_columns(self, layers: Sequence[int]) -> list[int]:
-        """Where layers are found when all stages' stacks, filled up to `max_layers`, follow each other."""
+        """Return each layer's column in the concatenated stacks of all stages, padded to `max_layers`."""
         columns_by_layer = {
             layer: stage * self.max_layers + slot
             for stage, stage_layers in enumerate(self.layers)
@@ -166,11 +166,11 @@ def collect_routes(
     groups: Groups,
     tp: ParallelGroup | None,
 ) -> list[Routes]:
-    """The routes of each micro-batch, whole and unpadded, the same on every rank of a model replica.
+    """Return the routes of each micro-batch, whole and unpadded, the same on every rank of a model replica.
 
     `local_choices` are this rank's choices [t, L of this stage, k] for each micro-batch. `tp` is the tensor
-    parallel axis under sequence parallelism, where its ranks hold different tokens. One collective for each
-    axis, whatever the number of layers and micro-batches.
+    parallel axis under sequence parallelism, where its ranks hold different tokens. It takes one collective
+    for each axis, for any number of layers and micro-batches.
     """
     sizes = [len(part) for part in local_choices]
     stack = torch.cat(list(local_choices))
@@ -190,7 +190,7 @@ def collect_routes(
 
 
 def _gather_ranks(x: Tensor, axis: ParallelGroup | None) -> Tensor:
-    """[ranks, ...] from each rank's [...]."""
+    """Return [ranks, ...] from each rank's [...]."""
     if axis is None or axis.size == 1:
         return x[None]
     gathered = x.new_empty(axis.size * len(x), *x.shape[1:])  # gloo takes no other shape

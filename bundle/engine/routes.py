@@ -20,7 +20,7 @@ _DTYPES = (torch.uint8, torch.int16, torch.int32)
 
 
 def choose_dtype(experts: int) -> torch.dtype:
-    """The narrowest integer type that can name each of `experts` experts."""
+    """Return the narrowest integer type that can name each of `experts` experts."""
     return next(dtype for dtype in _DTYPES if experts - 1 <= torch.iinfo(dtype).max)
 
 
@@ -38,14 +38,17 @@ class Routes:
     free_mask: Tensor | None = None
 
     def split_sequences(self, packing: Packing) -> tuple["Routes", ...]:
-        """The routes of each sequence of a micro-batch; views."""
+        """Return the routes of each sequence of a micro-batch, as views."""
         experts = packing.split(self.experts)
         free = [None] * len(experts) if self.free_mask is None else packing.split(self.free_mask)
         return tuple(Routes(self.layers, e, f) for e, f in zip(experts, free, strict=True))
 
 
 def join_routes(parts: Sequence[Routes]) -> Routes:
-    """The routes of sequences that follow each other in one micro-batch; all of the same layers."""
+    """Return the routes of sequences that follow each other in one micro-batch; all have the same layers.
+
+    Raises JobFailed for routes of different layers.
+    """
     layers = {part.layers for part in parts}
     if len(layers) != 1:
         raise JobFailed(f"Routes of different layers cannot be joined: {sorted(layers)}.")
@@ -75,7 +78,7 @@ class Routing:
 
     @classmethod
     def from_architecture(cls, architecture: Architecture) -> "Routing":
-        """The routing of a model with experts."""
+        """Return the routing of a model with experts."""
         moe = architecture.moe
         assert moe is not None, "a recipe with router replay has experts"
         layers = tuple(layer for layer, has_experts in enumerate(moe.layer_pattern) if has_experts)
@@ -89,10 +92,11 @@ class Routing:
     def build_routes(
         self, experts: Tensor, layers: Sequence[int], *, free_mask: Tensor | None = None
     ) -> Routes:
-        """Routes from outside, such as a rollout's, checked: [tokens, L, k] of exactly this model's layers.
+        """Return checked routes from outside (a rollout): [tokens, L, k] of exactly this model's layers.
 
-        `layers` names the layer of each of the L, counted from 0, in any order. What stands in free rows is
-        ignored. Raises JobFailed with everything that is wrong. Reads the values: give tensors of the host.
+        `layers` names the layer of each of the L, counted from 0, in any order. Values in free rows are
+        ignored. Raises JobFailed with everything that is wrong. It reads the values, so pass tensors on the
+        host.
         """
         violations = [*self._check_layers(layers), *self._check_form(experts, len(layers), free_mask)]
         if not violations:
@@ -105,7 +109,7 @@ class Routing:
         return Routes(self.layers, experts[:, columns].to(self.dtype), free_mask)
 
     def find_misfits(self, routes: Routes, tokens: int) -> list[str]:
-        """Why routes are not of this model, or not of a micro-batch of `tokens`; reads no values."""
+        """Return why routes do not fit this model or a micro-batch of `tokens`, without reading values."""
         shape = [tokens, len(self.layers), self.topk]
         problems = []
         if routes.layers != self.layers:
@@ -168,10 +172,10 @@ class Routing:
 def build_forced_routes(
     routes: Routes | None, packing: Packing, routing: Routing, layers: Sequence[int], *, part: int, parts: int
 ) -> ForcedRoutes | None:
-    """What the routers of these layers must choose on this rank; None: nothing.
+    """Return the experts that the routers of these layers must choose on this rank; None: none.
 
-    Without routes only padding rows are, so that recording computes what replaying will. `part` of `parts`:
-    the tensor rank under sequence parallelism.
+    Without routes only padding rows are forced, so that recording computes what replay will compute. `part`
+    of `parts` is the tensor rank under sequence parallelism.
     """
     padded = packing.padding.total > packing.padding.tokens
     if not layers or (routes is None and not padded):
@@ -194,12 +198,12 @@ def build_forced_routes(
 
 
 def to_router_rows(x: Tensor, part: int, parts: int) -> Tensor:
-    """[b, s/cp, ...] of this rank -> [t, ...] as its router sees it; `part` of `parts`: the tensor rank."""
+    """Return [b, s/cp, ...] as this rank's router sees it, [t, ...]; `part` of `parts`: the tensor rank."""
     return x.transpose(0, 1).flatten(0, 1).chunk(parts)[part]
 
 
 def from_router_rows(x: Tensor, packing: Packing) -> Tensor:
-    """The concatenated [tokens, ...] of what all ranks' routers saw: [cp, tp, t, ...], tp 1 without SP."""
+    """Return the concatenated [tokens, ...] of all ranks' router rows [cp, tp, t, ...]; tp 1 without SP."""
     rows, columns = packing.shape
     cp = packing.alignment.cp
     by_position = x.reshape(cp, columns, rows, *x.shape[3:])
@@ -207,7 +211,7 @@ def from_router_rows(x: Tensor, packing: Packing) -> Tensor:
 
 
 def _assign_padding_experts(valid: Tensor, routing: Routing) -> Tensor:
-    """Experts [b, s/cp, k] for padding rows, no expert getting two rows more than another."""
+    """Return experts [b, s/cp, k] for padding rows; the counts of two experts differ by one row at most."""
     place = (~valid).flatten().cumsum(0).view(valid.shape) - 1
     choice = torch.arange(routing.topk, device=valid.device)
     return ((place[..., None] * routing.topk + choice) % routing.experts).to(routing.dtype)

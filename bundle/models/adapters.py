@@ -41,7 +41,7 @@ class Adapters(torch.nn.Module):
         self._by_weight: dict[str, tuple[Adapter, int]] = {}
 
     def add(self, layer: torch.nn.Module, weights: Sequence[tuple[NamedTensor, tensors.Tensor]]) -> None:
-        """Puts a new adapter beside the layer that these are the weights of, where one is a target."""
+        """Add a new adapter beside the layer that has these weights, where one of them is a target."""
         lora = self._lora
         pairs = [adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) for _, tensor in weights]
         if not any(pairs):
@@ -78,13 +78,13 @@ class Adapters(torch.nn.Module):
         }
 
     def _build_pair(self, pair: adapters.Pair, template: Tensor, sequence_parallel: bool) -> LowRankPair:
-        """New A and B of this rank, of a weight's dtype and on its device, as megatron wants them marked."""
+        """Return new A and B of this rank, of a weight's dtype and on its device, with megatron's marks."""
         a, b = (_build_matrix(matrix, template, self._groups, sequence_parallel) for matrix in pair)
         self.matrices += [a, b]
         return LowRankPair(a.parameter, b.parameter)
 
     def merge_adapter(self, weight: NamedTensor) -> NamedTensor:
-        """This rank's part of a weight with what its adapter adds; the weight itself where it has none."""
+        """Return a weight's part on this rank plus its adapter's delta; the weight itself if it has none."""
         if weight.name not in self._by_weight:
             return weight
         adapter, number = self._by_weight[weight.name]
@@ -97,7 +97,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Every matrix with its place in the whole, as megatron's checkpoints ask for it."""
+        """Return every matrix with its position in the whole tensor, as megatron's checkpoints need it."""
         groups = self._groups
         names = {parameter: name for name, parameter in self.named_parameters()}
         sharded = {}
@@ -115,14 +115,14 @@ class Adapters(torch.nn.Module):
 
 
 def find_adapters(chunk: torch.nn.Module) -> Adapters | None:
-    """The adapters of a bare GPTModel chunk; None where its weights themselves are trained."""
+    """Return the adapters of a bare GPTModel chunk; None where the weights themselves are trained."""
     chunk_adapters: Adapters | None = getattr(chunk, naming.ADAPTERS, None)
     return chunk_adapters
 
 
 @contextmanager
 def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """The chunks compute inside as if they had no adapters."""
+    """Let the chunks compute as if they had no adapters inside the context."""
     attached = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]
     for adapter in attached:
         adapter.is_disabled = True
@@ -134,21 +134,21 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def merge_adapters(weight: NamedTensor, chunks: Sequence[torch.nn.Module]) -> NamedTensor:
-    """This rank's part of a weight of these chunks with what its adapter adds; that is a new tensor."""
+    """Return this rank's part of a weight of these chunks plus its adapter's delta, not in place."""
     for chunk_adapters in filter(None, map(find_adapters, chunks)):
         weight = chunk_adapters.merge_adapter(weight)
     return weight
 
 
 def select_checkpoint_module(chunk: torch.nn.Module) -> torch.nn.Module:
-    """What a checkpoint holds of a chunk: its adapters alone where it has some."""
+    """Return the module of a chunk that a checkpoint holds: its adapters alone where it has some."""
     return find_adapters(chunk) or chunk
 
 
 def add_adapters(
     chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora: LoRA
 ) -> list[NamedTensor]:
-    """Freezes the chunks and puts new adapters beside their linear layers; returns every A and B."""
+    """Freeze the chunks and add new adapters beside their linear layers; return every A and B."""
     table = {tensor.name: tensor for tensor in Tensors(recipe.architecture, groups.tp.size)}
     matrices: list[NamedTensor] = []
     for chunk in chunks:
@@ -175,7 +175,7 @@ def add_adapters(
 
 
 def shard_rule(rule: ConversionRule, shard: Shard | None) -> ConversionRule:
-    """How a rank's part of published weights makes its part of ours."""
+    """Return the rule by which a rank's parts of published weights make its part of ours."""
     if shard is None or shard.dim != rule.dim:
         return rule
     if rule.repeats > 1:
@@ -184,7 +184,7 @@ def shard_rule(rule: ConversionRule, shard: Shard | None) -> ConversionRule:
 
 
 def initialize_matrices(matrices: Sequence[NamedTensor], seed: int) -> None:
-    """Fills new adapters as PEFT begins them: B zero, A uniform; from (seed, name), alike in every layout."""
+    """Fill new adapters as PEFT does: B zero, A uniform. Values depend on (seed, name), not on the layout."""
     with torch.no_grad():
         for named in matrices:
             if named.name.endswith(".lora_B.weight"):
@@ -197,8 +197,9 @@ def initialize_matrices(matrices: Sequence[NamedTensor], seed: int) -> None:
 
 
 def allocate_shard(matrix: Matrix, rank: int, size: int, template: Tensor) -> NamedTensor:
-    """Room for the part of a matrix that `rank` of `size` has, of the dtype and on the device of
-    `template`.
+    """Return an empty tensor for the part of a matrix that `rank` of `size` holds.
+
+    It has the dtype and the device of `template`.
     """
     shard, shape = None, list(matrix.shape)
     if matrix.cut is not None and size > 1:
@@ -223,7 +224,7 @@ def _build_matrix(matrix: Matrix, template: Tensor, groups: Groups, sequence_par
 
 
 def list_matrices(chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """A and B of all adapters of these chunks."""
+    """Yield A and B of all adapters of these chunks."""
     for chunk in chunks:
         chunk_adapters = find_adapters(chunk)
         yield from chunk_adapters.matrices if chunk_adapters else ()

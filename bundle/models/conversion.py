@@ -47,7 +47,7 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
     def read(self, name: str) -> Tensor:
-        """All of a tensor; numbers in FP8 are multiplied by their scales."""
+        """Return the whole tensor; numbers in FP8 are multiplied by their scales."""
         ...
 
 
@@ -91,7 +91,7 @@ class PublishedTensors:
     """A torch_dist checkpoint under the published names of its model."""
 
     def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors) -> None:
-        """Raises UsageError with every tensor that the checkpoint lacks or has in another shape."""
+        """Raise UsageError with every tensor that the checkpoint lacks or has in another shape."""
         self._checkpoint = checkpoint
         self._places = find_places(checkpoint, table)
         self._tensors_by_name: dict[str, list[tensors.Tensor]] = {}  # more than one: the entries of a stack
@@ -116,15 +116,15 @@ class PublishedTensors:
         return torch.stack(values) if self._tensors_by_name[name][0].stack else values[0]
 
     def read_tensor(self, tensor: tensors.Tensor) -> Tensor:
-        """A tensor of the table."""
+        """Return a tensor of the table."""
         place = self._places[tensor.name]
         return self._checkpoint.read(place.key, place.entry)
 
 
 def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, CheckpointLocation]:
-    """Where a checkpoint has each tensor that is published.
+    """Return the location of each published tensor in a checkpoint.
 
-    Raises UsageError with every one that it lacks or has in another shape.
+    Raises UsageError with every tensor that the checkpoint lacks or has in another shape.
     """
     _refuse_delta_nets(table)
     places_by_name, violations = {}, []
@@ -148,7 +148,10 @@ def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, Ch
 
 
 def find_dtype(weights: PretrainedWeights, tensor: tensors.Tensor) -> torch.dtype:
-    """What holds all of a tensor's published numbers; for FP8 and MXFP4 bf16, in which such models train."""
+    """Return the dtype that holds all of a tensor's published numbers.
+
+    For FP8 and MXFP4 it is bf16, in which such models train.
+    """
     kinds = [weights.entries[name].dtype for name in tensor.published_names]
     dtypes = [torch.bfloat16 if kind in (FP8, MXFP4) else DTYPES[kind] for kind in kinds]
     dtype = dtypes[0]
@@ -182,7 +185,10 @@ class TensorDifference:
 
 
 def find_differences(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
-    """Every tensor that is not in both alike: shape, kind of numbers, values. NaN equals NaN."""
+    """Yield every tensor that differs in shape, kind of numbers or values, or is in one source only.
+
+    NaN equals NaN.
+    """
     for name in dict.fromkeys((*first.tensors, *second.tensors)):
         if name not in second.tensors:
             yield TensorDifference(name, "only in the first")
@@ -206,7 +212,7 @@ def _compare_tensor(name: str, first: TensorSource, second: TensorSource) -> Ite
 
 
 def _measure_difference(first: Tensor, second: Tensor) -> tuple[float, float]:
-    """(largest absolute difference, the same divided by the first's largest magnitude)."""
+    """Return the largest absolute difference, and that divided by the first's largest magnitude."""
     largest = magnitude = 0.0
     for a, b in zip(first.flatten().split(_CHUNK_VALUES), second.flatten().split(_CHUNK_VALUES), strict=True):
         one, other = a.double(), b.double()
@@ -229,12 +235,12 @@ def to_hugging_face(
     numbers: WeightFormat,
     base: AdapterBaseModel | None = None,
 ) -> None:
-    """Writes a directory that transformers opens, in the place of one that has that name.
+    """Write a directory that transformers opens, and replace the one that has that name.
 
-    `base`: what the checkpoint's adapters are merged into; None: it holds all weights. Raises UsageError,
-    before anything is written, for a checkpoint that does not hold all that is published; JobFailed where it
-    cannot be read or the files cannot be written. What had the name before is there until the new one is
-    whole.
+    `base`: the model that the checkpoint's adapters are merged into; None: the checkpoint holds all weights.
+    Raises UsageError, before anything is written, for a checkpoint that lacks published tensors; JobFailed
+    where it cannot be read or the files cannot be written. The previous directory stays until the new one is
+    complete.
     """
     table = Tensors(model.architecture, written_copies=find_copies(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
@@ -256,11 +262,11 @@ def to_hugging_face(
 
 
 def to_torch_dist(weights: PretrainedWeights, table: Tensors, directory: Path) -> None:
-    """Writes a directory that Megatron-LM's `--load` takes, in the place of one that has that name.
+    """Write a directory that Megatron-LM's `--load` takes, and replace the one that has that name.
 
-    `weights` must have been held against the table. Layers for MTP that are not published are not written.
-    Raises UsageError for models with gated delta nets and for values that are not finite, JobFailed; what had
-    the name before is there until the new one is whole.
+    `weights` must have been compared with the table. Layers for MTP that are not published are not written.
+    Raises UsageError for models with gated delta nets and for values that are not finite, and JobFailed. The
+    previous directory stays until the new one is complete.
     """
     _refuse_delta_nets(table)
     refuse_unequal_copies(weights, table.map_copies())
@@ -293,7 +299,7 @@ def to_torch_dist(weights: PretrainedWeights, table: Tensors, directory: Path) -
 
 
 def _refuse_delta_nets(table: Tensors) -> None:
-    """Raises UsageError for a model whose tensors megatron's checkpoints have in parts of other names."""
+    """Raise UsageError for a model whose tensors megatron's checkpoints hold in parts of other names."""
     if table.architecture.delta_net is not None:
         raise UsageError(
             f"{table.architecture.model_type}: gated delta nets are neither read from nor written as"
@@ -302,7 +308,7 @@ def _refuse_delta_nets(table: Tensors) -> None:
 
 
 def find_newest(directory: Path) -> Path:
-    """The torch_dist directory that is `directory`, or the one that Megatron-LM's --load would take from it.
+    """Return `directory` if it is a torch_dist directory, else the one in it that Megatron-LM's --load takes.
 
     Raises UsageError where that cannot be known.
     """

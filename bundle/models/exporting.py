@@ -42,7 +42,7 @@ def write(
     table: Tensors,
     numbers: WeightFormat,
 ) -> dict[str, list[OutputTensor]]:
-    """Writes the safetensors of all that is published, adapters merged; returns what is in each.
+    """Write the safetensors of all that is published, adapters merged; return the tensors in each file.
 
     All ranks call it; the chunks stay as they are. Raises JobFailed on all ranks where one cannot write.
     """
@@ -71,11 +71,11 @@ def export(
     groups: Groups,
     eos_token_ids: Iterable[int] = (),
 ) -> None:
-    """Writes a directory that transformers opens, in the place of one that has that name. All ranks call it.
+    """Write a directory that transformers opens, and replace the one that has that name. All ranks call it.
 
-    What it generates ends with the tokens `eos_token_ids` too, beside those that it was published with.
-    Config, tokenizer and what else belongs to the model come from `model.path` and the recipe's tokenizer.
-    Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
+    Generation ends with the tokens `eos_token_ids` too, beside those of the published model. Config,
+    tokenizer and the model's other files come from `model.path` and the recipe's tokenizer. Raises JobFailed
+    on all ranks. The previous directory stays until the new one is complete.
     """
     model = PublishedModel.from_recipe(recipe)
     copies = run_on_rank_0(lambda: find_copies(directory, model))
@@ -116,9 +116,9 @@ def find_copies(directory: Path, model: PublishedModel) -> list[str]:
 
 
 def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> None:
-    """Writes a directory that PEFT loads, in the place of one that has that name. All ranks call it.
+    """Write a directory that PEFT loads, and replace the one that has that name. All ranks call it.
 
-    Raises JobFailed on all ranks; what had the name before is there until the new one is whole.
+    Raises JobFailed on all ranks. The previous directory stays until the new one is complete.
     """
     lora, rank = recipe.model.lora, dist.get_rank()
     assert lora is not None
@@ -157,5 +157,5 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
 
 
 def _list_published_module_names(names: Iterable[str], *, is_expert: bool) -> set[str]:
-    """The last parts of the names of the modules that these matrices are beside."""
+    """Return the last parts of the names of the modules that have these matrices."""
     return {name.rsplit(".", 3)[1] for name in names if tensors.is_expert(name) is is_expert}

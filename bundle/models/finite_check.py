@@ -34,7 +34,7 @@ class FiniteCheck:
         self._damaged: dict[str, None] = {}
 
     def add(self, name: str, stored: Tensor) -> None:
-        """Look at a part of a stored tensor."""
+        """Check a part of a stored tensor."""
         if name not in self._damaged and not is_finite(stored):
             self._damaged[name] = None
 
@@ -64,7 +64,7 @@ class FiniteCheck:
 
 
 def is_finite(stored: Tensor) -> bool:
-    """Whether all numbers are finite; those of uint8 are scales of MXFP4."""
+    """Return whether all numbers are finite; those of uint8 are scales of MXFP4."""
     if stored.dtype is torch.uint8:
         return not bool((stored > _LARGEST_SCALE).any())
     signed, unsigned, begin = _BITS[stored.dtype]
@@ -93,7 +93,7 @@ def refuse_nonfinite_weights(weights: PretrainedWeights) -> None:
 
 
 def _read_stored(weights: PretrainedWeights, name: str, files: MappedFiles) -> Tensor:
-    """A tensor as its file has it."""
+    """Return a tensor as its file has it."""
     entry = weights.entries[name]
     kind = DTYPES.get(entry.dtype, torch.uint8)
     return files.read_bytes(name, entry).view(kind).view(entry.as_stored.shape)

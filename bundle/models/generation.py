@@ -46,10 +46,10 @@ def generate_answers(
     sampling: GenerationOptions,
     show: Callable[[int], None] = lambda token: None,
 ) -> Iterator[list[int]]:
-    """The ids that follow each prompt in the model of a Hugging Face directory, one prompt after the other.
+    """Yield the ids that the model of a Hugging Face directory generates after each prompt, in their order.
 
-    An answer ends with one of `eos_token_ids`, with what the directory's generation config ends it with, or
-    is cut at `max_tokens`. Nothing else of that config counts. MTP layers take no part. Calls `show`
+    An answer ends with one of `eos_token_ids`, with an end token of the directory's generation config, or
+    at `max_tokens`. The rest of that config has no effect. MTP layers are not used. Calls `show`
     with each token. Raises EnvironmentUnfit without transformers, UsageError for a directory that it does not
     open whole.
     """
@@ -84,7 +84,7 @@ def generate_answers(
 
 
 def _build_visual_inputs(model: Any, ids: Tensor, visual_inputs: VisualInputs | None) -> dict[str, Tensor]:
-    """What is shown with token ids [1, t], in the words of transformers' model, as far as it knows them."""
+    """Return the images and videos of token ids [1, t] as arguments that transformers' model accepts."""
     if visual_inputs is None:
         return {}
     kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()

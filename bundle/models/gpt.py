@@ -29,9 +29,9 @@ _RESIDUAL_SUFFIXES = (".linear_proj.weight", ".linear_fc2.weight", ".out_proj.we
 def build_chunks(
     recipe: Recipe, config: Any, runtime: Runtime, groups: Groups, weights: PretrainedWeights | None = None
 ) -> list[torch.nn.Module]:
-    """The model chunks of this rank (one without interleaving), filled with `weights`.
+    """Return the model chunks of this rank (one without interleaving), filled with `weights`.
 
-    What these do not hold (MTP layers beyond the published ones; None: everything) comes from the seed.
+    The seed fills parameters that the weights lack: MTP layers beyond the published ones, or with None all.
     """
     architecture = recipe.architecture
     chunks = []
@@ -75,10 +75,10 @@ def build_chunks(
 def initialize(
     parameters: Iterable[NamedTensor], *, seed: int, std: float, num_layers: int, centered: bool = False
 ) -> None:
-    """Overwrites each parameter in place: ones for norms, zeros for biases, normal draws for matrices.
+    """Overwrite each parameter in place: ones for norms, zeros for biases, normal draws for matrices.
 
     `std` is that of the matrices; residual projections get std / sqrt(2 * num_layers). `centered`: norms
-    multiply by 1 + weight. Of gated delta nets decays are drawn as transformers draws them, from 0.01 to 16.
+    multiply by 1 + weight. Decays of gated delta nets are drawn as transformers draws them, from 0.01 to 16.
     """
     with torch.no_grad():
         for item in parameters:
@@ -86,7 +86,7 @@ def initialize(
 
 
 def _draw_values(item: NamedTensor, seed: int, std: float, num_layers: int, centered: bool) -> torch.Tensor:
-    """The local values of one parameter, float32, on the CPU (so that every device gets the same)."""
+    """Return the local values of one parameter: float32, on the CPU, so the same for every device."""
     if item.name.endswith(".A_log"):
         drawn = torch.rand(item.compute_full_shape(), generator=item.make_generator(seed))
         return item.extract_shard((0.01 + 15.99 * drawn).log())

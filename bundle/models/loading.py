@@ -48,7 +48,7 @@ class TensorRead:
 def load(
     chunks: Sequence[torch.nn.Module], groups: Groups, weights: PretrainedWeights, table: Tensors
 ) -> list[NamedTensor]:
-    """Overwrites all that `table` says is published; returns what is not. All ranks call it.
+    """Overwrite all tensors that `table` marks as published; return the others. All ranks call it.
 
     Raises UsageError for copies that differ from their original and for values that are not finite, JobFailed
     for files that cannot be read.
@@ -71,7 +71,7 @@ def load(
 
 
 def load_adapters(matrices: Sequence[NamedTensor], recipe: Recipe) -> None:
-    """Overwrites all of these A and B that the recipe's adapter holds, as PEFT writes it. All ranks call it.
+    """Overwrite those of these A and B that the recipe's adapter (in PEFT's format) holds. All ranks call it.
 
     Raises UsageError for an adapter of another model, or with values that are not finite, JobFailed for a
     file that cannot be read.
@@ -103,9 +103,9 @@ def read_whole_tensor(
     files: MappedFiles,
     check: FiniteCheck,
 ) -> Tensor:
-    """A tensor of the table, not to be written to: where the file has it as it is, that memory.
+    """Return a tensor of the table, not to be written to; the file's mapped memory where it fits as it is.
 
-    `check` looks at what is read of it. Raises JobFailed for files that cannot be read.
+    `check` checks every part that is read. Raises JobFailed for files that cannot be read.
     """
     if tensor.rule.kind in ("copy", "vocabulary") and tensor.stack is None:
         (name,) = tensor.published_names
@@ -120,9 +120,9 @@ def read_whole_tensor(
 
 
 def read_published(weights: PretrainedWeights, name: str, files: MappedFiles) -> Tensor:
-    """A published tensor, not to be written to, in the kind of numbers that it is stored in.
+    """Return a published tensor, not to be written to, in the kind of numbers that it is stored in.
 
-    In fp32 where that is FP8, and in bf16 where it is MXFP4.
+    FP8 becomes fp32, and MXFP4 becomes bf16.
     """
     entry = weights.entries[name]
     if entry.dtype not in (FP8, MXFP4):
@@ -141,7 +141,7 @@ def read_published(weights: PretrainedWeights, name: str, files: MappedFiles) ->
 def _plan_reads(
     weights: PretrainedWeights, named: NamedTensor, tensor: tensors.Tensor
 ) -> Iterator[TensorRead]:
-    """What makes this rank's part of a tensor; padding is filled at once."""
+    """Yield the reads that make this rank's part of a tensor; fill padding at once."""
     if tuple(named.compute_full_shape()) != tensor.shape:
         raise JobFailed(
             f"{named.name} is {named.compute_full_shape()} in megatron-core, the table has"
@@ -181,7 +181,7 @@ def _plan_reads(
 def _find_local_ranges(
     shard: Shard | None, shape: tuple[int, ...], dim: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(start, stop) of the ranges of the whole that this rank holds, and where each begins in its part."""
+    """Yield (start, stop, local start) of each range of the whole that this rank holds."""
     if shard is None:
         yield 0, shape[dim], 0
         return
@@ -194,7 +194,7 @@ def _find_local_ranges(
 
 
 def _read_and_check(weights: PretrainedWeights, reads: Iterable[TensorRead]) -> None:
-    """Raises UsageError, when all is read, where values are not finite."""
+    """Read everything, then raise UsageError where values are not finite."""
     check = FiniteCheck(weights)
     _read(weights, reads, MappedFiles(), check)
     check.conclude()
@@ -212,7 +212,7 @@ def _read(
 
 
 def _split_read(read: TensorRead) -> Iterator[TensorRead]:
-    """A read as several, row by row, of which none makes a large copy."""
+    """Split a read into several, row by row, so that none makes a large copy."""
     rows, target = read.target.shape[:1], read.target
     if not rows or target.numel() * target.element_size() <= _CHUNK_BYTES:
         yield read
@@ -229,7 +229,7 @@ def _split_read(read: TensorRead) -> Iterator[TensorRead]:
 def _read_values(
     files: MappedFiles, read: TensorRead, weights: PretrainedWeights, check: FiniteCheck | None
 ) -> Tensor:
-    """The numbers that a part of a tensor means: those of FP8 and MXFP4 are multiplied by their scales."""
+    """Return the numbers of a part of a tensor; those of FP8 and MXFP4 are multiplied by their scales."""
     entry, source = read.entry, read.source
     look = check.add if check else lambda *_: None
     if entry.dtype == MXFP4:

@@ -22,9 +22,9 @@ class MappedFiles:
         self._mapped: dict[Path, tuple[mmap.mmap, dict[str, StoredTensor]]] = {}  # the oldest first
 
     def read_bytes(self, name: str, entry: StoredTensor) -> Tensor:
-        """The stored bytes of a tensor, uint8 [n]; must not be written to.
+        """Return the stored bytes of a tensor, uint8 [n]; must not be written to.
 
-        Raises JobFailed for a file that cannot be read, or that is another one than the entry was read in.
+        Raises JobFailed for a file that cannot be read, or that is not the file whose header had the entry.
         """
         mapped, entries = self._open_file(entry.file)
         if entries.get(name) != entry.as_stored:
@@ -37,7 +37,7 @@ class MappedFiles:
             return torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=entry.start)
 
     def read_tensor(self, name: str, entry: StoredTensor) -> Tensor:
-        """The numbers of a tensor as they are stored, in its shape; must not be written to."""
+        """Return the numbers of a tensor as they are stored, in its shape; must not be written to."""
         stored = self.read_bytes(name, entry).view(DTYPES[entry.dtype]).view(entry.as_stored.shape)
         return stored.mT if entry.is_transposed else stored
 

@@ -36,17 +36,17 @@ class Shard:
     blocks: tuple[int, ...] = (1,)
 
     def extract(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `tensor`, same dtype, not a copy where one block allows it."""
+        """Return this rank's part of `tensor`, same dtype, not a copy where one block allows it."""
         parts = [block.chunk(self.size, self.dim)[self.rank] for block in self._split_blocks(tensor)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor that all ranks' parts are of, in the order of the ranks."""
+        """Return the whole tensor from all ranks' parts, in the order of the ranks."""
         blocks = zip(*map(self._split_blocks, parts), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
     def compute_block_sizes(self, length: int) -> list[int]:
-        """The blocks of a dimension of this length, the whole's or a part's."""
+        """Return the block sizes of a dimension of this length, of the whole tensor or of a part."""
         return [length * share // sum(self.blocks) for share in self.blocks]
 
     def _split_blocks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -65,16 +65,16 @@ class NamedTensor:
     shard: Shard | None
 
     def extract_shard(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank has of the whole tensor."""
+        """Return this rank's part of the whole tensor."""
         return tensor if self.shard is None else self.shard.extract(tensor)
 
     def make_generator(self, seed: int) -> torch.Generator:
-        """What a tensor of this name is drawn from in a run of this seed, the same on every rank."""
+        """Return the generator for a tensor of this name in a run of this seed, the same on every rank."""
         digest = hashlib.sha256(f"{seed}/{self.name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
     def compute_full_shape(self) -> list[int]:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         shape = list(self.parameter.shape)
         if self.shard is not None:
             shape[self.shard.dim] *= self.shard.size
@@ -82,14 +82,14 @@ class NamedTensor:
 
 
 def find_parameters(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
-    """Every parameter of one bare GPTModel chunk; layers count over all stages, experts over all ranks."""
+    """Yield all parameters of a bare GPTModel chunk; layers count over all stages, experts over all ranks."""
     for path, parameter in chunk.named_parameters():
         if not path.startswith(f"{ADAPTERS}."):
             yield _name_tensor(chunk, path, parameter, groups)
 
 
 def find_buffers(chunk: torch.nn.Module, groups: Groups) -> Iterator[NamedTensor]:
-    """What is kept with the parameters and has no gradient: the biases that steer the choice of experts."""
+    """Yield the buffers that are saved with the parameters: the biases that steer the choice of experts."""
     for path, buffer in chunk.named_buffers():
         if tensors.is_buffer(path):
             yield _name_tensor(chunk, path, buffer, groups)
@@ -117,7 +117,7 @@ def _find_global_name(chunk: torch.nn.Module, path: str, groups: Groups) -> str:
 
 
 def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
-    """The name that megatron's own specs have for a parameter of a Transformer Engine module."""
+    """Return the name in megatron's own specs for a parameter of a Transformer Engine module."""
     norm_name = checkpoint_names.find_norm_name(name)
     if norm_name is None:
         raise JobFailed(
@@ -128,7 +128,7 @@ def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
 
 
 def _find_shard(cut: tensors.Cut | None, groups: Groups) -> Shard | None:
-    """By name: Transformer Engine marks what it holds whole as parts, and its experts not at all."""
+    """Return the shard by name: Transformer Engine marks whole tensors as parts, and no experts."""
     if cut is None:
         return None
     axis = groups.tp if cut.axis == "tp" else groups.etp

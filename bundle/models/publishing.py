@@ -28,10 +28,11 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def quantize_blocks(matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """A matrix in FP8 (e4m3), and the number to multiply each block of it by, fp32, as DeepSeek-V3 has them.
+    """Return a matrix in FP8 (e4m3) and the scale of each of its blocks, fp32, as DeepSeek-V3 has them.
 
-    The largest value of a block becomes the largest of FP8. A value is off by at most 1/16 of itself, or by
-    2^-10 of its block's scale where it is smaller than FP8's normal numbers.
+    A block's numbers are multiplied by its scale. The largest value of a block becomes the largest of FP8. A
+    value is off by at most 1/16 of itself, or by 2^-10 of its block's scale where it is smaller than FP8's
+    normal numbers.
     """
     rows, columns = matrix.shape
     down, across = block
@@ -44,7 +45,7 @@ def quantize_blocks(matrix: Tensor, block: tuple[int, int]) -> tuple[Tensor, Ten
 
 
 def dequantize_blocks(part: Tensor, scales: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
-    """The numbers, fp32, of a part that begins at row and column `start` of a matrix with these scales."""
+    """Return the numbers, fp32, of a part that begins at row and column `start` of a matrix with `scales`."""
     for dim, size in enumerate(block):
         numbers = torch.arange(start[dim], start[dim] + part.shape[dim]) // size
         scales = scales.index_select(dim, numbers)
@@ -56,7 +57,7 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers [..., n * 32], bf16, of MXFP4 blocks [..., n, 16] and scales [..., n], both uint8.
+    """Return the numbers [..., n * 32], bf16, of MXFP4 blocks [..., n, 16] and scales [..., n], both uint8.
 
     The lower half of a byte comes first; a scale is the exponent of a power of two, 127 more.
     """
@@ -71,9 +72,9 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, FP
 
 
 def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterator[OutputTensor]:
-    """What is written of a tensor, in order. Biases that steer the choice of experts stay in fp32.
+    """Yield the tensors that are written of a tensor, in order.
 
-    All of a stack is written for its first entry.
+    Biases that steer the choice of experts stay in fp32. The first entry of a stack writes the whole stack.
     """
     for name, shape in () if tensor.stack and tensor.stack.entry else tensor.list_published_shapes():
         if numbers == "fp8" and is_exported_in_fp8(tensor.name):
@@ -86,16 +87,16 @@ def list_stored_tensors(tensor: tensors.Tensor, numbers: WeightFormat) -> Iterat
 
 
 def encode_values(tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> Iterator[Tensor]:
-    """The numbers of all that is `list_stored_tensors` of a tensor; of a stack those of its own entry."""
+    """Yield the numbers of all `list_stored_tensors` of a tensor; an entry of a stack yields its own only."""
     in_fp8 = numbers == "fp8" and is_exported_in_fp8(tensor.name)
     for part in split_into_published(tensor, full_tensor):
         yield from quantize_blocks(part, FP8_BLOCK) if in_fp8 else (part,)
 
 
 def split_into_published(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterator[Tensor]:
-    """The numbers of everything that is written of a tensor: views where nothing is put together.
+    """Yield the numbers of each tensor that is written of a tensor: views where nothing is put together.
 
-    Of a stack its own entry.
+    An entry of a stack yields its own numbers only.
     """
     rule = tensor.rule
     pieces: list[list[tuple[Piece, Tensor]]] = [[] for _ in tensor.published_names]
@@ -114,7 +115,7 @@ def split_into_published(tensor: tensors.Tensor, full_tensor: Tensor) -> Iterato
 
 
 def _join_pieces(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) -> Tensor:
-    """A published tensor, of this size along `dim`, of all its pieces."""
+    """Return a published tensor, of this size along `dim`, from all its pieces."""
     shape = list(pieces[0][1].shape)
     shape[dim] = size
     joined = pieces[0][1].new_empty(shape)
@@ -124,7 +125,7 @@ def _join_pieces(pieces: Sequence[tuple[Piece, Tensor]], dim: int, size: int) ->
 
 
 def plan_files(writers: Iterable[Iterable[OutputTensor]]) -> list[dict[str, list[OutputTensor]]]:
-    """The files of each writer by name, and what is in each, for what each of them writes."""
+    """Return the files of each writer by name, with the tensors in each, from the tensors of each writer."""
     planned = [list(split_into_files(everything)) for everything in writers]
     names = iter(build_file_names(sum(map(len, planned))))
     return [{next(names): share for share in writer_shares} for writer_shares in planned]
@@ -146,7 +147,7 @@ class PublishedWriter:
         self._sync_futures: list[Future[None]] = []
 
     def append(self, tensor: tensors.Tensor, full_tensor: Tensor, numbers: WeightFormat) -> None:
-        """Writes all that is `list_stored_tensors` of the next tensor."""
+        """Write all `list_stored_tensors` of the next tensor."""
         entries = itertools.zip_longest(
             list_stored_tensors(tensor, numbers), encode_values(tensor, full_tensor, numbers)
         )
@@ -155,7 +156,7 @@ class PublishedWriter:
                 self._write_part(entry, part)
 
     def close(self) -> None:
-        """Raises what went wrong on the way, when all is on the disk."""
+        """Finish all files; when they are on the disk, raise the first error of any write."""
         self._finish()
         for synced in self._sync_futures:
             with self._capture_error():

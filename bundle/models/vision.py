@@ -40,7 +40,7 @@ class VisionTower(torch.nn.Module):
         self.to(dtype)
 
     def forward(self, images: ImageInputs) -> tuple[Tensor, Sequence[Tensor]]:
-        """The embeddings [n, h] of all images, one after the other; such of each of the first layers."""
+        """Return the concatenated embeddings [n, h] of all images, and those of each of the first layers."""
         pixels = images.pixels.to(next(self.tower.parameters()).dtype)
         output = self.tower(
             pixels, grid_thw=images.grids, **self._prepare_inputs(images.grids, pixels.device)
@@ -51,7 +51,10 @@ class VisionTower(torch.nn.Module):
         return getattr(output, "pooler_output", output), getattr(output, "deepstack_features", ())
 
     def _prepare_inputs(self, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What follows from sizes alone, counted on the host; transformers before 5 does so by itself."""
+        """Return the inputs that follow from sizes alone, computed on the host.
+
+        Empty for transformers before 5, which computes them by itself.
+        """
         try:
             from transformers import vision_utils
         except ImportError:
@@ -69,7 +72,7 @@ class VisionTower(torch.nn.Module):
         return moved
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VisionTower":
-        """Moves everything and converts parameters alone: transformers leaves frequencies in fp32, too."""
+        """Move everything and convert parameters alone: transformers leaves frequencies in fp32, too."""
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers():
@@ -80,7 +83,7 @@ class VisionTower(torch.nn.Module):
 
 
 def build_decoder_input(model: torch.nn.Module, ids: Tensor, images: ImageInputs | None) -> Tensor | None:
-    """What the first chunk of a model begins with, images in their places; None: it embeds tokens itself."""
+    """Return the input of a model's first chunk, with images in place; None: it embeds tokens itself."""
     vision = getattr(model, "vision", None)
     if vision is None:
         return None
@@ -117,7 +120,7 @@ def _build_tower(architecture: Architecture, vision: Tower, attention: Callable[
 
 
 def _compute_interpolation(vision_utils: Any, tower: Any, grids: Tensor) -> dict[str, Tensor]:
-    """Where a tower looks positions up, and how much each counts, by its arguments' names."""
+    """Return the positions that a tower looks up and their weights, by its arguments' names."""
     try:
         compute = vision_utils.get_vision_interpolation_indices_and_weights
     except AttributeError:  # transformers before 5.17
@@ -135,16 +138,17 @@ def _compute_interpolation(vision_utils: Any, tower: Any, grids: Tensor) -> dict
 
 
 def _register_attention(attention: Callable[..., Tensor]) -> str:
-    """transformers' name of it: layers are given boundaries where "flash" is in that, and else parts.
+    """Register the attention with transformers and return its name.
 
-    Its own way to choose one would look for the kernels of Flash Attention.
+    Layers get boundaries where "flash" is in the name, and parts otherwise. transformers' own choice would
+    look for the kernels of Flash Attention.
     """
     from transformers import AttentionInterface
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **options: Any
     ) -> tuple[Tensor, None]:
-        """[1, t, n, d] of [1, n, t, d] each; boundaries are on the host."""
+        """Return [1, t, n, d] of [1, n, t, d] each; boundaries are on the host."""
         inputs = (x[0].transpose(0, 1) for x in (query, key, value))
         ends = options.get("cu_seq_lens_q")
         boundaries = (0, query.shape[2]) if ends is None else tuple(ends.tolist())
@@ -156,7 +160,7 @@ def _register_attention(attention: Callable[..., Tensor]) -> str:
 
 
 def _import_windowed_tower(vision: Tower) -> tuple[Any, Any]:
-    """transformers' class of a tower, and what makes its config."""
+    """Return transformers' class of a tower, and the function that makes its config."""
     from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configs
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as towers
 
