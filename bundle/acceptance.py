@@ -68,7 +68,7 @@ class AcceptancePart(NamedTuple):
     result: ProbeResult
 
     def build_finding(self, runs_directory: Path) -> Finding:
-        """As people read it; `runs_directory` is where its runs lie."""
+        """Return this part as a finding for people; `runs_directory` holds its runs."""
         result = self.result
         measured = ", ".join(f"{value:.2g} {unit}" for unit, value in result.measured.items())
         summary = "; ".join(
@@ -84,7 +84,7 @@ class AcceptancePart(NamedTuple):
 def run_acceptance(
     hardware: Hardware, findings: Sequence[Finding], directory: Path
 ) -> Iterator[AcceptancePart]:
-    """The parts, each as soon as it is known; an environment that is unfit is the only one.
+    """Yield each part as soon as its result is known; only the environment, where that is unfit.
 
     `findings` are doctor's; `directory` is empty, for runs.
     """
@@ -111,9 +111,10 @@ def run_acceptance(
 def build_document(
     hardware: Hardware, installed_packages: InstalledPackages, parts: Sequence[AcceptancePart]
 ) -> dict[str, Any]:
-    """What the parts came to, as JSON can hold it; `combination` is for docs/compatibility.md.
+    """Return the results of the parts as JSON can hold them; `combination` is for docs/compatibility.md.
 
-    That is None where a part failed. A device that is called emulated is none, and the document says so.
+    `combination` is None where a part failed. The document says so where the device is emulated, and thus not
+    real.
     """
     device = hardware.devices[0] if hardware.devices else None
     name = device.name if device else hardware.backend
@@ -181,7 +182,7 @@ def measure_collectives(backend: str, ranks: int) -> ProbeResult:
 
 
 def _measure_order(order: WorkOrder, backend: str) -> float | str:
-    """What the ranks measured at most, or what went wrong."""
+    """Return the largest gap that the ranks measured, or a description of what went wrong."""
     patch_survey = decide_patches(backend)
     ((_, answers),) = run_orders(
         [order], plan_all_patches(patch_survey), backend=backend, root=patch_survey.core.root
@@ -195,7 +196,7 @@ def _measure_order(order: WorkOrder, backend: str) -> float | str:
 
 
 def _find_worst(gaps: Iterable[float]) -> float:
-    """The largest; what is not a number is worse."""
+    """Return the largest gap; NaN counts as the largest."""
     return max(gaps, key=lambda gap: (gap != gap, gap), default=math.nan)
 
 
@@ -210,7 +211,7 @@ class _DemoTraining:
         self.backend, self.directory = backend, directory
 
     def compare_with_cpu(self, dtype: str, tolerance: float) -> ProbeResult:
-        """The losses of one device beside those of the cpu."""
+        """Compare the losses of one device with those of the cpu."""
         wrong = self._train(_CPU, dtype, "cpu") or self._train(_DEVICE, dtype, self.backend)
         if wrong:
             return ProbeResult(wrong=wrong)
@@ -219,11 +220,11 @@ class _DemoTraining:
         )
 
     def resume_run(self) -> ProbeResult:
-        """The last steps from a checkpoint beside those of the run that wrote it."""
+        """Compare the last steps from a checkpoint with those of the run that wrote it."""
         return self._run_from_checkpoint("resumed", ranks=1, tolerance=RESUME_TOLERANCE)
 
     def split_over_ranks(self, ranks: int) -> ProbeResult:
-        """The same on two devices that share every layer: two of tensor parallelism, with sequences."""
+        """Compare the last steps on two devices (tensor and sequence parallel) with the unbroken run."""
         if ranks < 2:
             return ProbeResult(skipped="takes two devices")
         return self._run_from_checkpoint(
@@ -262,7 +263,7 @@ class _DemoTraining:
         origin: Path | None = None,
         extra_settings: Sequence[str] = (),
     ) -> str:
-        """Trains; returns what went wrong."""
+        """Train; return what went wrong, or an empty string."""
         settings = (
             f"model.dtype={dtype}", "model.config.num_hidden_layers=2", f"train.steps={TRAIN_STEPS}",
             "train.micro_batch_size=2", "train.global_batch_size=4", "train.eval_interval=0",
@@ -280,7 +281,7 @@ class _DemoTraining:
 
 
 def parse_losses(metrics: str) -> Losses:
-    """The losses in the lines of a run's metrics; a step that was validated has two lines."""
+    """Return the losses in the lines of a run's metrics; a step that was validated has two lines."""
     losses_by_step: dict[int, dict[str, float]] = {}
     for line in metrics.splitlines():
         row = json.loads(line)
@@ -291,7 +292,7 @@ def parse_losses(metrics: str) -> Losses:
 
 
 def judge_losses(actual: Losses, expected: Losses, tolerance: float, reference_name: str) -> ProbeResult:
-    """Whether the losses of the same steps are near enough."""
+    """Compare the losses of the same steps, within a relative tolerance."""
     if actual.keys() != expected.keys() or any(
         actual[step].keys() != expected[step].keys() for step in actual
     ):
@@ -309,7 +310,7 @@ def judge_losses(actual: Losses, expected: Losses, tolerance: float, reference_n
 
 
 def _verify_patches(backend: str) -> ProbeResult:
-    """What `patches verify` says."""
+    """Return the result of `patches verify`."""
     code, output, error_text = _run_verb(
         ["patches", "verify", *VERIFIED_PATCHES, "--json", "--backend", backend], {}
     )
@@ -328,7 +329,7 @@ def _verify_patches(backend: str) -> ProbeResult:
 
 
 def _run_verb(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str, str]:
-    """How a verb ended, what it printed, and the last line of its errors."""
+    """Run a verb; return its exit code, its output, and the last lines of its errors."""
     try:
         completed = subprocess.run(
             [sys.executable, "-m", PROGRAM_MODULE, *arguments],

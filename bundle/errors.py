@@ -70,9 +70,9 @@ class Preempted(BundleError):
 
 
 def format_validation_errors(error: "ValidationError") -> list[str]:
-    """What is wrong with a document, "packages.torch: Input should be a valid string", key by key.
+    """Return the violations of a document, such as "packages.torch: Input should be a valid string", by key.
 
-    Keys are somebody else's: of each so much that a line holds it, and no control character.
+    Keys come from others: each is cut to 200 characters and has no control character.
     """
     lines = []
     for violation in error.errors(include_url=False):
@@ -82,13 +82,13 @@ def format_validation_errors(error: "ValidationError") -> list[str]:
 
 
 def format_value(value: object) -> str:
-    """A value as a message quotes it: at most 60 characters."""
+    """Return a value as a message quotes it: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def format_bytes(amount: float | None) -> str:
-    """A number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
+    """Return a number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
     if amount is None:
         return "an unknown size"
     if amount == math.inf:
@@ -100,10 +100,13 @@ def format_bytes(amount: float | None) -> str:
 
 
 def find_nearest(name: str, known: Collection[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:
-    """The known names spelled most like `name`, the likest first; `cutoff` is from 0, all, to 1, equal."""
+    """Return the known names that are spelled most like `name`, the likeliest first.
+
+    `cutoff` is from 0 (all names) to 1 (equal names).
+    """
     return difflib.get_close_matches(name[:100], sorted(known), n=most, cutoff=cutoff)
 
 
 def format_suggestion(names: Sequence[str]) -> str:
-    """The end of a message that names them: "; did you mean a or b?", or nothing."""
+    """Return the end of a message that names them: "; did you mean a or b?", or an empty string."""
     return f"; did you mean {' or '.join(names)}?" if names else ""

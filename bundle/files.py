@@ -21,10 +21,10 @@ DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def read_content(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes.
+    """Return the bytes of a regular file of at most `limit` bytes.
 
-    Raises OSError, whose `strerror` says why there are none: a pipe would keep us waiting, a device may have
-    no end, and neither can be read a second time.
+    Raises OSError, whose `strerror` has the reason. A pipe would block, a device may have no end, and neither
+    can be read a second time.
     """
     try:
         mode = path.stat().st_mode
@@ -42,7 +42,10 @@ def read_content(path: Path, limit: int) -> bytes:
 
 
 def read_json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> dict[str, Any]:
-    """The JSON object in a file of at most `limit` bytes; else UsageError, with what was `expected` there."""
+    """Return the JSON object in a file of at most `limit` bytes.
+
+    Raises UsageError, whose message ends with `expected`, where there is none.
+    """
     try:
         document = json.loads(read_content(path, limit))
     except OSError as error:
@@ -55,12 +58,12 @@ def read_json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> di
 
 
 def to_printable(name: object) -> str:
-    """A name from somebody else's tree as it may be printed: no control character reaches a terminal."""
+    """Return a foreign name in printable form, so that no control character reaches a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file; a name that nobody may look at, or that cannot be, is none."""
+    """Return whether a regular file exists; False for a name that cannot be read or cannot exist."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # not searchable, too long, or with a null character
@@ -68,7 +71,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether there is a directory; a name that nobody may look at, or that cannot be, is none."""
+    """Return whether a directory exists; False for a name that cannot be read or cannot exist."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -76,13 +79,13 @@ def is_directory(path: Path) -> bool:
 
 
 def read_text(path: Path, limit: int = 4 << 20) -> str | None:
-    """The file's text (bad bytes replaced); None when it is no regular file, too big or unreadable."""
+    """Return the file's text (bad bytes replaced); None for no regular file, one too big, or unreadable."""
     data = read_bytes(path, limit)
     return None if data is None else data.decode("utf-8", errors="replace")
 
 
 def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
-    """The file's bytes; None when it is no regular file (a pipe would wait), too big or unreadable."""
+    """Return the file's bytes; None for no regular file (a pipe would wait), one too big, or unreadable."""
     try:
         return read_content(path, limit)
     except OSError:
@@ -90,7 +93,7 @@ def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`; what was there stays until the new file is on the disk."""
+    """Replace `path` by a file with `text`; the old file stays until the new one is on the disk."""
     # Threads, and processes of other machines and containers, may write the same path now.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -107,12 +110,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces `path` by `value` as JSON, in which every float reads back as the same number."""
+    """Replace `path` by `value` as JSON, in which every float reads back as the same number."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def digest_json(value: object) -> str:
-    """16 hexadecimal digits over a value's JSON, whatever the order of its keys: two who have it agree."""
+    """Return 16 hexadecimal digits of the digest of a value's JSON, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -136,12 +139,12 @@ class _PiecewiseFile(io.FileIO):
 
 
 def open_writer(path: Path) -> io.BufferedWriter:
-    """The file, empty, for large writes. Raises OSError."""
+    """Open an empty file for large writes. Raises OSError."""
     return io.BufferedWriter(_PiecewiseFile(path, "wb"))
 
 
 def sync_directory(directory: Path) -> None:
-    """Puts the names in a directory on the disk: without it a rename may be lost with the power."""
+    """Flush the names in a directory to the disk: without it a power failure may undo a rename."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -151,7 +154,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def convert_write_errors(path: Path) -> Iterator[None]:
-    """Raises JobFailed, in one message, for what keeps `path` from being written in the block."""
+    """Raise JobFailed, with one message, for an error in the block that keeps `path` from being written."""
     try:
         yield
     except OSError as error:
@@ -159,7 +162,7 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 
 def build_write_error(path: Path, error: BaseException) -> JobFailed:
-    """The error to raise when `path` could not be written."""
+    """Return the error to raise when `path` could not be written."""
     if is_disk_full(error):
         return JobFailed(
             f"{path}: no room left to write ({format_bytes(find_free_bytes(path))} free on its disk):"
@@ -169,13 +172,13 @@ def build_write_error(path: Path, error: BaseException) -> JobFailed:
 
 
 def find_free_bytes(path: Path) -> int:
-    """Bytes that are free where `path` is, or would be."""
+    """Return the bytes that are free on the disk of `path`, which need not exist."""
     existing_path = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     return shutil.disk_usage(existing_path).free
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk, a quota or a size limit is behind `error`."""
+    """Return whether a full disk, a quota or a size limit caused `error`."""
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
         return True
     # torch wraps the errors of writers in a text of its own.

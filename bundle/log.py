@@ -33,9 +33,9 @@ class _LineHandler(logging.Handler):
 
 
 def start(rank: int | None = None) -> None:
-    """Has this process tell what it does, from the chosen level on; ranks other than 0 only what is wrong.
+    """Start logging in this process from the chosen level on; ranks other than 0 log only warnings, errors.
 
-    With `debug` all ranks tell everything. Raises UsageError where the environment names no level.
+    With `debug` all ranks log everything. Raises UsageError where the environment names no level.
     """
     level = _parse_level(os.environ.get(LEVEL_VARIABLE, DEFAULT_LEVEL), LEVEL_VARIABLE)
     logger = logging.getLogger("bundle")
@@ -46,7 +46,7 @@ def start(rank: int | None = None) -> None:
 
 
 def choose_level(level: str) -> None:
-    """Has this process and the ranks that it starts tell from `level` on. Raises UsageError."""
+    """Set the log level of this process and of the ranks that it starts. Raises UsageError."""
     _parse_level(level, "--log-level")
     os.environ[LEVEL_VARIABLE] = level
     start()

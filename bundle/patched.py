@@ -20,7 +20,7 @@ from bundle.patches import enable
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Enables the patches and runs the program. Raises as `enable`, and whatever the program raises."""
+    """Enable the patches and run the program. Raises as `enable`, and whatever the program raises."""
     options = _build_parser().parse_args(arguments)
     sys.argv = [options.script, *options.args]
     if not options.module:
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _build_cpu_context() -> AbstractContextManager[None]:
-    """The context in which what expects GPUs runs on the cpu, which is made ready for it."""
+    """Return the context in which code that expects GPUs runs on the cpu; prepare the process for it."""
     os.environ.update({variable.name: variable.value for variable in CPU.environment})
     from bundle.backends.cpu import program
 
@@ -82,7 +82,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Runs the command line; ends with a code of `errors.ExitCode`, or as the program does."""
+    """Run the command line; end with a code of `errors.ExitCode`, or as the program does."""
     try:
         run(sys.argv[1:])
     except BundleError as error:

@@ -56,7 +56,7 @@ class Checkpoints:
         self._writing: tuple[int, megatron_checkpoints.AsyncSave] | None = None
 
     def save(self, train_state: state.TrainState) -> None:
-        """Writes a checkpoint; until it is whole it has no name, and the ones before it stay.
+        """Write a checkpoint; it gets its name when it is complete, and earlier ones stay until then.
 
         Raises JobFailed, with nothing left half written, when it cannot be written.
         """
@@ -77,7 +77,7 @@ class Checkpoints:
             self._publish(train_state.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
-        """The step whose checkpoint became complete by this call, if any."""
+        """Return the step whose checkpoint became complete by this call, or None."""
         if self._writing is None:
             return None
         step, writing = self._writing
@@ -90,9 +90,9 @@ class Checkpoints:
         return step
 
     def load_newest(self) -> LoadedCheckpoint | None:
-        """Reads the newest checkpoint that is as it was written; None when there is none at all.
+        """Read the newest checkpoint that is not damaged; return None where there is no checkpoint.
 
-        Raises JobFailed when there are some and all are damaged.
+        Raises JobFailed where all checkpoints are damaged.
         """
         damaged: list[str] = []
         for step in run_on_rank_0(self.directory.list_steps):
@@ -111,14 +111,14 @@ class Checkpoints:
         return None
 
     def load_from(self, directory: Path) -> LoadedCheckpoint:
-        """Reads a checkpoint that a person named; raises JobFailed for a damaged one."""
+        """Read a checkpoint that a person named; raise JobFailed for a damaged one."""
         self._refuse_damaged(directory)
         return self._read(directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Reads the weights of a checkpoint that a person named, whatever optimizer and data they come from.
+        """Read the weights of a checkpoint that a person named, whatever optimizer and data they come from.
 
-        Optimizer, schedule and random states stay those of a beginning. Raises UsageError for those of
+        Optimizer, schedule and random states stay those of a new run. Raises UsageError for the checkpoint of
         another model, JobFailed for a damaged checkpoint and for one that cannot be loaded.
         """
         self._refuse_damaged(directory)
@@ -151,7 +151,7 @@ class Checkpoints:
 
     @contextmanager
     def _clear_on_failure(self, partial: Path) -> Iterator[None]:
-        """Leaves nothing half written when what is inside fails, and has rank 0 say why."""
+        """Remove half-written files when the block fails, and let rank 0 raise the reason."""
         try:
             yield
         except BundleError:  # the same on all ranks
@@ -189,7 +189,7 @@ class Checkpoints:
         run_on_rank_0(finish)
 
     def _find_damage(self, directory: Path) -> list[str]:
-        """What is wrong with a checkpoint, before any of its files is read."""
+        """Return the defects of a checkpoint, found before megatron reads any of its files."""
 
         def list_digests() -> tuple[dict[str, str], list[str]]:
             try:
@@ -207,7 +207,11 @@ class Checkpoints:
         return [defect for share in shares for defect in share]
 
     def _read(self, directory: Path) -> LoadedCheckpoint:
-        """Raises UsageError for another model's or optimizer's, JobFailed for one that cannot be loaded."""
+        """Read a checkpoint.
+
+        Raises UsageError for a checkpoint of another model or optimizer, JobFailed for one that cannot be
+        loaded.
+        """
         saved, engine = self._read_saved(directory), self.engine
         state.refuse_another_optimizer(directory, saved, engine.recipe.optimizer)
         with _wrap_load_errors(directory / MEGATRON) as megatron_directory, engine.runtime.megatron_calls():
@@ -225,7 +229,7 @@ class Checkpoints:
         return LoadedCheckpoint(saved.state, directory, (note,))
 
     def _read_saved(self, directory: Path) -> state.SavedState:
-        """What a checkpoint says of itself. Raises UsageError for another model's, or other adapters."""
+        """Return the saved state of a checkpoint. Raises UsageError for another model or other adapters."""
         saved = state.read(directory)
         state.refuse_another_model(
             directory, saved, self.engine.recipe, loaded=self.engine.has_pretrained_weights
@@ -241,7 +245,7 @@ class Checkpoints:
 
 @contextmanager
 def _wrap_load_errors(directory: Path) -> Iterator[Path]:
-    """Raises JobFailed for whatever megatron raises while it reads `directory`."""
+    """Raise JobFailed for any error of megatron's while it reads `directory`."""
     try:
         yield directory
     except _MEGATRON_ERRORS as error:
@@ -249,7 +253,7 @@ def _wrap_load_errors(directory: Path) -> Iterator[Path]:
 
 
 def _describe_cause(error: BaseException) -> str:
-    """What torch's exception of all ranks says of one of them; other errors as they are."""
+    """Return one rank's error from torch's exception of all ranks; other errors as they are."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     first_failure = next((failure for failure, _ in failures.values()), error)
     return f"{type(first_failure).__name__}: {first_failure}"

@@ -23,13 +23,13 @@ class CheckpointDirectory:
     root: Path
 
     def get_path(self, step: int) -> Path:
-        """Where the complete checkpoint of `step` lies."""
+        """Return the path of the complete checkpoint of `step`."""
         return self.root / f"step-{step:08d}"
 
     def list_steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, the newest first.
+        """Return the steps that have a complete checkpoint, the newest first.
 
-        The names alone say it: a checkpoint gets its name, in one rename, when it is complete.
+        The names alone decide: a checkpoint gets its name, in one rename, when it is complete.
         """
         if not files.is_directory(self.root):
             return []
@@ -37,7 +37,7 @@ class CheckpointDirectory:
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
     def create_partial(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into; leftovers of others are removed."""
+        """Create an empty folder for the checkpoint of `step`; remove leftovers of other checkpoints."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.clear()
         partial = self.get_partial_path(step)
@@ -45,13 +45,13 @@ class CheckpointDirectory:
         return partial
 
     def get_partial_path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is while it is written."""
+        """Return the path of the checkpoint of `step` while it is written."""
         return self.root / f"{_PARTIAL}{step:08d}"
 
     def publish(self, step: int, keep: int, best_step: int | None = None) -> None:
-        """Gives a written checkpoint its name, points `latest` at it; with those before it, `keep` stay.
+        """Give a written checkpoint its name, point `latest` at it and keep `keep` checkpoints up to it.
 
-        That of `best_step` stays as well, and `best` names it.
+        The checkpoint of `best_step` stays too, and `best` names it.
         """
         partial, complete = self.get_partial_path(step), self.get_path(step)
         for directory in (path for path in partial.rglob("*") if path.is_dir()):
@@ -67,7 +67,7 @@ class CheckpointDirectory:
             self._remove(self.get_path(old))
 
     def mark_newer_damaged(self, step: int) -> list[str]:
-        """Takes the name from every checkpoint after `step`, where a run goes on; returns their new names.
+        """Rename every checkpoint after `step`, from which a run continues; return their new names.
 
         They are damaged. Under their old names they would count among the newest, which `publish` keeps.
         """
@@ -83,14 +83,14 @@ class CheckpointDirectory:
         return names
 
     def clear(self) -> None:
-        """Removes what interrupted writes and removals left."""
+        """Remove what interrupted writes and removals left."""
         for leftover in (*self.root.glob(f"{_PARTIAL}*"), *self.root.glob(f"{_LEAVING}*")):
             _discard(leftover)
 
     def remove_all(self) -> None:
-        """Removes every checkpoint, the newest first; the folder, which may be a link, and strangers stay.
+        """Remove every checkpoint, the newest first; the folder, which may be a link, and other files stay.
 
-        Whoever is interrupted leaves a run that goes on from an older checkpoint.
+        An interrupted call leaves older checkpoints, from which the run can continue.
         """
         for step in self.list_steps():
             self._remove(self.get_path(step))
@@ -109,7 +109,7 @@ class CheckpointDirectory:
 
 
 def _discard(path: Path) -> None:
-    """Removes a folder, a file or a link; what a link points at was put there by somebody else, and stays."""
+    """Remove a folder, a file or a link; the target of a link is not ours and stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

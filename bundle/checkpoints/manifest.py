@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def compute_digest(path: Path, *, sync: bool = False) -> str:
-    """The SHA-256 of a file in hexadecimal; with `sync` the file is on the disk afterwards."""
+    """Return the SHA-256 of a file in hexadecimal; with `sync` the file is on the disk afterwards."""
     with path.open("rb") as file:
         sha256 = hashlib.sha256()
         while chunk := file.read(_CHUNK_BYTES):
@@ -27,16 +27,16 @@ def compute_digest(path: Path, *, sync: bool = False) -> str:
 
 
 def list_file_names(directory: Path) -> list[str]:
-    """The files of a checkpoint and links of any kind, relative and sorted, but for the manifest."""
+    """Return the files and all links of a checkpoint, relative and sorted, without the manifest."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     relative_names = (path.relative_to(directory).as_posix() for path in paths)
     return sorted(name for name in relative_names if name != FILE_NAME)
 
 
 def select_share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """The files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
+    """Return the files that `rank` reads: those it wrote by megatron's naming, or else every n-th.
 
-    A rank finds what it wrote itself in its own machine's memory.
+    A rank finds the files that it wrote itself in the memory of its machine.
     """
     selected = []
     for index, name in enumerate(names):
@@ -48,12 +48,12 @@ def select_share(names: Iterable[str], rank: int, world_size: int) -> list[str]:
 
 
 def write(directory: Path, digests: Mapping[str, str]) -> None:
-    """Writes the manifest, which makes the checkpoint complete."""
+    """Write the manifest, which makes the checkpoint complete."""
     files.write_json(directory / FILE_NAME, {"schema": _SCHEMA, "sha256": dict(digests)})
 
 
 def read(directory: Path) -> dict[str, str]:
-    """The SHA-256 of each file by its name; raises ValueError saying why it cannot be trusted."""
+    """Return the SHA-256 of each file by name; raise ValueError with the reason not to trust them."""
     path = directory / FILE_NAME
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read(directory: Path) -> dict[str, str]:
 
 
 def find_defects(directory: Path, digests: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files `names`, all of them in `digests`; empty when nothing is."""
+    """Return the defects of the files `names`, all of them in `digests`; empty without defects."""
     problems = []
     for name in names:
         path = directory / name
@@ -88,7 +88,7 @@ def find_defects(directory: Path, digests: Mapping[str, str], names: Iterable[st
 
 
 def find_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
-    """The files that lie in a checkpoint without being listed, which nothing has checked."""
+    """Return the files in a checkpoint that its manifest does not list, and that nothing has checked."""
     # A network file system keeps an open file that was removed under such a name; nobody reads it.
     unlisted = (
         name for name in list_file_names(directory) if name not in digests and not name.startswith(".nfs")
@@ -97,7 +97,7 @@ def find_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str
 
 
 def find_damage(directory: Path) -> list[str]:
-    """What is wrong with a checkpoint, all of whose files are read for it; empty when nothing is."""
+    """Return the defects of a checkpoint, for which all its files are read; empty without defects."""
     try:
         digests = read(directory)
     except ValueError as error:

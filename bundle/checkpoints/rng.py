@@ -16,7 +16,7 @@ _MEGATRON = "megatron."
 
 
 def write(directory: Path, rank: int, device: torch.device) -> None:
-    """Writes the random states of this rank as safetensors.
+    """Write the random states of this rank as safetensors.
 
     Raises JobFailed when they cannot be written.
     """
@@ -39,7 +39,7 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
 
 
 def read(directory: Path, rank: int, device: torch.device) -> None:
-    """Puts back what `write` wrote."""
+    """Restore the random states that `write` wrote."""
     with safe_open(_get_path(directory, rank), framework="pt") as file:
         rest = json.loads(file.metadata()["rest"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict

@@ -48,12 +48,12 @@ class SavedState:
     """SHA-256 of the files of the weights that its adapters are of; none of those of random ones."""
 
     def write(self, directory: Path) -> None:
-        """Writes it into a checkpoint."""
+        """Write this state into a checkpoint."""
         files.write_json(directory / FILE_NAME, {"schema": _SCHEMA, **asdict(self)})
 
 
 def read(directory: Path) -> SavedState:
-    """What a checkpoint says about itself; raises ValueError saying why it cannot be used."""
+    """Return the saved state of a checkpoint; raise ValueError with the reason why it cannot be used."""
     try:
         document = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
         if document.pop("schema") != _SCHEMA:
@@ -66,14 +66,14 @@ def read(directory: Path) -> SavedState:
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    """Which optimizer a checkpoint has the state of, and whether data-parallel ranks divided it."""
+    """Return which optimizer's state a checkpoint has, and whether data-parallel ranks divided it."""
     return f"{optimizer.name}, {'divided' if optimizer.use_distributed_optimizer else 'not divided'}"
 
 
 def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters, as JSON gives it back; None where it holds the weights.
+    """Return a checkpoint's description of its adapters, as JSON has it; None where it holds the weights.
 
-    `loaded`: whether the model begins with the weights of model.path.
+    `loaded` says whether the model begins with the weights of model.path.
     """
     lora = recipe.model.lora
     if lora is None:
@@ -83,7 +83,10 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
 
 
 def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, loaded: bool) -> None:
-    """Raises UsageError for a checkpoint of another model, or of other adapters; `loaded` as above."""
+    """Raise UsageError for a checkpoint of another model, or of other adapters.
+
+    `loaded` says whether the model begins with the weights of model.path.
+    """
     if changes := identity.list_changes(saved.model, recipe.architecture, "the checkpoint"):
         raise UsageError(f"{directory} holds another model than the recipe's", changes)
     own_adapters = describe_adapters(recipe, loaded=loaded)
@@ -100,7 +103,7 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
 
 
 def refuse_other_weights(directory: Path, saved: SavedState, base_digests: Mapping[str, str] | None) -> None:
-    """Raises UsageError where adapters were trained beside other weights than those that are there now."""
+    """Raise UsageError where adapters were trained beside other weights than the present ones."""
     if saved.base_digests is None or base_digests is None or saved.base_digests == base_digests:
         return  # all weights, or written before this was noted
     was, now = dict(saved.base_digests), dict(base_digests)
@@ -116,7 +119,7 @@ def refuse_other_weights(directory: Path, saved: SavedState, base_digests: Mappi
 
 
 def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Optimizer) -> None:
-    """Raises UsageError for the state of another optimizer than the recipe's."""
+    """Raise UsageError for the state of another optimizer than the recipe's."""
     if (own_optimizer := describe_optimizer(optimizer)) != saved.optimizer:
         raise UsageError(
             f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"

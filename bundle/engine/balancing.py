@@ -90,7 +90,7 @@ class RouterBalancing:
             router.expert_bias.copy_(bias)
 
     def find_rows(self, router: object) -> RouterRows | None:
-        """See `bundle.mcore.routers.Balancer`."""
+        """Return the rows of the forward pass that this router runs; see `bundle.mcore.routers.Balancer`."""
         if not self._rows:
             return None
         if is_in_backward():  # the pipeline recomputes micro-batches in the order of their forward passes
@@ -100,7 +100,10 @@ class RouterBalancing:
         return self._current
 
     def compute_term(self, rows: RouterRows, logits: Tensor) -> Tensor | None:
-        """See `bundle.mcore.routers.Balancer`; megatron divides it by the learned tokens."""
+        """Return the term of the loss for these logits; megatron divides it by the learned tokens.
+
+        See `bundle.mcore.routers.Balancer`.
+        """
         if self._weight is None:
             return None
         assert self._moe is not None, "there are routers"

@@ -46,7 +46,7 @@ class RewardProcess:
 
     @property
     def has_open_answers(self) -> bool:
-        """Whether answers are without a verdict."""
+        """True if some answers are without a verdict."""
         return len(self.verdicts) < len(self._answers)
 
     def _start(self) -> None:

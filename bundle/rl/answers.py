@@ -52,7 +52,7 @@ class AnswerBatch:
 
     @property
     def is_truncated(self) -> list[bool]:
-        """Whether each answer reached the length limit."""
+        """True for each answer that reached the length limit."""
         return [answer.finish_reason == "length" for answer in self.answers]
 
     def select(self, groups: Sequence[int]) -> "AnswerBatch":

@@ -49,7 +49,7 @@ class Correction:
 
     @property
     def needs_sequences(self) -> bool:
-        """Whether the weights need sums over whole answers."""
+        """True if the weights need sums over whole answers."""
         return self.level != "token" or self.veto is not None
 
 

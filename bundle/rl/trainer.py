@@ -279,7 +279,7 @@ class PolicyTrainer:
 
     @property
     def is_best(self) -> bool:
-        """Whether the best evaluation so far is that of the current weights (checkpoint.keep_best)."""
+        """True if the best evaluation so far is that of the current weights (checkpoint.keep_best)."""
         return self._state.get("best_step") == self.session.progress.step
 
     def _learn(

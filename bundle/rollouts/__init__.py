@@ -108,7 +108,7 @@ class Rollout(Protocol):
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether another sync of the same weights mends the last error."""
+        """True if another sync of the same weights mends the last error."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Return an answer to each request, in their order. Raise JobFailed before the first sync."""

@@ -48,19 +48,19 @@ class Batches:
         self.sizes = SampleSizes(np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
 
     def build_training_batches(self, consumed_samples: int) -> list[MicroBatch]:
-        """The micro-batches of the step that begins after `consumed_samples` samples of the whole run."""
+        """Return the micro-batches of the step after `consumed_samples` samples of the whole run."""
         self.sizes = self._loader.compute_sizes(consumed_samples)
         return [self._build_micro_batch(batch) for batch in self._loader.read_training_step(consumed_samples)]
 
     def iterate_once(self) -> Iterator[tuple[list[SampleBatch], list[MicroBatch]]]:
-        """All that is ever trained on or evaluated with, in portions, as on the host and as on the device."""
+        """Yield all training and validation samples once, in portions: each on the host and on the device."""
         for batches in chain(
             self._loader.read_all_training_samples(), self._loader.read_validation().values()
         ):
             yield batches, [self._build_micro_batch(batch) for batch in batches]
 
     def build_validation_batches(self) -> dict[str, list[MicroBatch]]:
-        """The micro-batches to evaluate with, the same each time, by what their losses are called."""
+        """Return the micro-batches for evaluation, the same each time, by the names of their losses."""
         batch_sets = self._loader.read_validation().items()
         return {name: [self._build_micro_batch(batch) for batch in batches] for name, batches in batch_sets}
 
@@ -84,7 +84,7 @@ class Batches:
         return with_reference(micro_batch, torch.from_numpy(log_probs).float().to(self._device))
 
     def _build_images(self, batch: SampleBatch) -> ImageInputs | None:
-        """The images and videos of a batch, for a model that sees some."""
+        """Return the images and videos of a batch; None for a model without a vision tower."""
         if self._vision is None:
             return None
         lengths, ids = np.asarray(get_lengths(batch), np.int64), remove_padding(batch, batch.ids).numpy()
@@ -95,13 +95,13 @@ class Batches:
 
 
 def get_lengths(batch: SampleBatch) -> Sequence[int]:
-    """Tokens of each sequence, padding aside."""
+    """Return the number of tokens of each sequence, without padding."""
     rows, length = batch.ids.shape
     return batch.lengths or batch.row_lengths or (length,) * rows
 
 
 def remove_padding(batch: SampleBatch, values: Tensor) -> Tensor:
-    """Of values [b, s] of a batch those of its sequences, one after the other: [t]."""
+    """Return the values of a batch's sequences, one after the other [t], from values [b, s]."""
     if batch.row_lengths is None:
         return values.flatten()
     return values[torch.arange(values.shape[1]) < torch.tensor(batch.row_lengths)[:, None]]
@@ -130,7 +130,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends before its last step; None where it does not."""
+        """The reason why the run ends before its last step; None where it does not."""
         if self.rule is None or self.unimproved < self.rule.patience:
             return None
         least = f", by {self.rule.min_delta:g} or more" if self.rule.min_delta else ""

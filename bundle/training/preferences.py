@@ -24,9 +24,9 @@ MEASURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/ac
 
 
 def with_reference(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
-    """The micro-batch of pairs, with the reference's log-probability [sequences] of each answer.
+    """Return the micro-batch of pairs with the reference's log-probability [sequences] of each answer.
 
-    Layers of multi-token prediction learn the better answers: their loss is a mean over these.
+    MTP layers learn the better answers: their loss is a mean over these.
     """
     better = torch.zeros_like(reference)
     better[::2] = 2  # of a mean over all sequences
@@ -50,7 +50,7 @@ class PreferenceObjective:
         self._beta, self._smoothing, self._cp = dpo.beta, dpo.label_smoothing, groups.cp
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
-        """[1 + MEASURES, b, s / cp]: for each token the loss of its pair, and what is measured of it."""
+        """Return [1 + MEASURES, b, s / cp]: for each token the loss of its pair, then its measures."""
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
         assert micro_batch.reference_log_probs is not None, "pairs are made by `paired`"
         sequences, learned = SequenceSums(packing, self._cp), weight > 0

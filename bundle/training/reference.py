@@ -52,7 +52,9 @@ class ReferenceIdentity(NamedTuple):
         *,
         initial: bool,
     ) -> "ReferenceIdentity":
-        """Of a run; `origin` tells the checkpoint that it began with, `initial`: whether its engine still has
+        """Return the identity of a run's log-probabilities.
+
+        `origin` names the checkpoint that the run began with. `initial` says whether its engine still has
         those weights.
         """
         tokens = {name: value for name, value in corpus.identity.items() if not name.startswith("packs")}
@@ -70,10 +72,10 @@ def compute_log_probs(
     identity: ReferenceIdentity,
     dog: Watchdog,
 ) -> Numbers:
-    """[documents] of a corpus: the log-probability of every answer, all tokens together, in nats.
+    """Return the log-probability of every answer of a corpus [documents], all tokens together, in nats.
 
-    Not a number for documents that are neither trained on nor evaluated with. Every rank must call it; rank 0
-    reads and writes `cache_file`. Raises JobFailed where some are missing that can be computed no more.
+    It is NaN for documents that are neither trained on nor evaluated with. Every rank must call it; rank 0
+    reads and writes `cache_file`. Raises JobFailed where some are missing that can no longer be computed.
     """
     log_probs = run_on_rank_0(lambda: _read(cache_file, documents, identity))
     groups = engine.groups
@@ -81,7 +83,7 @@ def compute_log_probs(
     written, computed = time.monotonic(), 0
 
     def has_missing_log_probs(document_numbers: NDArray[np.int64]) -> bool:
-        """Whether some of these are not known yet; now and then rank 0 writes what is."""
+        """Return whether some of these are not known yet; from time to time rank 0 writes the known ones."""
         nonlocal written
         if dist.get_rank() == 0 and computed and time.monotonic() - written > WRITE_SECONDS:
             _write(cache_file, log_probs, identity)
@@ -116,7 +118,10 @@ def compute_log_probs(
 def _report_sums(
     numbers: NDArray[np.int64], sums: Numbers, *, is_reporter: bool
 ) -> tuple[NDArray[np.int64], Numbers]:
-    """What a rank has found, where it speaks for its replica."""
+    """Return the sums of a rank that reports for its replica; empty arrays for other ranks.
+
+    Raises JobFailed for a sum that is not finite.
+    """
     if not np.isfinite(sums).all():
         raise JobFailed("the reference's log-probability of an answer is no finite number")
     return (numbers, sums) if is_reporter else (numbers[:0], sums[:0])
@@ -130,7 +135,7 @@ def _score(engine: Engine, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 def _sum_log_probs(scored: Tensor, batch: SampleBatch) -> Numbers:
-    """The sum over the learned tokens of each sequence of a batch."""
+    """Return the sum over the learned tokens of each sequence of a batch."""
     values = scored.cpu().double().where(remove_padding(batch, batch.loss_mask) > 0, torch.zeros(()).double())
     lengths = np.asarray(get_lengths(batch))
     sums: Numbers = np.add.reduceat(values.numpy(), np.cumsum(lengths) - lengths)
@@ -138,7 +143,7 @@ def _sum_log_probs(scored: Tensor, batch: SampleBatch) -> Numbers:
 
 
 def _read(cache_file: Path, documents: int, identity: ReferenceIdentity) -> Numbers:
-    """What is kept of these data and weights; nothing but NaN where there is nothing."""
+    """Return the cached log-probabilities of these data and weights; all NaN where there are none."""
     empty = np.full(documents, np.nan)
     if not cache_file.exists():
         return empty

@@ -41,7 +41,7 @@ class SGLangRollout:
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether another sync of the same version mends the last error."""
+        """True if another sync of the same version mends the last error."""
         return self._replicas.has_lost_weights
 
     def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
