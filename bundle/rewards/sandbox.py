@@ -83,7 +83,7 @@ def switch_user(user: int | None) -> None:
 
 
 def enter_namespaces(user: int | None) -> None:
-    """Enter new namespaces, in a namespace of users where root's rights are missing."""
+    """Enter new namespaces; without root's rights, inside a new user namespace."""
     try:
         call("unshare", _NAMESPACES)
     except PermissionError:
@@ -119,7 +119,7 @@ def limit(kind: int, most: int) -> None:
 
 
 def limit_processes(most: int) -> None:
-    """Limit the processes of this user. Raise PermissionError where the kernel does not hold it to that."""
+    """Limit the processes of this user. Raise PermissionError where the kernel does not enforce the limit."""
     limit(resource.RLIMIT_NPROC, most)
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))

@@ -79,7 +79,7 @@ class Trainer:
         )
 
     def _describe_result(self) -> Mapping[str, Any]:
-        """Say how the run ended, and return it."""
+        """Log how the run ended, and return it as a mapping."""
         session, progress, corpus = self.session, self.session.progress, self.corpus
         losses, rule, early = progress.losses, self.early_stopping.rule, self.early_stopping.reason
         assert losses is not None, "the last step reports"

@@ -240,7 +240,7 @@ class ReplicaSync(Generic[R]):
 
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:
-        """Note that a step has gone through; take the replica out of use where it has not."""
+        """Record that a step succeeded; take the replica out of use where it failed."""
         started = time.monotonic()
         try:
             yield

@@ -59,7 +59,7 @@ class _Fp8Linear:
 
     @_forward_impl.setter
     def _forward_impl(self, function: Any) -> None:
-        """0.12 and 0.13 choose between two functions here, in every forward pass."""
+        """Ignore the assignment: 0.12 and 0.13 choose between two functions in every forward pass."""
 
     def get_extra_state(self) -> Any:
         """Return what checkpoints keep beside the weights. Megatron and Transformer Engine name it so."""

@@ -65,7 +65,7 @@ class Client:
         self.connect(url)
 
     def connect(self, url: str) -> None:
-        """Speak with the server at this address from now on. Raise ValueError for what is no address."""
+        """Use the server at this address from now on. Raise ValueError for an invalid address."""
         self._host, self._port = split_url(url)
         self.name = f"{self._host}:{self._port}"
         self._has_sessions: bool | None = None

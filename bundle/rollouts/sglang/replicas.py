@@ -109,7 +109,10 @@ class Replicas:
         self._files.close()
 
     def _load_files(self, weights: WrittenWeights) -> None:
-        """Sync all replicas at once; once more where all fail. Raise JobFailed where none serves then."""
+        """Sync all replicas at once, and a second time where all fail.
+
+        Raise JobFailed where none serves then.
+        """
         version = weights.manifest.version
 
         def load(sync: ReplicaSync[Client]) -> None:
@@ -190,7 +193,7 @@ class Replicas:
         return JobFailed(f"rollout: no server has taken version {version}.", lines)
 
     def _count_sync(self, version: int, taking_seconds: float = 0.0) -> None:
-        """Note a sync that has gone through; ask for no checksums any more where they take too long."""
+        """Count a successful sync; ask for no more checksums where they take too long."""
         now, is_first = time.monotonic(), self._synced_at is None
         self.version = version
         for sync in self.all:
