@@ -1,6 +1,7 @@
-"""Where the tokens of data lie: made once, by one process, kept for every run that asks for the same.
+"""Find or make the tokens of data: one process makes them once, and every run with the same data uses them.
 
-Their name is what they are made from: the digest of the files, the tokenizer, what the recipe says of them.
+The name of a store is a digest of what the tokens are made from: the files, the tokenizer and the keys of the
+recipe.
 """
 
 import fcntl
@@ -46,7 +47,11 @@ _POLL_SECONDS = 1.0  # between two looks at what another process has made
 
 
 def choose_cache_directory(recipe: Recipe, run: Path) -> Path:
-    """The directory of tokens: the recipe's, one beside the run for its neighbours too, or the run's own."""
+    """Return the directory for tokens.
+
+    It is `data.cache` where that key is set; else a directory beside the run, which neighbouring runs share.
+    Where that directory is not writable, it is `data` in the run directory.
+    """
     if recipe.data.cache is not None:
         return Path(recipe.data.cache)
     shared_directory = run.absolute().parent / CACHE_NAME
@@ -63,13 +68,13 @@ def ensure_store(
     max_length: int,
     progress: Progress,
 ) -> Store:
-    """The store of one data set under `directory`, made unless it is there.
+    """Return the store of one data set under `directory`; make the store where it is missing.
 
-    `max_length` limits conversations.
+    `max_length` limits conversations. Where a row that is too long stops the job, the other rows have the
+    same tokens for any limit, and one store serves all limits. While another process makes the store, this
+    one waits.
 
-    Where a long row stops the job, the tokens of the others are the same for any limit: one store serves all.
-    While another process makes it, this one waits. Raises UsageError for corrupt data, JobFailed for
-    a damaged store and for one of another user.
+    Raise UsageError for corrupt data; raise JobFailed for a damaged store and for a store of another user.
     """
     if recipe.task_traits.reads_text:
         return _make_store(recipe, directory, sources, tokenizer, max_length, 0, progress)
@@ -89,7 +94,10 @@ def _make_store(
     row_limit: int,
     progress: Progress,
 ) -> Store:
-    """The store whose name has this `row_limit`: the limit that its rows were held against, 0 for any."""
+    """Return the store whose name contains `row_limit`; make it where it is missing.
+
+    `row_limit` is the limit that the rows were checked against; 0 stands for every limit.
+    """
     processor = MediaProcessor.from_recipe(recipe)
     settings = {name: value for name, value in recipe.data.dump().items() if name not in _EXCLUDED_KEYS}
     settings["source"] = kind = sources[0].kind
@@ -137,7 +145,10 @@ def _make_store(
 
 @contextmanager
 def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Holds the making of a store, which one process does at a time; its progress is ours while we wait."""
+    """Hold the lock on making a store, which one process at a time has.
+
+    While this process waits, the progress of the other process counts as its own.
+    """
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +168,10 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
 
 
 def _read_size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none, which others may take away at any time."""
+    """Return the size of a file [bytes]; 0 where there is none.
+
+    Another process may remove the file at any time.
+    """
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -178,7 +192,10 @@ def _list_stats(paths: Iterable[Path]) -> list[Any]:
 
 
 def _digest_files(directory: Path, sources: Sequence[DataFile], progress: Progress) -> str:
-    """The digest of all files in their order; read once, then known by their paths, sizes and times."""
+    """Return the digest of the contents of all files in their order.
+
+    The files are read once; later calls find the digest by the files' paths, sizes and times.
+    """
     digest_path = directory / f"files-{digest_json(_list_stats(source.path for source in sources))}"
     if (
         digest_path.exists()

@@ -25,9 +25,10 @@ MarkedText = tuple[str, list[Part]]  # a text and its learned parts
 
 
 def build_writer(data: Data, tokenizer: Tokenizer) -> "PlainTemplate | ChatTemplate":
-    """What writes conversations as `data.template` says: many as drafts, then these as tokens.
+    """Return the writer of conversations that `data.template` selects.
 
-    Raises UsageError for a tokenizer without a usable chat template.
+    A writer turns many conversations into drafts, and drafts into tokens. Raise UsageError for a tokenizer
+    without a usable chat template.
     """
     if not data.has_template:
         return PlainTemplate(tokenizer, has_headings=data.template != NO_TEMPLATE)
@@ -45,7 +46,7 @@ class PlainTemplate:
         self._has_headings = has_headings
 
     def prepare(self, conversation: Conversation) -> Conversation:
-        """Return the conversation. Raises Corrupt for what headings do not write."""
+        """Return the conversation. Raise Corrupt for what headings do not write."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
             raise Corrupt("data.template: plain does not write tools and their calls; use chat")
         if conversation.media:
@@ -68,7 +69,7 @@ class PlainTemplate:
         return pieces
 
     def write_prompt(self, messages: list[Message]) -> Pieces:
-        """Return what the assistant speaks after, as a draft of which nothing is learned."""
+        """Return the text before the assistant's next answer as a draft in which nothing is learned."""
         return [
             *self._build_pieces(self.prepare(Conversation(messages, ()))),
             (self._format_heading("assistant"), False, False),
@@ -78,7 +79,7 @@ class PlainTemplate:
         return f"### {role.capitalize()}\n" if self._has_headings else ""
 
     def encode(self, drafts: Sequence[Pieces]) -> Iterator[TokenDocument]:
-        """The tokens of each draft."""
+        """Yield the tokens of each draft."""
         encoded = iter(self._tokenizer.encode([text for pieces in drafts for text, _, _ in pieces]))
         for pieces in drafts:
             parts = [np.append(next(encoded), self._end) if ends else next(encoded) for _, ends, _ in pieces]
@@ -87,7 +88,7 @@ class PlainTemplate:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or a recipe's. What it raises about a row becomes that row's problem."""
+    """The chat template of a tokenizer or of a recipe; its errors about a row are the row's problems."""
 
     def __init__(
         self,
@@ -96,12 +97,13 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         text: str | None = None,
     ) -> None:
-        """`today` (YYYY-MM-DD) is the date that it writes where it asks for it, `arguments` its variables.
+        """Check the template and its arguments; a template process starts with the first request.
 
-        `text` takes the place of the tokenizer's template.
+        `today` (YYYY-MM-DD) is the date for templates that write one. `arguments` are variables of the
+        template. `text` replaces the tokenizer's template.
 
-        Raises UsageError where there is no template, or no date for one that asks, and for an argument that
-        the template does not read.
+        Raise UsageError where there is no template, or no date for a template that writes one. Raise it also
+        for an argument that the template does not read.
         """
         arguments = arguments or {}
         tokenizer.require_offsets()
@@ -119,18 +121,19 @@ class ChatTemplate:
         self._is_marked = rendering.is_marked(source)
 
     def prepare(self, conversation: Conversation) -> tuple[str, Conversation]:
-        """Return the conversation with the request for its rendering. Raises Corrupt."""
+        """Return the conversation with the request for its rendering."""
         messages, turns = conversation.messages, list(conversation.learned_turns)
         return _build_request(messages=messages, tools=conversation.tools, turns=turns), conversation
 
     def draft(
         self, prepared: Sequence[tuple[str, Conversation]]
     ) -> list[list[tuple[MarkedText, Sequence[Medium]]] | Corrupt]:
-        """Return the drafts of each conversation, with their images and videos; or why there are none.
+        """Return the drafts of each conversation with their images and videos, or the reason why it has none.
 
-        Where the template marks what the assistant says ({% generation %}), that is learned; elsewhere a turn
-        is what the conversation up to it adds to the prompt before it. A conversation has several drafts
-        where the template rewrites turns once it goes on. Raises UsageError for an unusable template.
+        Where the template marks the assistant's text ({% generation %}), the marked text is learned.
+        Elsewhere the text that a turn adds to the prompt before it is learned. A conversation has several
+        drafts where the template rewrites turns as the conversation goes on. Raise UsageError for an unusable
+        template.
         """
         replies = self._renderer.ask([request for request, _ in prepared])
         return [
@@ -139,9 +142,9 @@ class ChatTemplate:
         ]
 
     def write_prompt(self, messages: list[Message]) -> MarkedText:
-        """Return what the assistant speaks after, as a draft of which nothing is learned.
+        """Return the text before the assistant's next answer as a draft in which nothing is learned.
 
-        Raises Corrupt where the template refuses.
+        Raise Corrupt where the template refuses the messages.
         """
         (reply,) = self._renderer.ask([_build_request(messages=messages, prompt=True)])
         if "corrupt" in reply:
@@ -150,10 +153,10 @@ class ChatTemplate:
         return text, parts
 
     def encode(self, drafts: Sequence[MarkedText]) -> Iterator[TokenDocument]:
-        """The tokens of each draft: one is learned when it begins in a part that is.
+        """Yield the tokens of each draft; a token is learned where it begins inside a learned part.
 
-        One that begins before a part and ends in it is learned where the template marks the part, as by
-        transformers; else it is the prompt's, which the model does not write.
+        A token that begins before a part and ends inside it is learned where the template marks the part, as
+        in transformers. Otherwise the token belongs to the prompt, which the model does not write.
         """
         encoded = self._tokenizer.encode_with_offsets([text for text, _ in drafts])
         for (ids, begins, ends), (_, parts) in zip(encoded, drafts, strict=True):

@@ -46,12 +46,12 @@ class Conversation:
 
     @property
     def learns_every_turn(self) -> bool:
-        """Whether all that the assistant says is learned."""
+        """True if every turn of the assistant is learned."""
         return len(self.learned_turns) == [message["role"] for message in self.messages].count("assistant")
 
 
 def list_texts(message: Message) -> list[str]:
-    """What a message says, between its images and videos."""
+    """Return the texts of a message, without its images and videos."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
@@ -64,7 +64,7 @@ class RowReading(NamedTuple):
 
 
 def list_columns(fields: Fields) -> tuple[str, ...]:
-    """All fields of a row that `read_conversation` reads."""
+    """Return all fields of a row that `read_conversation` reads."""
     read = [
         name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
     ]
@@ -82,7 +82,7 @@ def list_shared_fields(fields: Fields) -> tuple[str, ...]:
 
 
 def read_conversation(values: Values, data: Data) -> Conversation:
-    """The conversation of a row. Raises Corrupt saying which field is wrong, and how."""
+    """Return the conversation of a row. Raise Corrupt, which says what is wrong with which field."""
     fields, formats = data.fields, _list_formats(data.fields)
     if _is_pair(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
@@ -110,16 +110,16 @@ def list_kto_label_fields(fields: Fields) -> tuple[str, ...]:
 
 
 def has_kto_label(values: Values, fields: Fields) -> bool:
-    """Return whether a row says of one answer whether it is good, as KTO takes it."""
+    """Return whether a row says whether its one answer is good, as rows for KTO do."""
     return any(isinstance(values.get(name), bool) for name in list_kto_label_fields(fields))
 
 
 def build_conversation(
     messages: list[Message], values: Values, data: Data, prompt_count: int = 0
 ) -> Conversation:
-    """A conversation of these messages, with what else its row says.
+    """Return a conversation of these messages with the tools, images and videos of its row.
 
-    The first `prompt_count` are not learned.
+    The first `prompt_count` messages are not learned.
     """
     if unread := [name for name in UNREAD_FIELDS if values.get(name)]:
         raise Corrupt(f"field {unread[0]}: only text, images and videos can be trained on")
@@ -173,7 +173,7 @@ def _build_reading(prompt: list[Message], answer: list[Message]) -> RowReading:
 
 
 def read_prompt(values: Values, name: str) -> list[Message]:
-    """Return what is answered, from a field that has a text or messages."""
+    """Return the messages that an answer follows, from a field that has a text or messages."""
     prompt = values.get(name)
     if not isinstance(prompt, list):
         return [{"role": "user", "content": read_text(values, name)}]
@@ -228,7 +228,7 @@ def _read_alpaca(values: Values) -> RowReading:
 
 
 def _build_dialogue(turns: Sequence[Sequence[str]]) -> list[Message]:
-    """Messages of (question, answer) each."""
+    """Return the messages of (question, answer) pairs."""
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
@@ -239,7 +239,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def _with_system(messages: list[Message], values: Values, name: str | None) -> list[Message]:
-    """The messages, after the row's own system message where it has one beside them."""
+    """Return the messages behind the system message of the row's own field, where the row has one."""
     if name is None or values.get(name) in (None, ""):
         return messages
     system = read_text(values, name)
@@ -260,14 +260,17 @@ def _read_tools(values: Values, name: str | None) -> Tools:
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
-    """A list of {role, content} or {from, value} as messages: role, content and, where given, weight."""
+    """Return a list of {role, content} or {from, value} as messages.
+
+    A message has a role, a content and, where the row gives one, a weight.
+    """
     if not isinstance(value, list) or not value:
         raise Corrupt(f"field {field}: must be a list of messages, is {format_value(value)}")
     return [_read_message(message, f"field {field}[{index}]") for index, message in enumerate(value)]
 
 
 def read_answered_messages(value: Any, field: str) -> list[Message]:
-    """As `read_messages`; the last one must be the assistant's."""
+    """Return what `read_messages` returns. Raise Corrupt unless the last message is the assistant's."""
     messages = read_messages(value, field)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
@@ -309,7 +312,10 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
 
 
 def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
-    """The text of a message, of its parts one after the other; the parts where not all of them are text."""
+    """Return the text of a message, or its parts where some of them are images or videos.
+
+    Parts that are all text are joined to one text.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
@@ -331,7 +337,7 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
 
 
 def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
-    """Calls of functions as {type, function: {name, arguments}}, the arguments as an object."""
+    """Return calls of functions as {type, function: {name, arguments}}, with the arguments as an object."""
     value = _parse_json(value, field_path)
     calls = []
     for call in value if isinstance(value, list) else [value]:
@@ -353,7 +359,7 @@ def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
 
 
 def _parse_json(value: Any, field_path: str) -> Any:
-    """What a text of JSON means; anything else is meant as it is."""
+    """Return the value of a JSON text; return a value that is not text unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""A recipe's data section made into numbered samples for training and evaluation, and what that comes to."""
+"""Make the data section of a recipe into numbered samples for training and evaluation, and count them."""
 
 import functools
 import math
@@ -64,7 +64,7 @@ class LeftOut:
 
     @classmethod
     def from_stores(cls, stores: Sequence[Store]) -> "LeftOut":
-        """What was left out of some stores."""
+        """Return the rows that some stores left out."""
 
         def count(fact: str) -> int:
             return sum(store.facts[fact] for store in stores)
@@ -95,14 +95,14 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """The number of tokens of all documents."""
         return sum(len(store.ids) for store in self.stores)
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The special tokens that what is learned ends with, in the first documents: by them a model stops.
+        """The special tokens at the ends of learned text in the first documents, by which a model stops.
 
-        White space may follow, which is a turn's as well.
+        White space may follow such a token: it belongs to the turn too.
         """
         end_ids: set[int] = set()
         for store in self.stores:
@@ -115,12 +115,12 @@ class Corpus:
 
     @functools.cached_property
     def bigram_entropy(self) -> float | None:
-        """Nats per byte that the text's own pair counts leave; None where tokens are not bytes of text."""
+        """The entropy of a byte given the one before it [nats]; None where tokens are not bytes of text."""
         return _compute_bigram_entropy([store.ids for store in self.stores]) if self.is_byte_text else None
 
 
 def find_end_tokens(ids: Tokens, loss_mask: LossMask, tokenizer: Tokenizer) -> set[int]:
-    """The special tokens of a document [t] that runs of learned ones [t] end with, white space aside."""
+    """Return the special tokens at the ends of the learned runs of a document [t], white space aside."""
     end_ids = set()
     for last in np.flatnonzero(loss_mask & ~np.append(loss_mask[1:], False)):
         blank = last and loss_mask[last - 1] and not tokenizer.decode([int(ids[last])]).strip()
@@ -130,7 +130,7 @@ def find_end_tokens(ids: Tokens, loss_mask: LossMask, tokenizer: Tokenizer) -> s
 
 @dataclass(frozen=True)
 class _DataSet:
-    """What some paths of a recipe come to: samples to learn from, and those held out of them, if any."""
+    """The samples of some paths of a recipe: those to learn from, and those held out of them, if any."""
 
     stores: list[Store]
     files: int
@@ -150,11 +150,11 @@ class _TotalProgress:
 
 
 def prepare(recipe: Recipe, directory: Path, progress: Progress = lambda tokens: None) -> Corpus:
-    """The corpus of a recipe; its tokens are written under `directory` once and found there afterwards.
+    """Return the corpus of a recipe; its tokens are written under `directory` once and reused afterwards.
 
-    `progress` is told now and then how many tokens there are so far. Any number of processes may do
-    this at once on one file system. Raises UsageError for paths and tokenizers
-    that are not there, for corrupt data (`data.on_error: stop`) and for too little of it.
+    `progress` is called now and then with the number of tokens so far. Any number of processes may call this
+    at once on one file system. Raise UsageError for missing paths and tokenizers, for corrupt data
+    (`data.on_error: stop`) and for too little data.
     """
     data, total_progress = recipe.data, _TotalProgress(progress)
     text_tokenizer = load_tokenizer(data.tokenizer, recipe.architecture.vocab_size)
@@ -209,7 +209,10 @@ def _build_data_set(
     purpose: str,
     total_progress: _TotalProgress,
 ) -> _DataSet:
-    """The samples of some paths. What megatron's tools wrote is a store a file, what we write is one."""
+    """Return the samples of some paths.
+
+    Each file of megatron's tools is a store of its own; all other files are one store together.
+    """
     sources = expand(paths, recipe.data.source)
     is_megatron = sources[0].kind == MEGATRON
     source_groups = [[source] for source in sources] if is_megatron else [sources]
@@ -250,13 +253,13 @@ def _count_formats(stores: Sequence[Store]) -> dict[str, int]:
 
 
 def _digest_tokens(stores: Sequence[Store]) -> str:
-    """A digest of the tokens of some stores."""
+    """Return a digest of the tokens of some stores."""
     digests = [store.facts["sha256"] for store in stores]
     return digests[0] if len(digests) == 1 else digest_json(digests)
 
 
 def _compute_document_capacity(recipe: Recipe) -> tuple[int, int]:
-    """Tokens of a sample for each of its documents, and the multiple in which a pack gives room to each."""
+    """Return the tokens that a sample has for each document, and the multiple that a pack pads each to."""
     length = recipe.data.sequence_length
     if not recipe.data.packed:
         return length, 1
@@ -267,14 +270,17 @@ def _compute_document_capacity(recipe: Recipe) -> tuple[int, int]:
 
 
 def _compute_max_length(recipe: Recipe) -> int:
-    """Tokens that one sequence may have: positions begin anew in each, however long its pack is."""
+    """Return the tokens that one sequence may have.
+
+    Positions begin anew in each sequence, so the length of a pack does not count.
+    """
     return min(_compute_document_capacity(recipe)[0], recipe.architecture.max_position_embeddings)
 
 
 def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
-    """The pieces to train on and those held out, both in the order of the documents.
+    """Return the pieces to train on and those held out, both in the order of the documents.
 
-    What one row made is on one side.
+    All documents of one row are on the same side.
     """
     spans, rows = Spans(store.starts, store.lengths), store.row_numbers
     if recipe.task_traits.reads_text:
@@ -295,7 +301,10 @@ def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
 def _build_samples(
     recipe: Recipe, store: Store, spans: Spans, tokenizer: Tokenizer, purpose: str, first_document: int
 ) -> Samples:
-    """The samples of these pieces; `first_document` is the number of the store's first document among all."""
+    """Return the samples of these pieces.
+
+    `first_document` is the number of the store's first document among all documents.
+    """
     length, documents_per_sample = recipe.data.sequence_length, recipe.documents_per_sample
     samples: Samples
     if recipe.data.packed:
@@ -334,7 +343,10 @@ def _build_samples(
 
 
 def _compute_bigram_entropy(texts: Sequence[NDArray[Any]]) -> float:
-    """H(next | previous) of the texts' own pair counts, in nats per byte; a text's end counts as one."""
+    """Return H(next | previous) of the texts' own pair counts [nats per byte].
+
+    The end of a text counts as a byte.
+    """
     pairs = np.zeros((BYTE_VOCABULARY, BYTE_VOCABULARY), np.int64)
     for ids in texts:
         for start in range(0, max(0, len(ids) - 1), CHUNK_TOKENS):
@@ -387,7 +399,7 @@ class Inspection:
 
 
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
-    """The counts, from the token store alone. Raises what `with_epochs_as_steps` raises."""
+    """Return the counts from the token store alone. Raise what `with_epochs_as_steps` raises."""
     train, count = with_epochs_as_steps(recipe, len(corpus.training)).train, len(corpus.training)
     rows = recipe.micro_batch_rows // train.micro_batch_size
     sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
@@ -430,7 +442,7 @@ def _count_learned_tokens(store: Store) -> int:
 
 
 def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str]:
-    """The first samples of step 1 as text, at most as many as a step has."""
+    """Return the first samples of step 1 as text, at most as many as a step has."""
     numbers = corpus.order.draw_samples(0, min(count, recipe.train.global_batch_size))
     # megatron's files do not say which tokenizer they were made with: bytes would show them as garbage.
     unknown = recipe.data.source == MEGATRON and corpus.tokenizer.identity == ByteTokenizer.identity
@@ -442,9 +454,9 @@ def decode_first_samples(recipe: Recipe, corpus: Corpus, count: int) -> list[str
 
 
 def decode_with_learned_brackets(batch: SampleBatch, tokenizer: Tokenizer) -> str:
-    """A sample [b, s] as text.
+    """Return a sample [b, s] as text.
 
-    What is learned between `LEARNED_BRACKETS`, a blank line between its sequences.
+    `LEARNED_BRACKETS` enclose learned text, and a blank line separates sequences.
     """
     return "\n\n".join(_decode_row(batch, row, tokenizer) for row in range(len(batch.ids)))
 

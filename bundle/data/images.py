@@ -1,7 +1,7 @@
-"""Images made into the patches that a tower takes.
+"""Make images into the patches that a vision tower takes.
 
-Patches are those of transformers' Qwen2VLImageProcessor with Pillow: an image is resized, with its
-proportions kept as far as patches allow; its patches follow each other in squares of those that are merged.
+Patches are those of transformers' Qwen2VLImageProcessor with Pillow. An image is resized and keeps its
+proportions as far as patches allow. Its patches follow each other in squares of those that are merged.
 """
 
 import io
@@ -39,14 +39,14 @@ class ImageProcessor:
     std: tuple[float, ...]
 
     def read(self, reference: Any, folder: Path) -> Picture:
-        """The image that a row names, decoded once. Raises Corrupt saying what is wrong with it."""
+        """Return the image that a row names, decoded once. Raise Corrupt, which says what is wrong."""
         image_bytes = read_content(reference, folder, self.limit_bytes, IMAGE)
         height, width, _ = decode_image(image_bytes, self.limit_pixels).shape
         rows, columns = (side // self.vision.patch_size for side in self._compute_size(height, width))
         return Picture((image_bytes,), (1, rows, columns))
 
     def extract_patches(self, content: bytes) -> Patches:
-        """The patches [n, values] of an image that `read` has accepted."""
+        """Return the patches [n, values] of an image that `read` has accepted."""
         from PIL import Image
 
         pixels = decode_image(content, self.limit_pixels)
@@ -65,7 +65,7 @@ class ImageProcessor:
 def extract_patches(
     frames: NDArray[np.uint8], vision: VisionArchitecture, mean: Sequence[float], std: Sequence[float]
 ) -> Patches:
-    """The patches [n, values] of frames [t, height, width, 3], as many as patches have, or several times."""
+    """Return the patches [n, values] of frames [t, height, width, 3]; t is a multiple of a patch's frames."""
     times, unit = len(frames) // vision.temporal_patch_size, vision.patch_size * vision.merge_size
     rows, columns, square = (
         frames.shape[1] // unit,
@@ -82,9 +82,9 @@ def extract_patches(
 def decode_image(
     content: bytes, limit_pixels: int, limit_key: str = "data.images.limit_pixels"
 ) -> NDArray[np.uint8]:
-    """An image [height, width, 3], upright.
+    """Return an image [height, width, 3], upright.
 
-    Raises Corrupt for one of more pixels than its `limit_key` says.
+    Raise Corrupt for an image with more pixels than `limit_key` allows.
     """
     try:
         with warnings.catch_warnings():
@@ -106,12 +106,12 @@ def decode_image(
 
 
 def describe_error(error: Exception) -> str:
-    """What a decoder says of a file, without its name for the bytes in memory."""
+    """Return the message of a decoder's error without the name of the bytes in memory."""
     return re.sub(r" ?<_io\.BytesIO[^>]*>", "", str(error))
 
 
 def import_pillow() -> Any:
-    """Pillow's module of images. Raises EnvironmentUnfit without it."""
+    """Return Pillow's module of images. Raise EnvironmentUnfit where Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -129,10 +129,10 @@ def compute_size(
     frames: int = 1,
     counted_frames: int = 1,
 ) -> tuple[int, int]:
-    """Height and width in whole squares of patches: `frames` have `min_pixels` to `max_pixels` pixels.
+    """Return the height and width in whole squares of patches at which `frames` keep the limits of pixels.
 
-    Whether they do is asked of `counted_frames` of them. Raises Corrupt where one side is many times the
-    other.
+    The limits `min_pixels` and `max_pixels` are compared with the pixels of `counted_frames` frames. Raise
+    Corrupt where one side is over `MAX_ASPECT_RATIO` times the other.
     """
     unit = vision.patch_size * vision.merge_size
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):

@@ -1,4 +1,4 @@
-"""What a rank is fed: the corpus, made into tokens by one rank of each node, and its share of each step."""
+"""Load the data of a rank: one rank of each node makes the tokens, each rank takes its share of a step."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ MAX_LOGGED_REASONS = 3  # reasons on the terminal, of each kind
 
 
 class _Readers:
-    """What the ranks that read have told the others: they count together, in the store where ranks met."""
+    """The reports of the ranks that read, counted together in the store where ranks met."""
 
     def __init__(self, readers: int) -> None:
         self._store, self._readers = dist.PrefixStore("data", world.get_default_store()), readers
@@ -58,10 +58,10 @@ class _Readers:
 
 
 def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
-    """The corpus, the same on every rank; its tokens lie under `directory`. Every rank must call it.
+    """Return the corpus, the same on every rank; its tokens lie under `directory`. Every rank must call it.
 
-    Raises on every rank what `corpus.prepare` raises on one, and EnvironmentUnfit when ranks found different
-    data.
+    Raise on every rank what `corpus.prepare` raises on one. Raise EnvironmentUnfit where ranks found
+    different data.
     """
     is_reader = dog.local_rank == 0
     readers = _Readers(sum(run_on_all_ranks(lambda: is_reader)))
@@ -101,7 +101,7 @@ def _read_corpus(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Reade
 
 
 def _wait_for_readers(readers: _Readers, dog: Watchdog) -> None:
-    """Returns when every reader has ended; what they read meanwhile counts as our progress."""
+    """Wait until every reader has ended; the readers' progress counts as progress of this rank."""
     seen, pause = 0, 0.05
     while not readers.have_ended():
         if (report_count := readers.count_reports()) > seen:
@@ -112,7 +112,10 @@ def _wait_for_readers(readers: _Readers, dog: Watchdog) -> None:
 
 
 def build_progress_callback(notify_ranks: Callable[[], None] = lambda: None) -> Callable[[int], None]:
-    """What to call with the number of tokens read so far: says so to the `notify_ranks`, and to a person."""
+    """Return a function to call with the number of tokens read so far.
+
+    It calls `notify_ranks` and writes a log line, each at its own interval.
+    """
     notified_at, logged_at = time.monotonic(), time.monotonic()
 
     def report_progress(tokens: int) -> None:
@@ -130,7 +133,7 @@ def build_progress_callback(notify_ranks: Callable[[], None] = lambda: None) -> 
 
 
 def _log_left_out(data_set: str, left_out: LeftOut) -> None:
-    """What was left out of a data set, with the first few reasons of each kind."""
+    """Log how many rows of a data set were left out, with the first reasons of each kind."""
     skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
     corrupt = f"{data_set} has {skipped:,} corrupt rows or files, which are skipped"
     long = f"of the rows of {data_set} that are too long {deleted:,} are deleted and {cut:,} cut"
@@ -150,11 +153,11 @@ class Loader:
     """
 
     def __init__(self, recipe: Recipe, corpus: Corpus, rank: int, dp: int) -> None:
-        """`rank` of `dp` data-parallel ranks; micro_batch_size x dp must divide the global batch."""
+        """Load for `rank` of `dp` data-parallel ranks; micro_batch_size x dp must divide the global batch."""
         self._recipe, self._corpus, self._rank, self._dp = recipe, corpus, rank, dp
 
     def read_training_step(self, consumed: int) -> list[SampleBatch]:
-        """The micro-batches of the step that begins after `consumed` samples of the whole run."""
+        """Return the micro-batches of the step that begins after `consumed` samples of the whole run."""
         return list(self._build_batches(self._corpus.training, self._draw_samples(consumed)))
 
     def compute_sizes(self, consumed: int) -> SampleSizes:
@@ -165,16 +168,19 @@ class Loader:
         return self._corpus.order.draw_samples(consumed, self._recipe.train.global_batch_size)
 
     def read_all_training_samples(self) -> Iterator[list[SampleBatch]]:
-        """The micro-batches of every sample to train on, a global batch at a time, filled up with BLANK."""
+        """Yield the micro-batches of every training sample, one global batch at a time.
+
+        The last global batch is filled up with BLANK.
+        """
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
         numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK)])
         for first in range(0, len(numbers), size):
             yield list(self._build_batches(self._corpus.training, numbers[first : first + size]))
 
     def read_validation(self) -> dict[str, list[SampleBatch]]:
-        """The micro-batches of one evaluation, the same each time, by what is evaluated.
+        """Return the micro-batches of one evaluation by the name of its samples; they are the same each time.
 
-        No sample comes twice. Every rank has as many micro-batches: what is missing has no loss.
+        No sample comes twice. Every rank has as many micro-batches: blank samples without loss fill the rest.
         """
         return {name: self._read_evaluation(samples) for name, samples in self._corpus.validation.items()}
 
@@ -186,16 +192,17 @@ class Loader:
         return list(self._build_batches(samples, np.concatenate([numbers, blanks])))
 
     def _build_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:
-        """This rank's share of `numbers`, a whole number of global batches."""
+        """Yield the micro-batches of this rank in `numbers`, a whole number of global batches."""
         for global_batch in numbers.reshape(-1, self._recipe.train.global_batch_size):
             for portion in self._select_share(global_batch, samples.count_patches(global_batch)):
                 yield samples.build_batch(portion)
 
     def _select_share(self, global_batch: Ints, patches: Ints) -> Ints:
-        """This rank's part of a global batch: [micro-batches, samples of one].
+        """Return this rank's part of a global batch: [micro-batches, samples of one].
 
-        Where samples have unequally many `patches`, the micro-batches and then the ranks share them out, so
-        that no tower has much more to do than others. Micro-batches are the same for any number of ranks.
+        Where samples have unequal numbers of `patches`, they are balanced over micro-batches and then over
+        ranks, so that all towers have about as much to do. Micro-batches are the same for any number of
+        ranks.
         """
         size = self._recipe.train.micro_batch_size
         micro_batches = np.arange(len(global_batch)).reshape(-1, size)

@@ -1,4 +1,4 @@
-"""Images and videos that rows name: found in conversations, in the order of their places, and read."""
+"""Find the images and videos that rows name, in the order of their places in conversations, and read them."""
 
 import base64
 import re
@@ -38,10 +38,10 @@ class Medium(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """An image or a video as its files have it, and its patches in time, height and width.
+    """The files of an image or a video, and the numbers of its patches in time, height and width.
 
-    Of a video `fps` is what its row or the recipe says, `is_frame_list` whether it has a file for each frame,
-    `seconds` the time from one of its patches to the next; 0 for an image.
+    `fps` of a video is the value of its row or of the recipe. `is_frame_list` says whether it has a file for
+    each frame. `seconds` is the time from one of its patches to the next; 0 for an image.
     """
 
     contents: tuple[bytes, ...]
@@ -60,14 +60,14 @@ class Column(NamedTuple):
 
 
 def list_media_keys(fields: Fields) -> tuple[str, ...]:
-    """The keys of a row that may name images and videos."""
+    """Return the keys of a row that may name images and videos."""
     return tuple(key for keys in _map_media_keys(fields).values() for key in keys)
 
 
 def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]:
-    """Return what a row names by kind; a kind that `data.fields` sets to null is absent.
+    """Return the images and videos of a row by kind; a kind that `data.fields` sets to null is absent.
 
-    Raises Corrupt where two keys of a row name different ones.
+    Raise Corrupt where two keys of a row name different ones.
     """
     return {kind: _find_media_by_keys(values, keys) for kind, keys in _map_media_keys(fields).items()}
 
@@ -87,11 +87,12 @@ def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Colum
 
 
 def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Column]) -> list[Medium]:
-    """The images and videos of a conversation, in order; in its messages only their places are left.
+    """Return the images and videos of a conversation in order, and leave only their places in its messages.
 
-    A part of a message names its own, or takes the next of the row's column for its kind, as the marks
-    <image> and <video> in a text do; without a column for it a mark is text. Raises Corrupt where a column
-    has more or fewer than there are places.
+    A part of a message names its own, or takes the next of the row's column for its kind. The marks <image>
+    and <video> in a text take the next one too; without a column for its kind a mark is text.
+
+    Raise Corrupt where a column has more or fewer than there are places.
     """
     media = []
     for number, message in enumerate(messages):
@@ -126,7 +127,7 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
 
 
 def _with_media_parts(content: Any, marks: Sequence[str]) -> Any:
-    """The content of a message with a part in the place of each mark; as it was where it has none."""
+    """Return the content of a message with a part for each mark; unchanged where it has no mark."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     split = []
     for part in parts:
@@ -148,7 +149,10 @@ def _to_list(value: Any) -> list[Any]:
 
 
 def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
-    """A part of a message that is an image or a video: {type, image}; {type} where the row's field has it."""
+    """Return a part of a message that is an image or a video: {type, image} or {type, video}.
+
+    The part is only {type} where the row's own field names the file.
+    """
     kind = PART_TYPES[part["type"]]
     keys = (kind, f"{kind}_url", *_REFERENCE_KEYS)
     named = [part[key] for key in keys if part.get(key) is not None]
@@ -169,7 +173,7 @@ def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
 
 
 def _read_rate(part: Mapping[str, Any], field_path: str) -> dict[str, float]:
-    """{fps} where a part says so."""
+    """Return {fps} where a part has a frame rate, else an empty mapping."""
     rates = [part[key] for key in _RATE_KEYS if part.get(key) is not None]
     if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != rates[0] for rate in rates):
         raise Corrupt(f"{field_path}: fps must be frames per second, above 0, is {format_value(dict(part))}")
@@ -181,7 +185,10 @@ def _add_article(kind: str) -> str:
 
 
 def read_content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
-    """The bytes of a file by its path inside `folder`, in base64, or as they are. Raises Corrupt."""
+    """Return the bytes of a file inside `folder`, of base64, or of bytes as they are.
+
+    Raise Corrupt for all else, and for more than `limit` bytes.
+    """
     if isinstance(reference, Mapping):  # as data sets have it in parquet: bytes, or a path
         named = [reference[key] for key in ("bytes", "base64", "path") if reference.get(key) is not None]
         if not named:

@@ -45,7 +45,7 @@ class AnswerPair(NamedTuple):
 
 
 def list_columns(fields: Fields) -> tuple[str, ...]:
-    """All fields of a row that `read_preference` reads."""
+    """Return all fields of a row that `read_preference` reads."""
     read = [
         name for row_format in _list_formats(fields) for name in (*row_format.fields, *row_format.optional)
     ]
@@ -55,9 +55,9 @@ def list_columns(fields: Fields) -> tuple[str, ...]:
 
 
 def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversation]:
-    """The conversations of a row, the better one first; nothing of their prompt is learned.
+    """Return the two conversations of a row, the better one first; nothing in their prompt is learned.
 
-    Raises Corrupt saying which field is wrong, and how.
+    Raise Corrupt, which says what is wrong with which field.
     """
     fields, formats = data.fields, _list_formats(data.fields)
     if has_kto_label(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
@@ -164,7 +164,7 @@ def _build_pair(
 
 
 def _has_prompt(answer: Any) -> bool:
-    """Return whether it is a conversation that begins with what is answered."""
+    """Return whether an answer is a conversation that begins with its prompt."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     role = first.get("role", first.get("from")) if isinstance(first, dict) else None
     return isinstance(role, str) and role not in CALL_ROLES and ROLE_ALIASES.get(role, role) != "assistant"

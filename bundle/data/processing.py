@@ -1,7 +1,8 @@
-"""How a job's images and videos become patches: what the recipe says, and its model's own files.
+"""Choose how a job's images and videos become patches, by the recipe and by the files of its model.
 
-As in transformers, of both directories that a job has: the section of a processor in the file of all
-processors, or else its own file, for videos also that of images.
+A job has up to two directories, and the first with settings counts, as in transformers. The settings stand in
+the processor's section of the file of all processors, or else in its own file. Videos may also use the file
+of images.
 """
 
 import math
@@ -47,7 +48,10 @@ class MediaProcessor:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "MediaProcessor | None":
-        """That of a recipe; None where its model sees nothing. Raises UsageError for unusable settings."""
+        """Return the processor of a recipe; None where its model takes no images.
+
+        Raise UsageError for unusable settings.
+        """
         if recipe.architecture.vision is None:
             return None
         kind, _, tokenizer = recipe.data.tokenizer.partition(":")
@@ -57,7 +61,7 @@ class MediaProcessor:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "MediaProcessor | None":
-        """That of a Hugging Face directory, where no recipe says more; None where its model sees nothing."""
+        """Return the processor of a Hugging Face directory; None where its model takes no images."""
         config = directory / "config.json"
         vision = from_config(files.read_json_object(config), str(config)).vision
         if vision is None:
@@ -79,11 +83,11 @@ class MediaProcessor:
 
     @property
     def vision(self) -> VisionArchitecture:
-        """The tower."""
+        """The vision tower."""
         return self.images.vision
 
     def read(self, medium: Medium, folder: Path) -> Picture:
-        """The image or video that a row names, decoded once. Raises Corrupt, which names its file."""
+        """Return the image or video that a row names, decoded once. Raise Corrupt, which names its file."""
         try:
             return self._read(medium, folder)
         except Corrupt as error:
@@ -101,7 +105,7 @@ class MediaProcessor:
         return self.videos.read(medium, folder)
 
     def extract_patches(self, picture: Picture) -> Patches:
-        """The patches [n, values] of what `read` has accepted."""
+        """Return the patches [n, values] of an image or video that `read` has accepted."""
         return (
             self.videos.extract_patches(picture)
             if picture.seconds
@@ -158,7 +162,7 @@ def _choose_pixel_limits(
     section: str,
     location: str,
 ) -> tuple[int, int]:
-    """The least and the most pixels: what the recipe says, or the files, or transformers' class."""
+    """Return the least and the most pixels, by the recipe, else the files, else transformers' class."""
     size = settings.get("size") or {}
     least = limits.min_pixels or settings.get("min_pixels") or size.get("shortest_edge") or defaults[0]
     most = limits.max_pixels or settings.get("max_pixels") or size.get("longest_edge") or defaults[1]
@@ -179,9 +183,10 @@ def _choose_mean_std(
 def _read_settings(
     directories: Sequence[Path], kind: str, vision: VisionArchitecture
 ) -> tuple[str, dict[str, Any]]:
-    """What the first directory says of its processor, and where, for messages; ("", {}) where none does.
+    """Return the place and the settings of the first directory that has any; ("", {}) where none does.
 
-    Raises UsageError for what is not computed and what is no value of its kind, by name.
+    The place is text for messages. Raise UsageError that names each setting which is not supported or has an
+    invalid value.
     """
     for directory in directories:
         sections = {
@@ -201,7 +206,7 @@ def _read_settings(
 
 
 def _list_unsupported(settings: Mapping[str, Any], vision: VisionArchitecture) -> Iterator[str]:
-    """What a processor is told to do in another way than is done here."""
+    """Yield a line for each setting of a processor that asks for another way than the one computed here."""
     supported: dict[str, Any] = dict.fromkeys(
         ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True
     )
@@ -215,7 +220,7 @@ def _list_unsupported(settings: Mapping[str, Any], vision: VisionArchitecture) -
 
 
 def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What a processor is told with a value that cannot be one."""
+    """Yield a line for each setting of a processor that has an invalid value."""
     size = settings.get("size") or {}
     if not isinstance(size, Mapping):
         yield f"size {format_value(size)}: must be a JSON object"

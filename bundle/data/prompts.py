@@ -1,4 +1,4 @@
-"""What a trained model is asked, written as the rows of its training were."""
+"""Write prompts for a trained model in the format of its training rows."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from bundle.recipe import Recipe
 
 @dataclass(frozen=True)
 class Prompts:
-    """A tokenizer, and how what is asked is written; without a writer it is a text that goes on."""
+    """A tokenizer and a writer of prompts; without a writer a prompt is a text that the model continues."""
 
     tokenizer: Tokenizer
     _writer: "PlainTemplate | ChatTemplate | None"
@@ -35,7 +35,7 @@ class Prompts:
 
     @functools.cached_property
     def end_tokens(self) -> tuple[int, ...]:
-        """What an answer ends with: the tokenizer's end of text, then what the writer has behind a turn."""
+        """The ids that end an answer: the end of text, then those that the writer puts behind a turn."""
         end = self.tokenizer.end_of_text
         if (writer := cast(Any, self._writer)) is None:
             return (end,)
@@ -49,14 +49,14 @@ class Prompts:
 
     @classmethod
     def from_recipe(cls, job: Recipe) -> "Prompts":
-        """Those of a job's rows."""
+        """Return the prompts in the format of a job's rows."""
         text_tokenizer = load_tokenizer(job.data.tokenizer, job.architecture.vocab_size)
         writer = None if job.task_traits.reads_text else chat.build_writer(job.data, text_tokenizer)
         return cls(text_tokenizer, writer, lambda: MediaProcessor.from_recipe(job))
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Prompts":
-        """Those of a Hugging Face directory, by its chat template, where it has one."""
+        """Return the prompts of a Hugging Face directory, written by its chat template where it has one."""
         text_tokenizer = HuggingFaceTokenizer(directory)
         writer = (
             ChatTemplate(text_tokenizer, date.today().isoformat())
@@ -71,10 +71,10 @@ class Prompts:
         )
 
     def build_prompt(self, text: str, media_paths: Mapping[str, Sequence[Path]]) -> Prompt:
-        """What is asked with the images and videos of these files, by kind.
+        """Return a text as a prompt with the images and videos of these files, by kind.
 
-        They stand where the text has their mark (<image>, <video>), or before it. Raises UsageError for what
-        cannot be asked.
+        They stand at their marks (<image>, <video>) in the text, or before it. Raise UsageError for a prompt
+        that cannot be written.
         """
         try:
             return self._build_prompt(text, {kind: paths for kind, paths in media_paths.items() if paths})

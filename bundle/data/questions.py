@@ -55,7 +55,7 @@ class QuestionSet:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the questions and the values of their rows: a resume must find them again."""
+        """The digest of the questions and of the values of their rows; a resumed run must have the same."""
         digest = hashlib.sha256()
         for question in self.questions:
             digest.update(
@@ -75,12 +75,12 @@ class Questions:
     tokenizer: Tokenizer
 
     def draw(self, first: int, count: int) -> list[Question]:
-        """Return the `count` questions from place `first` of the run on, which has no end."""
+        """Return the `count` questions from place `first` of the endless run on."""
         return [self.training.questions[number] for number in self.order.draw_samples(first, count).tolist()]
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a resume must find again."""
+        """The digests and names that a resumed run must have too."""
         identity = {"questions": self.training.digest, "tokenizer": self.tokenizer.identity, "order": ORDER}
         return identity | ({"evaluation questions": self.evaluation.digest} if self.evaluation else {})
 
@@ -175,7 +175,7 @@ class _Reader:
                     yield place, row, question, response
 
     def _draft(self, row: Values, *, is_learned: bool) -> list[Any]:
-        """Return the question of a row, and with its answer where that is learned first.
+        """Return the question of a row as a draft, and the draft of its answer where a warm start learns it.
 
         Raise Corrupt for a row that is not a question.
         """

@@ -16,10 +16,10 @@ Reply = dict[str, Any]
 
 
 class Renderer:
-    """Renders one template; its process starts at the first request, and anew after a limit has ended it."""
+    """Renders one template; its process starts at the first request, and again after a limit has ended it."""
 
     def __init__(self, origin: str, source: str, variables: dict[str, Any], today: str | None) -> None:
-        """`origin` says where the template comes from, for messages."""
+        """Prepare the first line for the process. `origin` says in messages where the template comes from."""
         self._origin, self._overruns = origin, 0
         self._template = json.dumps({"source": source, "variables": variables, "today": today})
         self._process: subprocess.Popen[str] | None = None

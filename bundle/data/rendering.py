@@ -62,7 +62,7 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # the name and the kind are jinja2's
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block as nodes; a variable that is set in it ends with it, as in transformers."""
+        """Return the block as nodes; a variable that is set in it ends with it, as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
@@ -92,7 +92,7 @@ class Template:
     """A chat template, in an environment like the one that transformers gives it."""
 
     def __init__(self, source: str, variables: dict[str, Any], today: str | None) -> None:
-        """`today` (YYYY-MM-DD) is the date for strftime_now. Raises TemplateSyntaxError."""
+        """Compile the template; `today` (YYYY-MM-DD) is for strftime_now. Raise TemplateSyntaxError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
@@ -103,7 +103,7 @@ class Template:
         self._is_marked = is_marked(source)
 
     def write_prompt(self, messages: list[Message]) -> list[Sample]:
-        """Return what the assistant speaks after, of which nothing is learned."""
+        """Return the text before the assistant's next answer, in which nothing is learned."""
         return [Sample(self._render(messages, None, prompt=True).text, [], len(messages))]
 
     def write(self, messages: list[Message], tools: Tools, turns: list[int]) -> list[Sample]:
@@ -186,14 +186,17 @@ class Template:
         )
 
     def _generate(self, messages: list[Message], tools: Tools, prompt: bool) -> str:
-        """Return the text."""
+        """Return the text that the template writes."""
         arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         with _kill_after_cpu_time():
             return _join_pieces(self._template.generate(**{**self._variables, **arguments}))
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether the template joins the arguments of a call to text, as DeepSeek-V3's does, so as JSON."""
+        """True if the template joins a call's arguments to text, as DeepSeek-V3's does.
+
+        The arguments must then be JSON text.
+        """
         function = {"name": "f", "arguments": {"a": 1}}
         calls = [{"id": "1", "type": "function", "function": function}]
         call: Message = {"role": "assistant", "content": "", "tool_calls": calls}
@@ -288,7 +291,10 @@ def _with_json_arguments(message: Message) -> Message:
 
 
 def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None:
-    """Raise Refusal for what the assistant says and nobody would learn; a template may strip white space."""
+    """Raise Refusal where the learned text lacks something that the assistant says.
+
+    A template may strip white space.
+    """
     learned = [text[begin:until] for begin, until in parts]
     *thoughts, answer = message["content"].split(THOUGHT_END)
     if not any(answer.strip() in part for part in learned):

@@ -1,4 +1,4 @@
-"""Numbered samples as tensors, and which of them come when: random orders alike in every release of numpy."""
+"""Give numbered samples as tensors, in random orders that are the same in every release of numpy."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ MAX_PARTS = 10**5
 
 
 def draw_permutation(size: int, key: str) -> Ints:
-    """range(size) in the random order that is named by `key`; read only: [size].
+    """Return range(size) in the random order that `key` names, read only: [size].
 
     numpy promises that the streams of this generator never change (NEP 19).
     """
@@ -48,7 +48,7 @@ class Epochs:
         self._order = functools.lru_cache(maxsize=2)(lambda epoch: draw_permutation(size, f"{key} {epoch}"))
 
     def select_samples(self, places: Ints) -> Ints:
-        """The samples at these places of the run."""
+        """Return the samples at these places of the run."""
         epochs, within = places // self._size, places % self._size
         samples = np.empty(len(places), np.int64)
         for epoch in np.unique(epochs).tolist():
@@ -61,12 +61,12 @@ class Blend:
     """An endless run through data sets: next comes the one whose share lags most, of equals the first.
 
     That is megatron-core's rule (`build_blending_indices`): before place n, a data set of share w that was
-    taken c times lags by w * max(n, 1) - c. Here in whole numbers: after as many places as the shares have
-    parts nobody lags, and all repeats, so that any place is found without those before it.
+    taken c times lags by w * max(n, 1) - c. Here shares are whole numbers: after as many places as the shares
+    have parts no data set lags, and the pattern repeats. Any place is found without those before it.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        """`sizes` are the samples of each data set, which are numbered one after the other."""
+        """Blend data sets of these `sizes` [samples], which are numbered one after the other."""
         exact = [Fraction(str(weight)) for weight in weights]
         exact = [weight / sum(exact) for weight in exact]
         parts = min(MAX_PARTS, math.lcm(*(share.denominator for share in exact)))
@@ -86,7 +86,7 @@ class Blend:
             self._nth[mask] = np.arange(mask.sum())
 
     def draw_samples(self, first: int, count: int) -> Ints:
-        """The numbers of the `count` samples from place `first` on."""
+        """Return the numbers of the `count` samples from place `first` on."""
         places = np.arange(first, first + count, dtype=np.int64)
         at = np.where(places < self.period, places, self.period + places % self.period)
         owners = self._owners[at]
@@ -98,7 +98,7 @@ class Blend:
         return numbers
 
     def count_samples(self, places: int) -> Ints:
-        """How many samples of each data set are at the first `places`: [data sets]."""
+        """Return how many samples of each data set are at the first `places`: [data sets]."""
         cycles, rest = divmod(places, self.period)
         begin = self.period if cycles else 0
         last = np.bincount(self._owners[begin : begin + rest], minlength=len(self.shares))
@@ -106,7 +106,7 @@ class Blend:
 
 
 def _assign_data_sets(shares: Ints, places: int) -> Ints:
-    """The data set of each place, from the first on."""
+    """Return the data set of each place, from the first on."""
     owners, lag = np.empty(places, np.int64), shares.copy()
     for place in range(places):
         owner = int(lag.argmax())
@@ -117,7 +117,10 @@ def _assign_data_sets(shares: Ints, places: int) -> Ints:
 
 
 def choose_held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
-    """Which of `size` pieces are kept for evaluation: [size]; at least one where `fraction` is not zero."""
+    """Return whether each of `size` pieces is held out for evaluation: [size].
+
+    At least one is where `fraction` is not zero.
+    """
     chosen = np.zeros(size, np.bool_)
     if fraction > 0:
         count = min(size, max(1, round(size * fraction)))
@@ -140,11 +143,11 @@ class Spans:
         return len(self.starts)
 
     def select(self, chosen: NDArray[np.bool_] | Ints) -> "Spans":
-        """Only the chosen pieces, in the order of their numbers or as numbered."""
+        """Return the chosen pieces only: by a mask in their order, or by numbers in the order of these."""
         return Spans(self.starts[chosen], self.lengths[chosen])
 
     def cut(self, max_length: int) -> "Spans":
-        """The same tokens in pieces of at most `max_length`; only a document's last piece is shorter."""
+        """Return the tokens in pieces of at most `max_length`; only a document's last piece is shorter."""
         pieces = -(-self.lengths // max_length)
         owner = np.repeat(np.arange(len(self)), pieces)
         offset = concatenate_ranges(np.zeros(len(self), np.int64), pieces) * max_length
@@ -152,9 +155,10 @@ class Spans:
 
 
 def pack_best_fit(lengths: Ints, capacity: int) -> list[Ints]:
-    """The pieces of each pack, by number, at most `capacity` in all: longest first, each where it fits best.
+    """Return the numbers of the pieces in each pack; a pack has at most `capacity` tokens.
 
-    The work per piece is one bisection among the distinct sizes of free room. Lengths are 1 .. `capacity`.
+    The longest piece is placed first, each one where it fits best. The work per piece is one bisection among
+    the distinct sizes of free room. Lengths are 1 .. `capacity`.
     """
     packs: list[list[int]] = []
     free: dict[int, list[int]] = {}  # free room -> packs that have it
@@ -183,12 +187,16 @@ def pack_best_fit(lengths: Ints, capacity: int) -> list[Ints]:
 class SampleBatch:
     """One micro-batch on the host: [b, s] each, or, packed, [1, t] with the sequences one after the other.
 
-    `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned. `lengths` are the
-    sequences of a pack in tokens, unpadded; None for rows of equal length, of which `row_lengths` [b] are
-    tokens, and what is behind them padding; None: all are. `pixels` [patches, values] and
-    `grids` [images, 3] are those of all its images and videos in their order, `seconds` [images] those of
-    time (`packing.images`). `documents` are the numbers of its sequences among all documents of the corpus,
-    BLANK for one of a blank sample; pieces that go across documents have none.
+    `labels[.., i]` is the token after `ids[.., i]`; `loss_mask` is 1 where it is learned.
+
+    `lengths` are the unpadded tokens of each sequence in a pack; None for rows of equal length. `row_lengths`
+    [b] are the tokens of each row before its padding; None where no row has padding.
+
+    `pixels` [patches, values] and `grids` [images, 3] belong to all its images and videos in their order.
+    `seconds` [images] are their distances in time (`packing.images`).
+
+    `documents` are the numbers of its sequences among all documents of the corpus; BLANK for one of a blank
+    sample. Pieces that go across documents have none.
     """
 
     ids: Tensor  # int64
@@ -204,23 +212,23 @@ class SampleBatch:
 
 
 class SampleSizes(NamedTuple):
-    """What samples take to compute: the tokens of each sequence, padding aside, and each image's patches."""
+    """The sizes of samples: the tokens of each sequence without padding, and the patches of each image."""
 
     lengths: Ints  # [sequences]
     grids: Ints  # [images and videos, 3]
 
 
 class Samples(Protocol):
-    """Numbered samples; `build_batch` takes numbers, BLANK among them, and gives tensors."""
+    """Numbered samples; `build_batch` takes numbers, BLANK among them, and returns tensors."""
 
     def __len__(self) -> int: ...
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
-        """The samples `numbers` [b] as one micro-batch."""
+        """Return the samples `numbers` [b] as one micro-batch."""
         ...
 
     def count_patches(self, numbers: Ints) -> Ints:
-        """The patches [b] of the images and videos of each; all else in samples is padded to one size."""
+        """Return the patches [b] of the images and videos of each sample; tokens are padded to one size."""
         ...
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
@@ -231,7 +239,7 @@ class Samples(Protocol):
 class WindowSamples:
     """Windows of `length` tokens, one after the other through all pieces, across documents.
 
-    Where a piece between was held out, what comes next does not follow in the text: it has no loss.
+    Where a piece between two others was held out, the next token does not follow in the text and has no loss.
     """
 
     def __init__(self, store: Store, spans: Spans, length: int) -> None:
@@ -244,14 +252,14 @@ class WindowSamples:
         return self._count
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
-        """[b, length] each."""
+        """Return the samples as a micro-batch of [b, length] each."""
         places = np.maximum(numbers, 0)[:, None] * self._length + np.arange(self._length + 1)
         piece = np.searchsorted(self._before, places, side="right") - 1
         in_store = self._starts[piece] + places - self._before[piece]
         return _build_batch(numbers, self._ids[in_store], np.diff(in_store) == 1, np.arange(self._length))
 
     def count_patches(self, numbers: Ints) -> Ints:
-        """None."""
+        """Return zeros: text has no images."""
         return np.zeros_like(numbers)
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
@@ -273,7 +281,7 @@ class RowSamples:
         first_document: int = 0,
         processor: MediaProcessor | None = None,
     ) -> None:
-        """`documents_per_sample` sequences are a sample.
+        """Make a sample of `documents_per_sample` sequences each.
 
         `first_document` is the number of the store's first document.
         """
@@ -288,7 +296,7 @@ class RowSamples:
         return len(self._spans) // self._documents_per_sample
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
-        """[b * together, length] each."""
+        """Return the samples as a micro-batch of [b * documents_per_sample, length] each."""
         numbers = list_sequences(numbers, self._documents_per_sample)
         rows, within = self._spans.select(np.maximum(numbers, 0)), np.arange(self._length + 1)
         real = within < rows.lengths[:, None]
@@ -300,13 +308,13 @@ class RowSamples:
         return _with_images(batch, self._store, rows, self._processor)
 
     def count_patches(self, numbers: Ints) -> Ints:
-        """Those of the sequences that are a sample; a blank one is the first without loss."""
+        """Return the patches of each sample's sequences; a blank sample is the first one without loss."""
         rows = self._spans.select(list_sequences(np.maximum(numbers, 0), self._documents_per_sample))
         patches: Ints = _count_patches(self._store, rows).reshape(-1, self._documents_per_sample).sum(1)
         return patches
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
-        """Return those of the sequences that are a sample."""
+        """Return the sizes of the samples' sequences."""
         return _compute_sizes(
             self._store, self._spans.select(list_sequences(numbers, self._documents_per_sample))
         )
@@ -324,7 +332,10 @@ class PackSamples:
         first_document: int = 0,
         processor: MediaProcessor | None = None,
     ) -> None:
-        """`packs` are the sequences of each; `first_document` is the number of the store's first document."""
+        """Take the sequences of each pack from `packs`.
+
+        `first_document` is the number of the store's first document.
+        """
         self._store, self._spans, self._packs, self._first_document = store, spans, packs, first_document
         self._processor = processor
 
@@ -332,7 +343,7 @@ class PackSamples:
         return len(self._packs)
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
-        """[1, t] each, t the tokens of the one pack in `numbers`."""
+        """Return the one pack in `numbers` as a micro-batch of [1, t] each; t is the number of its tokens."""
         spans = self._spans.select(self._packs[max(int(numbers[0]), 0)])
         places = concatenate_ranges(spans.starts, spans.lengths)
         learned = np.roll(read_loss_mask(self._store, places), -1)
@@ -344,12 +355,12 @@ class PackSamples:
         return _with_images(batch, self._store, spans, self._processor)
 
     def count_patches(self, numbers: Ints) -> Ints:
-        """Those of the sequences of each pack."""
+        """Return the patches of each pack's sequences."""
         packs = [self._spans.select(self._packs[number]) for number in np.maximum(numbers, 0).tolist()]
         return np.asarray([_count_patches(self._store, spans).sum() for spans in packs], np.int64)
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
-        """Return those of the sequences of each pack."""
+        """Return the sizes of the packs' sequences."""
         sequences = np.concatenate([self._packs[number] for number in numbers.tolist()])
         return _compute_sizes(self._store, self._spans.select(sequences))
 
@@ -365,7 +376,7 @@ class JoinedSamples:
         return int(self._ends[-1])
 
     def build_batch(self, numbers: Ints) -> SampleBatch:
-        """The samples in their order, each from its data set; a pack comes alone, as it does from there."""
+        """Return the samples in their order, each from its own data set; a pack must come alone."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right").tolist()
         begins = [int(self._ends[owner]) - len(self._parts[owner]) for owner in owners]
         # BLANK is of the first data set, which begins at 0, and stays what it is.
@@ -389,7 +400,7 @@ class JoinedSamples:
         )
 
     def count_patches(self, numbers: Ints) -> Ints:
-        """Those of each, as its data set has them."""
+        """Return the patches of each sample, as its own data set counts them."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right")
         patch_counts = np.zeros_like(numbers)
         for owner in np.unique(owners).tolist():
@@ -400,7 +411,7 @@ class JoinedSamples:
         return patch_counts
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
-        """Return those of each data set, one data set after the other."""
+        """Return the sizes from each data set, one data set after the other."""
         owners = np.searchsorted(self._ends, numbers, side="right")
         part_sizes = [
             self._parts[owner].compute_sizes(
@@ -413,14 +424,14 @@ class JoinedSamples:
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """The samples of all parts as one."""
+    """Return the samples of all parts as one."""
     return parts[0] if len(parts) == 1 else JoinedSamples(parts)
 
 
 def balance_costs(costs: Ints, groups: int) -> Ints:
-    """Which of the pieces of these costs each of `groups` has, all of them as many: [groups, pieces].
+    """Return the pieces that each of `groups` gets, the same number for all: [groups, pieces].
 
-    The most costly ones first, each to the group that has the least so far and room for one.
+    The most costly pieces come first. Each goes to the group with the least cost so far that has room.
     """
     size = len(costs) // groups
     group_pieces: list[list[int]] = [[] for _ in range(groups)]
@@ -434,24 +445,24 @@ def balance_costs(costs: Ints, groups: int) -> Ints:
 
 
 def list_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
-    """The sequences of samples that have `documents_per_sample` each; a BLANK one has blank ones."""
+    """Return the sequences of samples with `documents_per_sample` each; BLANK for a BLANK sample."""
     within = numbers[:, None] * documents_per_sample + np.arange(documents_per_sample)
     return np.where(numbers[:, None] == BLANK, BLANK, within).ravel()
 
 
 def _number_documents(store: Store, spans: Spans, first_document: int, numbers: Ints) -> Ints:
-    """The numbers of the documents that hold these pieces; BLANK where the sample is."""
+    """Return the numbers of the documents that hold these pieces; BLANK for a BLANK sample."""
     return np.where(numbers == BLANK, BLANK, first_document + _find_documents(store, spans))
 
 
 def _find_documents(store: Store, spans: Spans) -> Ints:
-    """Which of the store's documents hold these pieces: [pieces]."""
+    """Return the places in the store of the documents that hold these pieces: [pieces]."""
     owners: Ints = np.searchsorted(store.starts, spans.starts, side="right") - 1
     return owners
 
 
 def _count_patches(store: Store, spans: Spans) -> Ints:
-    """The patches of the documents that hold these pieces: [pieces]."""
+    """Return the patches of the documents that hold these pieces: [pieces]."""
     return (
         np.zeros(len(spans), np.int64)
         if store.pictures is None
@@ -468,14 +479,14 @@ def _compute_sizes(store: Store, spans: Spans) -> SampleSizes:
 
 
 def read_loss_mask(store: Store, places: Ints) -> NDArray[np.bool_]:
-    """Which of these tokens of the store are learned."""
+    """Return whether each of these tokens of the store is learned."""
     return np.ones(places.shape, np.bool_) if store.loss_mask is None else store.loss_mask[places]
 
 
 def _with_images(
     batch: SampleBatch, store: Store, spans: Spans, processor: MediaProcessor | None
 ) -> SampleBatch:
-    """The batch of whole documents with their images and videos, decoded by several threads."""
+    """Return the batch of whole documents with their images and videos, decoded by several threads."""
     if store.pictures is None or processor is None:
         return batch
     pictures, numbers = store.pictures, store.pictures.find_pictures(_find_documents(store, spans))
@@ -494,7 +505,10 @@ def _build_batch(
     positions: Ints,
     lengths: tuple[int, ...] | None = None,
 ) -> SampleBatch:
-    """The samples `numbers` [b] of ids [b, s + 1], of which labels [b, s] are learned; none of BLANK are."""
+    """Return the samples `numbers` [b] of ids [b, s + 1] as a micro-batch.
+
+    `label_mask` [b, s] says which labels are learned; no label of a BLANK sample is.
+    """
     loss_mask = label_mask & (numbers != BLANK)[:, None]
     return SampleBatch(
         torch.from_numpy(ids[:, :-1].astype(np.int64)),

@@ -1,4 +1,4 @@
-"""Documents and rows out of text, JSON, parquet and arrow files; what is wrong with them is listed."""
+"""Read documents and rows of text, JSON, parquet and arrow files, and list what is wrong with them."""
 
 import codecs
 import gzip
@@ -36,7 +36,7 @@ B = TypeVar("B")
 
 
 class Corrupt(Exception):
-    """Why a row or file cannot be used; `line` where only a reader of the whole file knows it."""
+    """The reason why a row or file cannot be used; `line` where only a reader of the whole file knows it."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         self.line = line
@@ -44,9 +44,9 @@ class Corrupt(Exception):
 
 
 class ReasonCounter:
-    """How many rows or files something happened to, and of each cause how many and the first places.
+    """The number of rows or files of one kind, and for each cause its number and its first places.
 
-    Reasons that differ in numbers or names alone have one cause, which is shown as the first of them is.
+    Reasons that differ only in numbers or names have one cause, which is shown as the first of them.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class ReasonCounter:
         self._causes: dict[str, tuple[str, int, list[str]]] = {}  # reason, how many, places
 
     def add(self, place: str, reason: object) -> None:
-        """Counts one more; `place` is "file:line" or "file"."""
+        """Count one more; `place` is "file:line" or "file"."""
         self.extend(1, [(str(reason), 1, [place])])
 
     def extend(self, count: int, reasons: Iterable[tuple[str, int, list[str]]]) -> None:
-        """Adds what `dump` gave of others, which came later."""
+        """Add the `dump` of another counter, whose rows came later."""
         self.count += count
         for reason, more, places in reasons:
             cause = _VARIABLE_PARTS.sub("#", reason.removesuffix(_OTHERS_SUFFIX))
@@ -72,11 +72,11 @@ class ReasonCounter:
             self._causes[cause] = first, many + more, [*before, *places][:MAX_PLACES]
 
     def dump(self) -> tuple[int, list[tuple[str, int, list[str]]]]:
-        """What was counted so far, as JSON values."""
+        """Return the counts so far as JSON values."""
         return self.count, list(self._causes.values())
 
     def format_lines(self) -> list[str]:
-        """A line for each cause, after the first places that have it."""
+        """Return a line for each cause, which begins with the first places that have it."""
         return [
             f"{', '.join(places)}{f' and {many - MAX_PLACES:,} more' if many > MAX_PLACES else ''}: {reason}"
             for reason, many, places in self._causes.values()
@@ -84,12 +84,12 @@ class ReasonCounter:
 
     @property
     def unlisted_count(self) -> int:
-        """How many have a cause that came when there were enough."""
+        """The number of those whose cause is not listed, because `MAX_REASONS` causes came before it."""
         return self.count - sum(many for _, many, _ in self._causes.values())
 
 
 class DataErrors:
-    """Collects corrupt rows and files; whether they stop the job is the recipe's `data.on_error`."""
+    """Collects corrupt rows and files; the recipe's `data.on_error` decides whether they stop the job."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -98,13 +98,13 @@ class DataErrors:
         self.formats = ReasonCounter()  # how rows were read
 
     def add(self, place: str, reason: object) -> None:
-        """Counts a corrupt one."""
+        """Count a corrupt row or file."""
         self.corrupt.add(place, reason)
 
     def convert_rows(
         self, rows: Iterable[tuple[str, A]], convert: Callable[[A], B]
     ) -> Iterator[tuple[str, B]]:
-        """Each place with what `convert` makes of its value; where that raises Corrupt, it is recorded."""
+        """Yield each place with the converted value; record the rows for which `convert` raises Corrupt."""
         for place, value in rows:
             try:
                 result = convert(value)
@@ -116,17 +116,17 @@ class DataErrors:
                 yield place, result
 
     def dump(self) -> RowReport:
-        """What was found so far, as JSON values."""
+        """Return the errors and formats so far as JSON values."""
         return [counter.dump() for counter in (self.corrupt, self.deleted, self.cut, self.formats)]
 
     def extend(self, report: RowReport) -> None:
-        """Adds what `dump` gave of others, which came later."""
+        """Add the `dump` of others, whose rows came later."""
         counters = (self.corrupt, self.deleted, self.cut, self.formats)
         for counter, (count, reasons) in zip(counters, report, strict=True):
             counter.extend(count, reasons)
 
     def drain_report(self) -> RowReport:
-        """What was found so far, which is forgotten here."""
+        """Return the errors and formats so far, and forget them."""
         report = self.dump()
         self.corrupt, self.deleted, self.cut, self.formats = (
             ReasonCounter(),
@@ -137,7 +137,7 @@ class DataErrors:
         return report
 
     def conclude(self) -> dict[str, Any]:
-        """What to keep beside the tokens. Raises UsageError for corrupt rows, unless they are skipped."""
+        """Return the facts to store with the tokens. Raise UsageError for corrupt rows, unless skipped."""
         corrupt = self.corrupt
         if corrupt.count and self.policy == "stop":
             more = [f"and {corrupt.unlisted_count:,} more"] if corrupt.unlisted_count else []
@@ -152,7 +152,10 @@ class DataErrors:
 
 
 def read_texts(data: Data, sources: Sequence[DataFile], errors: DataErrors) -> Iterator[tuple[str, str]]:
-    """The documents of pre-training data, after their places: parts of text files, or a field of each row."""
+    """Yield the documents of pre-training data after their places.
+
+    Documents are parts of text files, or a field of each row.
+    """
     if sources and sources[0].kind == "text":
         return _read_sources(sources, lambda source: _read_documents(source.path, data.separator), errors)
     name = data.fields.text
@@ -162,9 +165,9 @@ def read_texts(data: Data, sources: Sequence[DataFile], errors: DataErrors) -> I
 def read_rows(
     sources: Sequence[DataFile], field_names: Sequence[str] | None, errors: DataErrors
 ) -> Iterator[tuple[str, Values]]:
-    """The rows of files of one kind, after their places: "file:line".
+    """Yield the rows of files of one kind after their places ("file:line").
 
-    At least the fields of `field_names`; None: all.
+    A row has at least the fields of `field_names`; None: all fields.
     """
     if sources and sources[0].kind == "jsonl":
         return errors.convert_rows(_read_sources(sources, _read_values, errors), _parse_object)
@@ -172,7 +175,7 @@ def read_rows(
 
 
 def read_text(values: Values, name: str) -> str:
-    """The text in field `name` of a row. Raises Corrupt where there is none, or a blank one."""
+    """Return the text in field `name` of a row. Raise Corrupt where the field is missing or blank."""
     if name not in values:
         raise Corrupt(f"field {name}: missing; the row has {', '.join(values)[:200] or 'no fields'}")
     text = values[name]
@@ -184,7 +187,10 @@ def read_text(values: Values, name: str) -> str:
 def _read_sources(
     sources: Sequence[DataFile], reader: Callable[[DataFile], Iterator[tuple[int, A]]], errors: DataErrors
 ) -> Iterator[tuple[str, A]]:
-    """What `reader` finds in each file, after its place; it gives lines with what begins there."""
+    """Yield the values that `reader` finds in each file, after their places.
+
+    `reader` yields the line that a value begins in, and the value.
+    """
     for source in sources:
         is_empty = not source.may_be_empty
         try:
@@ -202,7 +208,7 @@ def _read_sources(
 
 
 def _read_documents(path: Path, separator: str | None) -> Iterator[tuple[int, str]]:
-    """The parts of a text file between separators, those that are not blank."""
+    """Yield the parts of a text file between separators, without blank ones."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
@@ -217,7 +223,7 @@ def _read_documents(path: Path, separator: str | None) -> Iterator[tuple[int, st
 
 
 def _read_values(source: DataFile) -> Iterator[tuple[int, Any]]:
-    """The lines of a JSONL file that are not blank, or the values of a file that is one JSON array."""
+    """Yield the lines of a JSONL file that are not blank, or the values of a file with one JSON array."""
     with _open_unpacked(source.path) as file:
         if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
             file.read(len(codecs.BOM_UTF8))
@@ -234,7 +240,7 @@ def _open_unpacked(path: Path) -> io.BufferedReader:
 
 
 def _read_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank; Corrupt for an object over several lines."""
+    """Yield the lines that are not blank. Raise Corrupt for an object over several lines."""
     lines = ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
     for at, (number, line) in enumerate(lines):
         if at == 0 and line == b"{":
@@ -243,7 +249,7 @@ def _read_lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
-    """The values of a JSON array, after the lines that they begin in; the file is read part by part."""
+    """Yield the values of a JSON array after the lines that they begin in; read the file part by part."""
     text, decode = io.TextIOWrapper(file, encoding="utf-8"), json.JSONDecoder().raw_decode
     buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
     while True:
@@ -283,7 +289,7 @@ def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
 
 
 def _is_cut(error: json.JSONDecodeError, buffer: str) -> bool:
-    """Return whether a value may be whole when more of the file is read."""
+    """Return whether the value may become complete when more of the file is read."""
     return error.msg.startswith("Unterminated") or error.pos > len(buffer) - _MAX_JSON_WORD
 
 
@@ -303,7 +309,7 @@ def _parse_object(content: Any) -> Values:
 
 
 def _read_table(source: DataFile, field_names: Sequence[str] | None) -> Iterator[tuple[int, Values]]:
-    """The rows of a parquet or arrow file, as far as they have a column of `field_names`; None: all."""
+    """Yield the rows of a parquet or arrow file with their columns in `field_names`; None: all columns."""
     pyarrow = _import_pyarrow()
     try:
         with (_open_parquet if source.kind == "parquet" else _open_arrow)(source.path) as (
@@ -335,7 +341,7 @@ def _open_parquet(path: Path) -> Iterator[_Table]:
 
 @contextmanager
 def _open_arrow(path: Path) -> Iterator[_Table]:
-    """Streams, which `datasets` writes, and files with a footer. Every batch is looked through first."""
+    """Open a stream, as `datasets` writes it, or a file with a footer; each batch is validated first."""
     import pyarrow
 
     def batches(columns: list[str]) -> Iterator[Any]:
@@ -362,7 +368,7 @@ def _import_pyarrow() -> Any:
 
 
 def _remove_nulls(value: Any) -> Any:
-    """The value without what is null in it: structs of a table have every field in each row."""
+    """Return the value without the nulls in it: structs of a table have every field in each row."""
     if isinstance(value, dict):
         return {name: _remove_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,18 +1,21 @@
-"""Tokens on disk in megatron's .bin and .idx: written once, whole or not at all, then mapped by every rank.
+"""Write tokens to disk in megatron's .bin and .idx, once and completely or not at all; every rank maps them.
 
-A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`, and, where not every token
-is learned, `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is learned.
-That of a model that sees images and videos has them in `pictures` as they were read, one document for each
-file, and in `grids` the patches of all that a document has, in time, height and width; `videos` has more of
-those that are videos (`Pictures`). `rows` has the first document of each row that made several, and how many
-they are. The store of files that somebody else wrote
-holds nothing but their facts. One that is being made has another name; when it is interrupted, whoever makes
-it next goes on after the last chunk that its journal names.
+A store is a directory with `facts.json`. It holds `tokens.bin` and `tokens.idx`. Where some tokens are not
+learned, it also holds `learned.bin` and `learned.idx`: the loss mask in the same format, 1 where a token is
+learned.
 
-All ids of PREFIX.bin are in one row, and PREFIX.idx says where each document begins. The index, as
-`IndexedDataset` of every release reads it, little endian: a mark, the version (uint64), the type of the ids
-(uint8), the number of sequences S and of document bounds D (uint64 each), then the lengths of the sequences
-(int32 [S]), the bytes before each (int64 [S]), the sequences before each document (int64 [D]).
+The store of a model with a vision tower has `pictures`: images and videos as they were read, one document for
+each file. `grids` has the patches of each document in time, height and width. `videos` has more facts about
+videos (`Pictures`). `rows` has the first document of each row that made several documents, and how many it
+made.
+
+The store of megatron's own files holds only their facts. A store that is being made has another name. After
+an interruption, the next process continues after the last chunk that the journal names.
+
+All ids of PREFIX.bin are in one row, and PREFIX.idx says where each document begins. The index is little
+endian, as `IndexedDataset` of every release reads it: a mark, the version (uint64), the type of the ids
+(uint8), the number of sequences S and of document bounds D (uint64 each). Then come the lengths of the
+sequences (int32 [S]), the bytes before each (int64 [S]), the sequences before each document (int64 [D]).
 """
 
 import hashlib
@@ -52,17 +55,20 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class IndexedDocuments(NamedTuple):
-    """What PREFIX.bin holds: all documents in one row, mapped read only."""
+    """The documents of PREFIX.bin, all in one row, mapped read only."""
 
     values: NDArray[Any]  # [tokens]
     lengths: Ints  # [documents]
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin document by document, and at last PREFIX.idx; raises OSError where that fails."""
+    """Writes PREFIX.bin document by document, and finally PREFIX.idx; raises OSError where that fails."""
 
     def __init__(self, prefix: Path, dtype: str, document_count: int = 0) -> None:
-        """`dtype` is one of TYPES; `document_count` documents are there: what follows them goes."""
+        """Open the files behind their first `document_count` documents, and remove what follows these.
+
+        `dtype` is a value of `DTYPES`.
+        """
         self._prefix, self._dtype = prefix, np.dtype(dtype)
         (self._type,) = (number for number, name in DTYPES.items() if name == dtype)
         self.path = prefix.with_name(f"{prefix.name}.bin")
@@ -71,18 +77,18 @@ class IndexedWriter:
         self._lengths_file = self._open_and_truncate(_build_lengths_path(prefix), len(self.lengths) * 8)
 
     def add(self, values: NDArray[Any]) -> None:
-        """Appends one document, of one sequence."""
+        """Append one document with one sequence."""
         self._file.write(values.astype(self._dtype).tobytes())
         self._lengths_file.write(struct.pack("<q", len(values)))
         self.lengths.append(len(values))
 
     def flush(self) -> None:
-        """Hands what was added to the system, where a killed process leaves it."""
+        """Hand the documents so far to the system, which keeps them when the process is killed."""
         self._file.flush()
         self._lengths_file.flush()
 
     def finish(self) -> None:
-        """Writes the index, without which nobody reads the rest."""
+        """Write the index, without which the other files are not read."""
         self._file.close()
         self._lengths_file.close()
         _build_lengths_path(self._prefix).unlink()
@@ -94,7 +100,7 @@ class IndexedWriter:
         index.write_bytes(header + b"".join(column.tobytes() for column in columns))
 
     def _open_and_truncate(self, path: Path, size: int) -> BinaryIO:
-        """A file to append to behind its first `size` bytes."""
+        """Return a file to append to behind its first `size` bytes."""
         file = path.open("r+b" if size else "wb")
         file.seek(size)
         file.truncate()
@@ -102,7 +108,7 @@ class IndexedWriter:
 
 
 def _build_lengths_path(prefix: Path) -> Path:
-    """The lengths of documents that are being written, int64."""
+    """Return the path of the lengths of documents that are being written, int64."""
     return prefix.with_name(f"{prefix.name}.lengths")
 
 
@@ -111,9 +117,9 @@ def _read_lengths(prefix: Path, documents: int) -> Ints:
 
 
 def read_indexed(prefix: Path) -> IndexedDocuments:
-    """The documents of PREFIX.bin; raises ValueError or OSError saying why they cannot be had.
+    """Return the documents of PREFIX.bin. Raise ValueError or OSError, which says why they cannot be read.
 
-    A document is what the index says to be one, of however many sequences.
+    The index says what a document is; a document may have several sequences.
     """
     content = prefix.with_name(f"{prefix.name}.idx").read_bytes()
     tokens = prefix.with_name(f"{prefix.name}.bin")
@@ -146,7 +152,7 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
 class TokenDocument:
     """Token ids of one document, its end included, and which of them are learned (None: all).
 
-    `pictures` are its images in order; None: the model sees none.
+    `pictures` are its images and videos in order; None: the model takes none.
     """
 
     ids: Tokens
@@ -156,7 +162,7 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows that follow each other, each of one document or more; what was wrong with others between them."""
+    """Consecutive rows with one document or more each, and the errors of other rows between them."""
 
     rows: list[list[TokenDocument]]
     errors: RowReport
@@ -181,13 +187,13 @@ class Store:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each document begins: [documents]."""
+        """The place where each document begins: [documents]."""
         starts: Ints = np.cumsum(self.lengths) - self.lengths
         return starts
 
     @cached_property
     def row_numbers(self) -> Ints:
-        """The number of the row that each document is of: [documents]."""
+        """The number of the row that each document was made of: [documents]."""
         begins = np.ones(len(self.lengths), np.int64)
         begins[concatenate_ranges(self.row_groups[:, 0] + 1, self.row_groups[:, 1] - 1)] = 0
         rows: Ints = np.cumsum(begins) - 1
@@ -198,8 +204,9 @@ class Store:
 class Pictures:
     """The images and videos of all documents: their files, their grids, and how many each document has.
 
-    Of each video `videos` has its number among all of them, the frames that are files of their own (0: one
-    file has all), its `seconds` and its `fps`, both as the bits of float64.
+    A video has four values in `videos`: its number among all images and videos, the number of its frames that
+    are files of their own (0: one file has all frames), its `seconds` and its `fps`. The last two are the
+    bits of float64.
     """
 
     contents: IndexedDocuments
@@ -209,7 +216,7 @@ class Pictures:
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
-        """From one patch of each to the next, 0 of an image: [images and videos]."""
+        """The time from one patch of each to the next; 0 for an image: [images and videos]."""
         return self._spread_videos(self.videos[:, 2].view(np.float64), 0.0)
 
     @cached_property
@@ -227,28 +234,28 @@ class Pictures:
 
     @cached_property
     def file_counts(self) -> Ints:
-        """How many files each has: [images and videos]."""
+        """The number of files of each: [images and videos]."""
         files: Ints = np.maximum(1, self._frame_file_counts)
         return files
 
     @cached_property
     def _starts(self) -> tuple[Ints, Ints]:
-        """The first file of each image and video; where the bytes of each file begin."""
+        """The first file of each image and video, and the byte at which each file begins."""
         return compute_starts(self.file_counts), compute_starts(self.contents.lengths)
 
     @cached_property
     def patch_counts(self) -> Ints:
-        """How many patches each document has: [documents]."""
+        """The number of patches of each document: [documents]."""
         patch_sums, ends = np.append(0, np.cumsum(self.grids.prod(1))), np.cumsum(self.counts)
         patches: Ints = patch_sums[ends] - patch_sums[ends - self.counts]
         return patches
 
     def find_pictures(self, documents: Ints) -> Ints:
-        """The numbers of the images and videos of these documents, one after the other."""
+        """Return the numbers of the images and videos of these documents, one after the other."""
         return concatenate_ranges(compute_starts(self.counts)[documents], self.counts[documents])
 
     def read_picture(self, number: int) -> Picture:
-        """One image or video."""
+        """Return one image or video."""
         first, begins = self._starts
         files = range(first[number], first[number] + self.file_counts[number])
         lengths, values = self.contents.lengths, self.contents.values
@@ -259,24 +266,24 @@ class Pictures:
 
 
 def build_write_error(directory: Path, error: OSError) -> JobFailed:
-    """What to raise where the store `directory` cannot be made because of `error`."""
+    """Return the exception for a store `directory` that cannot be made because of `error`."""
     reason = f"the tokens cannot be written: {error.strerror or error}"
     return JobFailed(f"{directory}: {reason}; make room, or name another place in data.cache")
 
 
 def build_partial_path(directory: Path) -> Path:
-    """Where the store `directory` is while it is being made."""
+    """Return the path of the store `directory` while it is being made."""
     return directory.with_name(f".{directory.name}.building")
 
 
 def write_store(
     directory: Path, vocabulary: int, chunks: Chunks, errors: DataErrors, progress: Progress
 ) -> None:
-    """Writes the store `directory`, which nobody else may do meanwhile; goes on where a killed process was.
+    """Write the store `directory`, or continue where a killed process stopped.
 
-    `progress` is told how many tokens there are so far. Raises JobFailed when the disk is full or not
-    writable, UsageError for what `errors` do not let pass, and whatever `chunks` raise; nothing half-written
-    stays.
+    No other process may write the store meanwhile. `progress` is called with the number of tokens so far.
+    Raise JobFailed when the disk is full or not writable, UsageError for errors that stop the job, and the
+    exceptions of `chunks`. A half-written store is removed.
     """
     with _write_atomically(directory) as folder:
         parts = _StoreWriter(folder, "<u2" if vocabulary <= 2**16 else "<i4", errors)
@@ -290,7 +297,7 @@ class _StoreWriter:
     """The files of a store that is being made, and its journal."""
 
     def __init__(self, folder: Path, dtype: str, errors: DataErrors) -> None:
-        """Takes what a killed process has left as far as the journal goes; `errors` get what it had found."""
+        """Continue the files of a killed process as far as its journal goes; `errors` get its errors."""
         self._folder, self._journal, self._errors = folder, folder / "journal.json", errors
         for partial in folder.glob(".*"):  # a kill leaves the file that it interrupts
             partial.unlink()
@@ -343,7 +350,7 @@ class _StoreWriter:
         self._picture_count += 1
 
     def _open_writer(self, name: str) -> IndexedWriter:
-        """What writes one of the store's files; made when there is something for it."""
+        """Return the writer of one of the store's files; it is made with the first document."""
         if name not in self._writers:
             self._writers[name] = IndexedWriter(self._folder / name, self._types[name])
         return self._writers[name]
@@ -357,7 +364,7 @@ class _StoreWriter:
         self._committed_at = time.monotonic()
 
     def finish(self) -> None:
-        """Writes indexes and facts. Raises UsageError where the errors are none to pass over."""
+        """Write indexes and facts. Raise UsageError for errors that stop the job."""
         error_facts = self._errors.conclude()
         digest = hashlib.sha256()
         if "grids" in self._writers:  # of which not one document may have any
@@ -375,7 +382,10 @@ class _StoreWriter:
 
 
 def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the journal, an empty one where files lack any of it; `item_sizes` [bytes] of a value."""
+    """Return the journal; an empty one where files lack any of its documents.
+
+    `item_sizes` are the sizes of one value of each file [bytes].
+    """
     empty_entry = {"chunks": 0, "documents": {}, "errors": DataErrors("stop").dump()}
     journal = folder / "journal.json"
     if not journal.exists():
@@ -396,10 +406,10 @@ def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]
 
 
 def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, progress: Progress) -> None:
-    """Looks through somebody's PREFIX.bin once, and writes its store `directory`, which holds no tokens.
+    """Check the ids of a user's PREFIX.bin once, and write its store `directory`, which holds no tokens.
 
-    `progress` is told how many tokens were seen so far. Raises UsageError for files that megatron would not
-    read, and for ids that a model with this vocabulary has not.
+    `progress` is called with the number of tokens so far. Raise UsageError for files that megatron would not
+    read, and for ids outside the vocabulary of the model.
     """
     try:
         documents = read_indexed(prefix)
@@ -425,7 +435,10 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
 
 
 def open_store(directory: Path) -> Store | None:
-    """The store in `directory`, or None when there is none. Raises JobFailed for a damaged or foreign one."""
+    """Return the store in `directory`; None where there is none.
+
+    Raise JobFailed for a damaged store, and for one of another user.
+    """
     if not directory.exists():
         return None
     _refuse_foreign_owner(directory)
@@ -466,7 +479,10 @@ def _refuse_foreign_owner(path: Path) -> None:
 
 @contextmanager
 def _write_atomically(directory: Path) -> Iterator[Path]:
-    """A folder to write a store into, which becomes `directory` at the end; only a kill leaves it there."""
+    """Give a folder to write a store into, and rename it to `directory` at the end.
+
+    An error removes the folder; only a killed process leaves it there.
+    """
     folder = build_partial_path(directory)
     if folder.exists():
         _refuse_foreign_owner(folder)

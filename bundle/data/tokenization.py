@@ -1,4 +1,4 @@
-"""Rows to token documents by several processes, in the order of the rows, whoever was faster."""
+"""Make rows into token documents with several processes; the documents keep the order of the rows."""
 
 import math
 import os
@@ -44,9 +44,9 @@ _PlacedRows = tuple[list[tuple[str, Any]], RowReport]
 
 @dataclass(frozen=True)
 class Encoding:
-    """What makes tokens of rows: `max_length` limits conversations, `vocabulary` is the model's.
+    """The settings by which rows become tokens: `max_length` limits conversations, `vocabulary` the ids.
 
-    `processor` is how a model that sees images and videos takes them; None: it sees none.
+    `processor` reads images and videos for a model with a vision tower; None: the model has none.
     """
 
     data: Data
@@ -58,7 +58,10 @@ class Encoding:
     def encode_chunks(
         self, sources: Iterable[DataFile], tokenizer: Tokenizer, first: int = 0
     ) -> Iterator[RowChunk]:
-        """The files' documents from chunk number `first` on, the same however many processes make them."""
+        """Return the files' documents from chunk number `first` on.
+
+        The chunks are the same for any number of processes.
+        """
         sources = list(sources)
         rows = islice(_cut_chunks(self, sources), first, None)
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -89,14 +92,14 @@ def _cut_chunks(encoding: Encoding, sources: list[DataFile]) -> Iterator[_Placed
 
 
 class _Encoder:
-    """Makes token documents of rows, with the tokenizer and what writes its conversations."""
+    """Makes token documents of rows, with the tokenizer and the writer of conversations."""
 
     def __init__(self, encoding: Encoding, tokenizer: Tokenizer) -> None:
         self._encoding, self._tokenizer = encoding, tokenizer
         self._writer: Any = None if encoding.task.reads_text else build_writer(encoding.data, tokenizer)
 
     def __call__(self, placed_rows: _PlacedRows) -> RowChunk:
-        """The token documents of some rows; what is corrupt in them is added to what was found before."""
+        """Return the token documents of some rows; errors in them are added to those found before."""
         encoding, tokenizer, errors = (
             self._encoding,
             self._tokenizer,
@@ -131,7 +134,7 @@ class _Encoder:
     def _encode_conversations(
         self, placed_rows: list[tuple[str, Values]], errors: DataErrors
     ) -> Iterator[tuple[str, list[TokenDocument]]]:
-        """The documents of each row, after its place: those of its conversation, or two of a pair."""
+        """Yield the documents of each row after its place: those of its conversation, or two of a pair."""
         read = list(
             errors.convert_rows(
                 ((row[0], row) for row in placed_rows), lambda row: self._prepare_row(row, errors)
@@ -146,7 +149,7 @@ class _Encoder:
             yield place, [replace(next(documents), pictures=pictures) for _, pictures in entries]
 
     def _prepare_row(self, row: tuple[str, Values], errors: DataErrors) -> list[Any]:
-        """What the writer takes of each conversation of a row; `errors` get the row's format."""
+        """Return what the writer needs of each conversation of a row; `errors` get the row's format."""
         place, values = row
         data = self._encoding.data
         read: list[conversations.Conversation] = []
@@ -158,7 +161,7 @@ class _Encoder:
         return [self._writer.prepare(conversation) for conversation in read]
 
     def _read_media(self, row: tuple[str, list[Any]]) -> list[tuple[Any, tuple[Picture, ...] | None]]:
-        """The drafts of a row's conversations, with their images and videos."""
+        """Return the drafts of a row's conversations with their images and videos."""
         place, conversations = row  # "file:line"
         folder, row_drafts = Path(place.rpartition(":")[0]).parent, []
         for drafts in conversations:
@@ -177,9 +180,9 @@ class _Encoder:
 def read_media(
     processor: MediaProcessor | None, tokenizer: Tokenizer, draft: Any, media: Sequence[Medium], folder: Path
 ) -> tuple[Any, tuple[Picture, ...] | None]:
-    """A draft with its images and videos, whose files lie in `folder`; None: the model sees none.
+    """Return a draft with its images and videos, whose files lie in `folder`; None: the model takes none.
 
-    Where frames stand apart, each has its place in the draft. Raises Corrupt.
+    Where the frames of a video are separate, each frame has its place in the draft. Raise Corrupt.
     """
     if processor is None:
         if media:
@@ -198,9 +201,10 @@ def read_media(
 def expand_media_tokens(
     document: TokenDocument, pictures: Sequence[Picture], vision: VisionArchitecture
 ) -> TokenDocument:
-    """The document with as many tokens as embeddings, where the template has written one an image or video.
+    """Return the document with a token for each embedding of an image or video.
 
-    Where frames stand apart, there is one for each of a video's. Raises Corrupt where there is not.
+    The template writes one token for each image or video, or one for each patch in time where frames are
+    separate. Raise Corrupt where it does not.
     """
     tokens = {IMAGE: vision.image_token, VIDEO: vision.video_token}
     kinds = [VIDEO if picture.seconds else IMAGE for picture in pictures]
@@ -217,7 +221,7 @@ def expand_media_tokens(
 
 
 def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[str, int | None]) -> str:
-    """How the tokens of images and videos are others than those `expected_ids`."""
+    """Return how the tokens of images and videos differ from `expected_ids`."""
     for kind, token in tokens.items():
         have, need = (np.count_nonzero(ids == token) for ids in (actual_ids, expected_ids))
         if have != need:
@@ -279,16 +283,16 @@ def _check_document(document: TokenDocument, vocabulary: int) -> TokenDocument:
 
 
 def _has_learned_tokens(document: TokenDocument) -> bool:
-    """Whether it has a label: the first token is none."""
+    """Return whether a token of the document is a label; the first one never is."""
     return document.loss_mask is None or bool(document.loss_mask[1:].any())
 
 
 def _limit_length(
     placed_documents: Iterator[tuple[str, list[TokenDocument]]], encoding: Encoding, errors: DataErrors
 ) -> Iterator[tuple[str, list[TokenDocument]]]:
-    """The rows of at most `max_length` tokens a document, and what `data.truncation` makes of longer ones.
+    """Yield the rows with at most `max_length` tokens a document, and longer ones as `data.truncation` says.
 
-    Both documents of a pair are kept, each cut where it is too long, or none. Of other rows a document is
+    Both documents of a pair are kept, each cut where it is too long, or none. In other rows a document is
     left out where the cut leaves nothing to learn in it.
     """
     truncation, max_length = encoding.data.truncation, encoding.max_length
@@ -317,7 +321,7 @@ def _limit_length(
 
 
 def _shorten(document: TokenDocument, max_length: int, side: str) -> TokenDocument:
-    """The document without what is beyond `max_length` tokens on that side."""
+    """Return the document without the tokens that exceed `max_length` on that side."""
     begin = 0 if side == "right" else max(0, len(document.ids) - max_length)
     span = slice(begin, begin + max_length)
     learned = None if document.loss_mask is None else document.loss_mask[span]

@@ -20,18 +20,18 @@ CONTENT_SUFFIXES = {".json", ".txt", ".model", ".jinja"}  # endings of what a to
 
 
 class Tokenizer(Protocol):
-    """What the data room asks of a tokenizer. `identity` names it and its content, for resumes."""
+    """What the data room needs of a tokenizer; `identity` names it and its content, for resumes."""
 
     vocab_size: int  # more than the highest id
     end_of_text: int
     identity: str
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens by their names; for people."""
+        """Return the text of some ids for people; special tokens stand by their names."""
         ...
 
     @property
@@ -48,22 +48,22 @@ class ByteTokenizer:
     identity = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The bytes of each text; half surrogate pairs (possible in JSON) become question marks."""
+        """Return the bytes of each text; half surrogate pairs (possible in JSON) become question marks."""
         return [np.frombuffer(t.encode(errors="replace"), np.uint8).astype(np.uint32) for t in texts]
 
     special_ids = frozenset({256})
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes; an end is <end>."""
+        """Return the text of the bytes; an end is <end>."""
         parts = "".join(chr(i) if i < 256 else "<end>" for i in ids).encode("latin-1")
         return parts.decode(errors="replace")
 
 
 class RawIdTokenizer(ByteTokenizer):
-    """Ids shown as numbers: those of a tokenizer that nobody has named."""
+    """Shows ids as numbers, where the tokenizer is not known."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids, with spaces between and around them."""
+        """Return the ids with spaces between and around them."""
         return f" {' '.join(map(str, ids))} "
 
 
@@ -104,18 +104,18 @@ class HuggingFaceTokenizer:
         self.identity = f"hf sha256:{_compute_digest(directory)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """The ids of each text, without special tokens; half surrogate pairs become question marks."""
+        """Return the ids of each text without special tokens; half surrogate pairs become question marks."""
         return [np.asarray(ids, np.uint32) for ids in self._tokenize(texts)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens and spaces as they are."""
+        """Return the text of the ids with special tokens and spaces as they are."""
         text: str = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Tokens, Offsets, Offsets]]:
-        """The ids of each text, and of each the character where it begins and the one behind its end."""
+        """Return the ids of each text, the character where each id begins, and the one behind its end."""
         encoded = self._tokenize(texts, return_offsets_mapping=True)
         return [
             (np.asarray(ids, np.uint32), *np.asarray(offsets, np.int64).reshape(-1, 2).T)
@@ -130,7 +130,7 @@ class HuggingFaceTokenizer:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """The ids that it puts before a text where nobody says otherwise, as those of many base models do."""
+        """The ids that the tokenizer puts before a text by default, as those of many base models do."""
         prefixed_ids, text = (
             self._tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]
             for special in (True, False)
@@ -143,11 +143,11 @@ class HuggingFaceTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is one, usable or not."""
+        """True if there is a chat template, usable or not."""
         return bool(self._tokenizer.chat_template)
 
     def read_chat_template(self) -> str:
-        """The tokenizer's chat template. Raises UsageError where it has none that we can use."""
+        """Return the tokenizer's chat template. Raise UsageError where it has no usable one."""
         try:
             template: str = self._tokenizer.get_chat_template()
         except ValueError as error:
@@ -157,7 +157,7 @@ class HuggingFaceTokenizer:
         return template
 
     def require_offsets(self) -> None:
-        """Raise UsageError where it does not tell where a token begins."""
+        """Raise UsageError where the tokenizer does not tell at which character a token begins."""
         if not self._tokenizer.is_fast:
             raise UsageError(
                 f"data.template: {self.directory} has no fast tokenizer (tokenizer.json), which tells where a"
@@ -175,7 +175,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
-    """The tokenizer `bytes` or `hf:DIR`. Raises UsageError when it has more tokens than the model."""
+    """Return the tokenizer `bytes` or `hf:DIR`. Raise UsageError where it has more tokens than the model."""
     tokenizer: Tokenizer = (
         ByteTokenizer()
         if name == "bytes"
@@ -190,7 +190,7 @@ def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
 
 
 def _find_damage(directory: Path) -> str:
-    """Which of a tokenizer's files is not the JSON that it must be; empty where all are."""
+    """Return which of a tokenizer's JSON files cannot be read; empty where all can."""
     for path in sorted(directory.glob("*.json")):
         try:
             files.read_json_object(path, limit=2**28)
@@ -200,7 +200,7 @@ def _find_damage(directory: Path) -> str:
 
 
 def _compute_digest(directory: Path) -> str:
-    """SHA-256 of the tokenizer's files, names included."""
+    """Return the SHA-256 of the tokenizer's files, names included."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.suffix in CONTENT_SUFFIXES and path.name != "config.json":

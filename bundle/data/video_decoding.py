@@ -1,4 +1,4 @@
-"""Files that hold moving pictures: animated GIF, WebP and PNG by Pillow, and films by PyAV."""
+"""Read files of moving pictures: animated GIF, WebP and PNG with Pillow, and films with PyAV."""
 
 import io
 import warnings
@@ -21,7 +21,7 @@ Frame = NDArray[np.uint8]  # [height, width, 3]
 
 
 class VideoMetadata(NamedTuple):
-    """What is known of a file without its pictures."""
+    """The facts about a file that are known without its pictures."""
 
     frames: int
     fps: float  # the mean over all frames
@@ -30,18 +30,18 @@ class VideoMetadata(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """The length of the video."""
         return self.frames / self.fps
 
 
 def read_metadata(content: bytes, limit_frames: int, limit_pixels: int) -> VideoMetadata:
-    """The measures of a file. Raises Corrupt for one that is none, and for more than the limits allow."""
+    """Return the metadata of a file. Raise Corrupt for a file that is not a video or exceeds the limits."""
     with _open_video(content) as file:
         return file.read_metadata(limit_frames, limit_pixels)
 
 
 def decode_frames(content: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
-    """Some frames of a file by their ascending numbers; one may be asked for again. Raises Corrupt."""
+    """Yield some frames of a file by their ascending numbers; a number may repeat. Raise Corrupt."""
     frame_numbers, at = list(numbers), 0
     with _open_video(content) as file:
         for number, picture in enumerate(file.iterate_pictures()):
@@ -128,7 +128,7 @@ def _check_limits(count: int, limit_frames: int, width: int, height: int, limit_
 
 @contextmanager
 def _open_video(content: bytes) -> Iterator["_Animation | _VideoStream"]:
-    """The file, closed at the end; whatever decoders raise about it is Corrupt."""
+    """Open the file, and close it at the end; any error of a decoder becomes Corrupt."""
     is_animation = content[:4] in (b"GIF8", b"\x89PNG") or (content[:4], content[8:12]) == (b"RIFF", b"WEBP")
     try:
         with warnings.catch_warnings():

@@ -1,8 +1,8 @@
-"""Videos made into the patches that a tower takes, and the times at which these were.
+"""Make videos into the patches that a vision tower takes, and give the times of the patches.
 
-As transformers' video processors of both families do: of a file so many frames a second are taken, of each
-family by a rule of its own, and resized all alike; a list of frames is taken whole. Every
-`temporal_patch_size` frames are one patch in time; the last one is repeated where they do not suffice.
+This follows transformers' video processors of both families. From a file, some frames a second are taken, by
+a rule of each family, and resized alike. A list of frames is taken whole. Every `temporal_patch_size` frames
+are one patch in time; the last frame is repeated where they do not suffice.
 """
 
 import re
@@ -43,7 +43,7 @@ class VideoProcessor:
     std: tuple[float, ...]
 
     def read(self, medium: Medium, folder: Path) -> Picture:
-        """The video that a row names, decoded once. Raises Corrupt saying what is wrong with it."""
+        """Return the video that a row names, decoded once. Raise Corrupt, which says what is wrong."""
         is_frame_list = isinstance(medium.reference, list)
         references = medium.reference if is_frame_list else [medium.reference]
         if len(references) > self.limit_frames:
@@ -67,7 +67,7 @@ class VideoProcessor:
         )
 
     def extract_patches(self, video: Picture) -> Patches:
-        """The patches [n, values] of a video that `read` has accepted."""
+        """Return the patches [n, values] of a video that `read` has accepted."""
         metadata, numbers = self._choose_frames(video)
         size = self._compute_size(metadata, len(numbers))
         shown = [_resize_frame(frame, size) for frame in self._read_frames(video, numbers)]
@@ -75,7 +75,7 @@ class VideoProcessor:
         return extract_patches(np.stack(shown), self.vision, self.mean, self.std)
 
     def _choose_frames(self, video: Picture) -> tuple[VideoMetadata, list[int]]:
-        """What a video is, and which of its frames are taken."""
+        """Return the metadata of a video, and the numbers of the frames that are taken."""
         if video.is_frame_list:
             if not video.contents:
                 raise Corrupt("a video without frames")
@@ -95,7 +95,7 @@ class VideoProcessor:
         return metadata, numbers
 
     def _sample_frames(self, metadata: VideoMetadata, fps: float) -> list[int]:
-        """Which frames of a file are taken, about `fps` a second: each family has its own rule."""
+        """Return the frames to take of a file, about `fps` a second; each family has its own rule."""
         count, target_count = metadata.frames, metadata.frames / metadata.fps * fps
         if self.vision.has_separate_frames:
             many = min(max(int(target_count), self.min_frames), self.max_frames, count)
@@ -117,7 +117,10 @@ class VideoProcessor:
         return video_decoding.decode_frames(video.contents[0], numbers)
 
     def _compute_size(self, metadata: VideoMetadata, frames: int) -> tuple[int, int]:
-        """Height and width; the numbers of pixels are of a frame, or of all where frames stand apart."""
+        """Return height and width.
+
+        The limits of pixels apply to one frame, or to all frames where they are separate.
+        """
         v, height, width = self.vision, metadata.height, metadata.width
         if not v.has_separate_frames:
             return compute_size(height, width, v, self.min_pixels, self.max_pixels)
@@ -131,7 +134,7 @@ class VideoProcessor:
 
 
 def compute_timestamps(times: Sequence[float], frames_per_patch: int) -> tuple[float, ...]:
-    """The time of each patch of so many frames: the mean of its first and its last one."""
+    """Return the time of each patch of so many frames: the mean of its first and its last frame's times."""
     lasts = [
         *times[frames_per_patch - 1 :: frames_per_patch],
         *(times[-1:] if len(times) % frames_per_patch else ()),
@@ -142,10 +145,10 @@ def compute_timestamps(times: Sequence[float], frames_per_patch: int) -> tuple[f
 def insert_frame_times(
     text: str, parts: Sequence[tuple[int, int]], videos: Sequence[Picture], marks: tuple[str, str, str]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A text in which every video is one frame after the other, each behind its time; and its parts, moved.
+    """Return a text with the frames of each video one by one, each behind its time, and its moved parts.
 
-    `marks` are the texts of the tokens before a video, of it, and behind it. Raises Corrupt where the text
-    has more or fewer places than videos are.
+    `marks` are the texts of the tokens before a video, for it, and behind it. Raise Corrupt where the text
+    has more or fewer places than there are videos.
     """
     start, pad, end = marks
     frame_text = f"{start}{pad}{end}"
@@ -172,7 +175,7 @@ def insert_frame_times(
 
 
 def _resize_frame(frame: Frame, size: tuple[int, int]) -> Frame:
-    """A frame [height, width, 3] in another size, by torch, as torchvision has it."""
+    """Return a frame [height, width, 3] in another size, computed with torch as torchvision does."""
     if frame.shape[:2] == size:
         return frame
     pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
