@@ -1,4 +1,4 @@
-"""How far sequences are padded: the one authority, of ids, labels, masks, positions, temperatures, routes."""
+"""Decide how far sequences are padded, for ids, labels, masks, positions, temperatures and routes alike."""
 
 from collections.abc import Sequence
 from math import gcd, lcm
@@ -19,30 +19,31 @@ class Padding(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Real tokens of all sequences."""
+        """The real tokens of all sequences."""
         return sum(self.lengths)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each sequence that an attention kernel sees: the padded ones, then the tail if any."""
+        """The rows of each sequence that an attention kernel sees: the padded ones, then the tail if any."""
         return (*self.padded_lengths, self.tail_rows) if self.tail_rows else self.padded_lengths
 
     @property
     def total(self) -> int:
-        """Rows of the padded buffer, over all context-parallel ranks."""
+        """The rows of the padded buffer, over all context-parallel ranks."""
         return sum(self.rows)
 
     @property
     def longest_row(self) -> int:
-        """Rows of the longest sequence that an attention kernel sees."""
+        """The rows of the longest sequence that an attention kernel sees."""
         return max(self.rows)
 
 
 class Alignment(NamedTuple):
     """The multiples that padded lengths keep on one parallel layout.
 
-    `cp` is the size of the group that shares these sequences: with dynamic context parallelism, a new one
-    for each micro-batch. FP8 rows hold on every rank by itself: measured on one device, assumed over several.
+    `cp` is the size of the group that shares these sequences. With dynamic context parallelism each
+    micro-batch has a new one. The FP8 multiple holds on every rank by itself: this is measured on one device
+    and assumed over several.
     """
 
     layout: Layout = "thd"
@@ -55,16 +56,18 @@ class Alignment(NamedTuple):
     def sequence_multiple(self) -> int:
         """The multiple of every padded sequence.
 
-        Zigzag gives each rank two of 2·cp equal chunks of every sequence. A bshd sequence is split over the
-        sequence-parallel ranks too; a thd pack is split there as a whole, so that is a matter of its total.
+        Zigzag gives each rank two of 2·cp equal chunks of every sequence. A bshd sequence is also split over
+        the sequence-parallel ranks. A thd pack is split there as a whole, so only its total has that
+        multiple.
         """
         chunks = 1 if self.cp == 1 else 2 * self.cp
         return lcm(chunks, self._sharing_ranks) if self.layout == "bshd" else chunks
 
     @property
     def length_multiple(self) -> int:
-        """The multiple of a length that a job gives to every sequence or pack, FP8 aside: all ranks get rows,
-        each as many.
+        """The multiple of a length that a job gives to every sequence or pack, without FP8.
+
+        With it all ranks get equal numbers of rows.
         """
         return lcm(self.sequence_multiple, self._sharing_ranks)
 
@@ -75,14 +78,17 @@ class Alignment(NamedTuple):
         return lcm(self.sequence_multiple, rows)
 
     def pad(self, lengths: Sequence[int], *, length: int | None = None) -> Padding:
-        """The least padding of these sequences; `length` forces the extent (thd: the total, bshd: each).
+        """Return the least padding of these sequences.
 
-        In thd the sequences keep their own multiple, and what is then missing in the total is one more
-        sequence: the total is a multiple of the sequences' multiple, therefore so is that tail, and it always
-        fits. Rows beyond the last boundary would be refused by the rotary embedding (split_with_sizes), and
-        rows given to a real sequence would make attention over it longer.
+        `length` forces the extent: of the total in thd, of each sequence in bshd.
 
-        Raises JobFailed for no sequences, lengths that are not ints from 1, more rows than `length` holds.
+        In thd each sequence is padded to its own multiple, and one more sequence of padding fills the total.
+        The total is a multiple of the sequences' multiple; therefore that tail is one too, and it always
+        fits. Rows beyond the last boundary would be refused by the rotary embedding (split_with_sizes). Rows
+        added to a real sequence would make attention over it longer.
+
+        Raise JobFailed for no sequences, for lengths that are not ints from 1, and for more rows than
+        `length` holds.
         """
         lengths = tuple(lengths)
         _check_lengths(lengths)
@@ -102,7 +108,7 @@ class Alignment(NamedTuple):
         return self.cp * (self.tp if self.sequence_parallel else 1)
 
     def _compute_extent(self, used: int, forced: int | None, multiple: int) -> int:
-        """`used`, or the forced length, rounded up to the multiple."""
+        """Return `used`, or the forced length, rounded up to the multiple."""
         extent = -(-(used if forced is None else forced) // multiple) * multiple
         if extent < used:
             subject = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"

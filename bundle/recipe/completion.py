@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 def complete(values: dict[str, Any]) -> dict[str, str]:
     """Fill in keys that `values` leave out, in new sections; return where each value comes from, by key.
 
-    Values are whatever somebody wrote: sections and keys of the wrong type are left to the schema.
+    `values` are not validated yet: sections and keys of the wrong type are left to the schema.
     """
     draft = _Draft(values)
     if draft.get("model.lora") is True:
@@ -93,13 +93,13 @@ class _Draft:
         return value
 
     def has(self, key: str) -> bool:
-        """Return whether somebody gives the key a value, be it null."""
+        """Return whether the recipe gives the key a value, which may be null."""
         *sections, last = key.split(".")
         section = self.get(".".join(sections))
         return isinstance(section, dict) and last in section
 
     def set(self, key: str, value: Any, origin: str) -> None:
-        """Give a key a value, in copies of the sections that it stands in."""
+        """Set a key to a value, in copies of the sections that contain the key."""
         *sections, last = key.split(".")
         section = self._values
         for name in sections:
@@ -113,7 +113,7 @@ class _Draft:
             self.origins[key] = origin
 
     def fill(self, key: str, value: Any, origin: str) -> None:
-        """Give a key a value where it has none."""
+        """Set a key to a value where it has none."""
         if not self.has(key):
             self.set(key, value, origin)
 
@@ -133,13 +133,13 @@ class _Draft:
             self.set(key, value, origin)
 
     def needs_model_tokenizer(self, path: Path) -> bool:
-        """Return whether the tokenizer is that of the model's directory, or must be named."""
+        """Return whether the model's directory has the tokenizer, or a tokenizer must be named."""
         reads_bytes = self.get("model.config.vocab_size") == BYTE_VOCABULARY
         return has_tokenizer(path) or (self.loads_weights and not reads_bytes)
 
     @property
     def loads_weights(self) -> bool:
-        """Whether training begins with published weights."""
+        """True if training begins with published weights."""
         path, weights = self.get("model.path"), self.get("model.weights")
         return isinstance(path, str) and weights != "random" and has_weights(Path(hub.find_local_path(path)))
 
@@ -154,7 +154,7 @@ class _Draft:
 
     @property
     def unpacked_reason(self) -> str:
-        """Why samples are not packed, where packs are the default; empty where nothing is against it."""
+        """The reason why samples are not packed by default; empty where they can be."""
         rows = self.get("train.micro_batch_size")
         if isinstance(rows, int) and rows > 1:
             return "train.micro_batch_size is above 1"
@@ -165,7 +165,7 @@ class _Draft:
 
     @property
     def has_steering_bias(self) -> bool:
-        """Whether the model's routers have one."""
+        """True if the model's routers have a steering bias."""
         model = self.architecture
         return model is not None and model.moe is not None and model.moe.expert_bias
 
@@ -180,6 +180,6 @@ class _Draft:
 
     @cached_property
     def parameters(self) -> int:
-        """How many parameters the model has; 0 where its config describes none."""
+        """The number of parameters of the model; 0 where its config describes none."""
         tensors = Tensors(self.architecture) if self.architecture else ()
         return sum(math.prod(tensor.shape) for tensor in tensors)

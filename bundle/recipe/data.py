@@ -231,15 +231,15 @@ class Data(Section):
 
     @property
     def has_template(self) -> bool:
-        """Whether a chat template writes the rows."""
+        """True if a chat template writes the rows."""
         return self.template not in (PLAIN_TEMPLATE, NO_TEMPLATE)
 
     @property
     def template_text(self) -> str | None:
-        """The chat template that takes the place of the tokenizer's; None where none does."""
+        """The chat template that replaces the tokenizer's; None where none does."""
         return None if self.template in TEMPLATE_NAMES else self.template
 
     @property
     def data_sets(self) -> list[tuple[str, ...]]:
-        """The paths of each data set: every path is one in a blend."""
+        """The paths of each data set; in a blend every path is a data set."""
         return [(path,) for path in self.path] if self.weights else [self.path]

@@ -1,4 +1,4 @@
-"""Which files a data.path means, of which kind, in an order that all machines share."""
+"""Find the files of a data.path and their kind, in an order that is the same on all machines."""
 
 import glob
 import json
@@ -54,11 +54,12 @@ def needs_pyarrow(source: DataFile) -> bool:
 
 
 def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") -> tuple[DataFile, ...]:
-    """The files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
+    """Return the files of `paths`, each once: files, directories (recursively), globs, and `stdlib`.
 
-    All are of one kind: `kind` is what the recipe names; None: found from the files' names. megatron's are
-    named by their index, their tokens or what both begin with; here they are the index. Raises UsageError
-    naming every path that means no file, and the `key` of the recipe that it stands under.
+    All files are of one kind: `kind` is the one that the recipe names; None: found from the files' names. A
+    path of megatron's files may be the index, the tokens or their common prefix; the result is the index.
+
+    Raise UsageError that names every path without a file, and the `key` of the recipe that has the path.
     """
     data_files: dict[Path, DataFile] = {}
     violations = []
@@ -99,12 +100,12 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
 
 
 def describe_interpreter() -> str:
-    """The interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
+    """Return the interpreter whose standard library `stdlib` means, such as "CPython 3.11.7"."""
     return f"{platform.python_implementation()} {platform.python_version()}"
 
 
 def find_index(path: str, kind: DataKind | None) -> str:
-    """The index that `path` means where it is one of megatron's files or their prefix, else `path`."""
+    """Return the index of megatron's files where `path` is one of them or their prefix, else `path`."""
     is_named = kind == MEGATRON or path.endswith((".bin", ".idx")) or not files.is_file(Path(path))
     if kind not in (None, MEGATRON) or not is_named or files.is_directory(Path(path)):
         return path
@@ -123,7 +124,7 @@ def _find_stdlib_files() -> Iterator[DataFile]:
 
 
 def _find_sources(path: str, kind: DataKind | None, unreadable: list[str]) -> Iterator[DataFile]:
-    """The files that a path means; what of a directory nobody may look at goes to `unreadable`."""
+    """Yield the files that a path means; unreadable parts of a directory are added to `unreadable`."""
     if path.startswith(BUILT_IN):
         location = RECIPES / "data" / path.removeprefix(BUILT_IN)
         if location.parent == RECIPES / "data" and files.is_file(location):
@@ -171,7 +172,7 @@ def _find_kind(name: str) -> DataKind:
 
 
 def _list_endings(kind: DataKind | None) -> tuple[str, ...]:
-    """Return the ends of the names of the files that are read of a directory; text named so is any file."""
+    """Return the endings of the file names that are read in a directory; for kind text, of all files."""
     if kind == "text":
         return ("",)
     return SUFFIXES[kind] if kind else tuple(ending for endings in SUFFIXES.values() for ending in endings)
@@ -209,7 +210,7 @@ def _read_list(path: Path, key: str) -> list[str]:
 
 
 def _walk(root: Path, endings: tuple[str, ...], unreadable: list[str]) -> Iterator[Path]:
-    """The regular files below a directory whose names end so; hidden ones are none."""
+    """Yield the regular files below a directory whose names have these endings, without hidden ones."""
 
     def note(error: OSError) -> None:
         unreadable.append(f"{error.filename}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""YAML 1.2 that anybody may have written: plain values and the line of each key, within limits."""
+"""Read YAML 1.2 from any author: plain values and the line of each key, within limits."""
 
 import io
 from collections.abc import Mapping
@@ -34,14 +34,14 @@ class YamlDocument:
     violations: list[str] = field(default_factory=list)
 
     def find_location(self, path: KeyPath) -> str:
-        """Where `path`, or the nearest mapping around it, was written; empty when nobody wrote it."""
+        """Return where `path`, or the nearest mapping around it, was written; empty where neither was."""
         while path and path not in self.locations:
             path = path[:-1]
         return self.locations.get(path, "")
 
 
 def parse(text: str, origin: str) -> YamlDocument:
-    """The mapping that `text` holds; `origin` names it in messages. Raises UsageError for anything else."""
+    """Return the mapping in `text`; `origin` names it in messages. Raise UsageError for anything else."""
     yaml, node = _compose(text, origin)
     if not isinstance(node, MappingNode):
         raise UsageError(f"{origin}: must hold a mapping of sections (name, model, data, train, ...)")
@@ -51,7 +51,7 @@ def parse(text: str, origin: str) -> YamlDocument:
 
 
 def parse_value(text: str, origin: str) -> Any:
-    """The YAML value in `text`, as after `--set key=`."""
+    """Return the YAML value in `text`, as after `--set key=`."""
     document = YamlDocument({})
     yaml, node = _compose(text, origin)
     value = None if node is None else _NodeReader(document, origin, yaml).read_value(node, ())
@@ -61,7 +61,7 @@ def parse_value(text: str, origin: str) -> Any:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """YAML that `parse` reads back to `values`, in their order."""
+    """Return YAML that `parse` reads back to `values`, in their order."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
@@ -115,7 +115,7 @@ class _NodeReader:
         self._document, self._origin, self._yaml = document, origin, yaml
 
     def read_value(self, node: Node, path: KeyPath) -> Any:
-        """The value of `node`, which stands under `path`."""
+        """Return the value of `node`, which stands under `path`."""
         match node:
             case MappingNode() if node.tag == _TAG_PREFIX + "map":
                 return self._read_mapping(node, path)

@@ -1,4 +1,4 @@
-"""From a name or a file and a command line's overrides to a Recipe, with every violation at once."""
+"""Make a Recipe of a name or a file and a command line's overrides, and report every violation at once."""
 
 import copy
 import itertools
@@ -34,21 +34,21 @@ DIRECTORY = pathlib.Path(__file__).parent / "recipes"
 
 
 def list_built_in() -> list[str]:
-    """The names of the recipes that come with the package, sorted."""
+    """Return the names of the recipes that come with the package, sorted."""
     return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
 
 
 def describe_built_in(name: str) -> str:
-    """What a built-in recipe is for: the comment that its file begins with, as one line."""
+    """Return the first comment of a built-in recipe as one line; it says what the recipe is for."""
     lines = find_recipe(name).read_text().splitlines()
     comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
 def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a built-in name or of a file, with overrides like "train.steps=10" laid over it.
+    """Return the recipe of a built-in name or of a file, changed by overrides like "train.steps=10".
 
-    Raises UsageError with everything that is wrong, each with its file and line or its `--set`.
+    Raise UsageError with everything that is wrong, each with its file and line or its `--set`.
     """
     path = find_recipe(name_or_path)
     try:
@@ -64,9 +64,9 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
 
 
 def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a mapping, such as a saved dump, with overrides as `load` takes them.
+    """Return the recipe in a mapping, such as a saved dump, with overrides as `load` takes them.
 
-    Raises UsageError with everything that is wrong. The mapping's sections may be filled in.
+    Raise UsageError with everything that is wrong. Missing keys may be filled into the mapping's sections.
     """
     document = YamlDocument(dict(values))
     for override in overrides:
@@ -75,9 +75,9 @@ def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: S
 
 
 def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
-    """The recipe with as many steps as its epochs over `samples` samples are; unchanged where it has none.
+    """Return the recipe with the steps of its epochs over `samples` samples; unchanged where it has none.
 
-    Raises UsageError where these steps break a rule, such as a warm-up that is longer.
+    Raise UsageError where these steps break a rule, such as a warm-up that is longer.
     """
     if (epochs := recipe.train.epochs) is None:
         return recipe
@@ -87,7 +87,7 @@ def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
 
 
 def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """The file of a recipe: a path as it is, a bare name among the built-in recipes."""
+    """Return the file of a recipe: a path as it is, a bare name among the built-in recipes."""
     text = str(name_or_path)
     if "/" in text or text.endswith((".yaml", ".yml")):
         return pathlib.Path(text)
@@ -101,7 +101,7 @@ def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
 
 
 def _apply_override(document: YamlDocument, override: str) -> None:
-    """Lays "a.b=value" over the document; sections that are missing or null are made."""
+    """Set "a.b=value" in the document; sections that are missing or null are made."""
     name, equals, text = override.partition("=")
     parts = tuple(name.strip().split("."))
     # Variables may be somebody's secrets: their values are shown nowhere.
@@ -151,7 +151,7 @@ def _build_recipe(document: YamlDocument, origin: str) -> Recipe:
 
 
 def _with_targets(recipe: Recipe) -> Recipe:
-    """The recipe with the names of all projections, where model.lora asks for all."""
+    """Return the recipe with the names of all projections, where model.lora asks for all."""
     if recipe.model.lora is None or recipe.model.lora.targets != (adapters.ALL_LINEAR,):
         return recipe
     values = recipe.dump()
@@ -160,7 +160,7 @@ def _with_targets(recipe: Recipe) -> Recipe:
 
 
 def _validate(document: YamlDocument, violations: list[str]) -> Recipe | None:
-    """The recipe as far as the schema goes, without its unknown keys; None where the rest is no recipe."""
+    """Return the recipe without its unknown keys; None where the other keys break the schema."""
     values = document.values
     while True:
         try:
@@ -174,7 +174,7 @@ def _validate(document: YamlDocument, violations: list[str]) -> Recipe | None:
 
 
 def _remove_keys(values: dict[str, Any], paths: set[KeyPath], prefix: KeyPath = ()) -> dict[str, Any]:
-    """`values` without the keys under `paths`."""
+    """Return `values` without the keys under `paths`."""
 
     def remove_keys(value: Any, path: KeyPath) -> Any:
         if isinstance(value, dict):
@@ -191,7 +191,10 @@ def _remove_keys(values: dict[str, Any], paths: set[KeyPath], prefix: KeyPath = 
 
 
 def _pin_commits(document: YamlDocument, violations: list[str]) -> None:
-    """Pins what the recipe names of the Hugging Face Hub to commits, whose files are then in its cache."""
+    """Pin the recipe's models and data sets of the Hugging Face Hub to commits.
+
+    The files of these commits are then in the Hub's cache.
+    """
     document.values = document.values | {
         name: copy.deepcopy(document.values[name])
         for name in ("model", "data", "rl")
@@ -222,7 +225,7 @@ def _pin(
     violations: list[str],
     prefix: str = "",
 ) -> None:
-    """Puts the pinned repository into the place of each that a key names; others stay as they are."""
+    """Replace each repository that a key names by the pinned one; other values stay as they are."""
     key = str(path[-1])
     value = section.get(key)
     try:
@@ -240,7 +243,7 @@ def _pin(
 
 
 def _merge_config_file(document: YamlDocument, violations: list[str]) -> None:
-    """Replaces model.config by model.path's config.json under model.config: a dump is complete."""
+    """Merge model.path's config.json into model.config, whose keys count first; the dump is complete then."""
     model = document.values.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):
         return
@@ -255,7 +258,7 @@ def _merge_config_file(document: YamlDocument, violations: list[str]) -> None:
 
 
 def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None:
-    """Fills in what model.lora.path's adapter_config.json says; other values are wrong, but for dropout."""
+    """Fill in the settings of model.lora.path's adapter_config.json; only dropout may differ from them."""
     model = document.values.get("model")
     lora = model.get("lora") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(lora, dict) or not isinstance(lora.get("path"), str):
@@ -283,7 +286,7 @@ def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None
 
 
 def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str, str]:
-    """Replaces the name of a chat template by its text: a dump is complete. Returns where it comes from."""
+    """Replace the name of a chat template by its text, which makes a dump complete; return its origin."""
     data = document.values.get("data")
     name = data.get("template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or chat_template.is_text(name):
@@ -301,12 +304,12 @@ def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str
 
 
 def _normalize(value: Any) -> Any:
-    """Names in any order."""
+    """Return a list of names in sorted order, and any other value as it is."""
     return sorted(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def _check_architecture(document: YamlDocument, violations: list[str]) -> bool:
-    """Whether model.config describes an architecture; why not goes to `violations`."""
+    """Return whether model.config describes an architecture; add the reasons why not to `violations`."""
     model = document.values.get("model")
     config = model.get("config") if isinstance(model, dict) else None
     if not isinstance(config, dict) or not config:
@@ -334,14 +337,14 @@ def _split_key(key: str) -> KeyPath:
 
 
 def _format_violation(document: YamlDocument, path: KeyPath, reason: str) -> str:
-    """ "demo.yaml:12: train.steps: reason"."""
+    """Return a line such as "demo.yaml:12: train.steps: reason"."""
     location = document.find_location(path)
     name = ".".join(map(str, path))
     return f"{location}: {name}: {reason}" if location else f"{name}: {reason}"
 
 
 def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[str]:
-    """One line for each violation that pydantic found, in the words of a recipe's user."""
+    """Yield one line for each violation that pydantic found, in the words of a recipe's user."""
     known = list(Recipe.list_key_paths())
     for detail in error.errors(include_url=False, include_context=False):
         path: KeyPath = tuple(part for part in detail["loc"] if part != _KEY_MARKER)
@@ -363,9 +366,9 @@ def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[
 
 
 def _suggest_keys(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings.
+    """Return "; did you mean ...?" with keys of the same last part anywhere, else with the nearest spellings.
 
-    Where nothing is near: the keys that its section has.
+    Where no key is near, return the keys that its section has.
     """
     section, _, last = name.rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == last]

@@ -73,7 +73,7 @@ class FP8(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The format that a scaling is taken with."""
+        """Return the number format that the scaling is used with."""
         formats = [rule.format for scaling, rule in SCALINGS.items() if scaling == values.get("scaling")]
         return {"format": formats[0] if formats else "hybrid"}
 
@@ -96,7 +96,7 @@ class Recompute(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What each granularity recomputes."""
+        """Return the defaults of each granularity."""
         is_full = values.get("granularity") == "full"
         return {"method": "uniform", "layers": 1} if is_full else {"modules": ("core_attn",)}
 
@@ -122,7 +122,7 @@ class MTP(Section):
 
     @property
     def is_detached(self) -> bool:
-        """Whether the MTP losses leave any part of the model alone."""
+        """True if some part of the model gets no gradient of the MTP losses."""
         return self.detach_trunk or self.detach_embeddings
 
 
@@ -190,7 +190,7 @@ class VisionSection(Section):
     projector_lr: Positive | None = Field(default=None, description="The projector's; null: optimizer.lr.")
 
     def freezes(self, name: str) -> bool:
-        """Whether the tensor of this name stays as it is."""
+        """Return whether the tensor of this name is frozen."""
         return (
             self.freeze_projector
             if is_projector(name)
@@ -198,7 +198,7 @@ class VisionSection(Section):
         )
 
     def find_lr(self, name: str) -> float | None:
-        """The highest learning rate of the tensor of this name; None: the optimizer's."""
+        """Return the highest learning rate of the tensor of this name; None: the optimizer's."""
         return (
             self.projector_lr
             if is_projector(name)
@@ -255,7 +255,10 @@ class Model(Section):
     @model_validator(mode="before")
     @staticmethod
     def _freeze_biases(values: Any) -> Any:
-        """Beside adapters nothing else changes: steering biases stay where nobody says otherwise."""
+        """Return the values with steering biases frozen by default where there are adapters.
+
+        Beside adapters all other weights are frozen too.
+        """
         if not isinstance(values, dict) or values.get("lora") is None:
             return values
         moe = values.get("moe") or {}
@@ -263,7 +266,7 @@ class Model(Section):
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether training begins with weights that `path` holds."""
+        """True if training begins with weights in `path`."""
         return (
             self.path is not None
             and self.weights != "random"
@@ -349,17 +352,17 @@ class Recipe(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The loss that a task is trained with."""
+        """Return the loss section that the task needs."""
         return {"dpo": {}} if values.get("task") == "dpo" else {}
 
     @cached_property
     def origins(self) -> Mapping[str, str]:
-        """Where the values of keys come from that loading filled in; not a part of the recipe."""
+        """The origins of the values that loading filled in, by key; not a part of the recipe."""
         return {}
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The model's dimensions, with as many MTP layers, balanced as this job trains them."""
+        """The model's dimensions, with this job's MTP layers and balancing loss."""
         architecture = from_config(self.model.config, "model.config")
         layers, aux_loss_coeff = self.model.mtp.layers, self.model.moe.aux_loss_coeff
         if layers is not None:
@@ -373,33 +376,33 @@ class Recipe(CompletedSection):
 
     @property
     def task_traits(self) -> Task:
-        """What the task learns from."""
+        """The traits of the task: the rows that it learns from."""
         return TASKS[self.task]
 
     @property
     def documents_per_sample(self) -> int:
-        """Token documents that are never apart: the two of a pair."""
+        """The number of token documents that always stay together: two for a pair."""
         return self.task_traits.documents_per_sample
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of `data.sequence_length` tokens in a micro-batch."""
+        """The rows of `data.sequence_length` tokens in a micro-batch."""
         return self.train.micro_batch_size * (1 if self.data.packed else self.documents_per_sample)
 
     @property
     def loss_mean(self) -> Literal["token", "sequence"]:
-        """Of what the loss is a mean; one over pairs is one over their sequences."""
+        """The unit that the loss is a mean over; a mean over pairs is one over their sequences."""
         if self.rl is not None:
             return "sequence" if self.rl.loss.mean == "sequence" else "token"
         return "sequence" if self.task_traits.has_pairs else self.train.loss_mean
 
     @property
     def run_directory(self) -> Path:
-        """Where its run lives, where nobody names another place."""
+        """The default directory of the run."""
         return Path("runs") / self.name
 
     def with_validation_data(self, name: str) -> "Recipe":
-        """The recipe with the data of one of its validation sets, all of it."""
+        """Return the recipe with all data of one of its validation sets as its data."""
         validation_set = self.data.validation_sets[name]
         changes = {
             "path": validation_set.path,
@@ -411,7 +414,7 @@ class Recipe(CompletedSection):
 
     @cached_property
     def alignment(self) -> Alignment:
-        """The multiples that this job's sequences are padded to, and that its lengths must be."""
+        """The multiples that this job's sequences are padded to, and that its lengths must have."""
         parallel, fp8 = self.parallel, self.model.fp8
         return Alignment(
             "thd" if self.data.packed else "bshd",
@@ -423,10 +426,11 @@ class Recipe(CompletedSection):
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """Names of the parts of megatron-core that this job uses; patches and traps ask for them.
+        """The names of the parts of megatron-core that this job uses; patches and traps ask for them.
 
-        `attention-auto` stays as it is: what auto means is the backend's to say. `dp` is there when the
-        recipe's own device counts, or else the layout's smallest world, have more than one replica.
+        `attention-auto` is a name of its own, because the backend decides what auto means. `dp` is there when
+        there is more than one replica, by the recipe's own device counts or else by the layout's smallest
+        world.
         """
         architecture, model, parallel = self.architecture, self.model, self.parallel
         moe, mtp = architecture.moe is not None, architecture.mtp_layers > 0
@@ -475,7 +479,10 @@ class Recipe(CompletedSection):
         return frozenset(name for name, is_used in used.items() if is_used)
 
     def _explain_least_ranks(self, world: int) -> str:
-        """How many ranks the layout divides, and why; what fits `world`, if fewer parts of experts do."""
+        """Return how many ranks the layout needs a multiple of, and why.
+
+        Where a smaller expert parallel size fits `world`, the text names it.
+        """
         p, moe = self.parallel, self.architecture.moe
         layout_text = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
         if moe is None:
@@ -487,7 +494,7 @@ class Recipe(CompletedSection):
         return f"{p.minimal_world} ranks ({layout_text}, {experts}), {world} is none{instead}"
 
     def find_layout_violations(self, world: int) -> list[str]:
-        """Every reason why `world` ranks cannot run this recipe; empty when they can."""
+        """Return every reason why `world` ranks cannot run this recipe; empty when they can."""
         parallel, train = self.parallel, self.train
         if world > MOST_RANKS:
             return [f"devices: {world} ranks are more than the {MOST_RANKS} that a plan is made for"]
@@ -518,7 +525,7 @@ class RecipeDifference(NamedTuple):
 
     @property
     def is_free_on_resume(self) -> bool:
-        """Whether a resumed run may change this key and still be the same run."""
+        """True if a resumed run may change this key and still be the same run."""
         return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
     def __str__(self) -> str:
@@ -529,14 +536,14 @@ class RecipeDifference(NamedTuple):
 
 
 def list_differences(old: Recipe, new: Recipe) -> list[RecipeDifference]:
-    """Every key whose value differs, in the recipe's order."""
+    """Return every key whose value differs, in the recipe's order."""
     before, after = dict(flatten(old.dump())), dict(flatten(new.dump()))
     keys = dict.fromkeys([*after, *before])
     return [RecipeDifference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every key of nested mappings; an empty mapping is a value."""
+    """Yield (dotted key, value) of every key of nested mappings; an empty mapping is a value."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")

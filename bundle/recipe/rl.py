@@ -169,12 +169,12 @@ class RLReward(CompletedSection):
 
     @property
     def needs_right_answer(self) -> bool:
-        """Whether a row must have what answers are judged by; then 1 means a right answer."""
+        """True if a row must have the right answer or tests; a reward of 1 then means a right answer."""
         return self.kind in ("exact", "math", "code")
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """How long each kind may take."""
+        """Return the default timeout of the kind of reward."""
         kind = values.get("kind")
         return {"timeout_seconds": TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
 
@@ -250,7 +250,7 @@ class RLLoss(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The bounds and the mean of each kind of loss."""
+        """Return the default bounds and mean of the kind of loss."""
         kind = values.get("kind", "ppo")
         if not isinstance(kind, str):
             return {}
@@ -313,17 +313,17 @@ class RL(Section):
 
     @property
     def answers_per_step(self) -> int:
-        """Answers of one step, before any is left out."""
+        """The answers of one step, before any is left out."""
         return self.prompts_per_step * self.num_generations
 
     @property
     def loss_temperature(self) -> float:
-        """What divides the logits in the loss."""
+        """The number that divides the logits in the loss."""
         return self.loss.temperature or self.rollout.temperature
 
     @property
     def divisor_per_answer(self) -> float | None:
-        """What each answer adds to the divisor of an update; None where the loss is a mean."""
+        """The number that each answer adds to the divisor of an update; None where the loss is a mean."""
         if self.loss.mean != "constant":
             return None
         return self.loss.divisor or self.rollout.max_completion_length

@@ -1,4 +1,4 @@
-"""What task rl needs of a recipe, as far as a recipe alone decides it; every violation with key and value."""
+"""Check what task rl needs of a recipe, without a machine; report every violation with key and value."""
 
 import re
 from collections.abc import Iterator

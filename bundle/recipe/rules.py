@@ -1,4 +1,4 @@
-"""What the sections of a recipe must agree on, as far as it can be said without a machine."""
+"""Check the rules that sections of a recipe must keep together, as far as no machine is needed."""
 
 from collections.abc import Iterator
 from datetime import date
@@ -25,7 +25,7 @@ Violation = tuple[str, str]
 
 
 def find_violations(recipe: Recipe) -> list[Violation]:
-    """Every rule that the recipe breaks."""
+    """Return every rule that the recipe breaks."""
     broken_rules: list[Violation] = []
     for rule in (
         _check_tensor_parallel,
@@ -144,7 +144,7 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
-    """What is wrong with a layout string, and what is not computed in its stages."""
+    """Yield what is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
         yield _LAYOUT_KEY, "there is one stage: needs pp > 1"
@@ -172,12 +172,12 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _list_stages(recipe: Recipe) -> tuple[tuple[ChunkContents, ...], ...] | None:
-    """What the chunks of each stage hold; None: nothing that could be."""
+    """Return the contents of the chunks of each stage; None where the layout is impossible."""
     return recipe.parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
 
 
 def _explain_uneven_stages(parallel: Parallel, layers: int) -> str:
-    """Why there are no equal stages, and a length of the last one with which the others are equal."""
+    """Return why stages cannot be equal, and a length of the last one with which the others are equal."""
     chunks = parallel.pp * (parallel.vpp or 1)
     explanation = f"pp x vpp = {chunks} does not divide num_hidden_layers {layers}"
     key = "num_layers_in_last_pipeline_stage"
@@ -225,7 +225,7 @@ def _check_mtp(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _check_vision(recipe: Recipe) -> Iterator[Violation]:
-    """What is not computed beside a vision tower, and what there must be one for."""
+    """Yield what is not computed with a vision tower, and the keys that need a tower."""
     model = recipe.model
     if recipe.architecture.vision is None:
         for key, value in model.vision:
@@ -263,7 +263,7 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
-    """What is not computed beside gated delta nets."""
+    """Yield what is not computed with gated delta nets."""
     if recipe.architecture.delta_net is None:
         return
     if recipe.data.packed:
@@ -410,7 +410,7 @@ def explain_unfit_source(task: str, kind: DataKind) -> str | None:
 
 
 def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
-    """The kind of every data set for which one is named, by its key."""
+    """Yield the key and the kind of each data set whose kind the recipe names."""
     if recipe.data.source is not None:
         yield "data.source", recipe.data.source
     for name, validation_set in recipe.data.validation_sets.items():

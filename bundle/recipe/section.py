@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and the kinds of values that its keys take."""
+"""Define the base of every section of a recipe, and the types of the values of its keys."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 def make_default_section(description: str) -> Any:
-    """A section that the recipe's own validator makes where it is left out, its keys at their defaults."""
+    """Return the field of a section that the recipe's validator makes with defaults where it is left out."""
     return Field(default={}, validate_default=True, description=description)
 
 
@@ -26,7 +26,7 @@ class Section(BaseModel):
 
     @classmethod
     def list_key_paths(cls, prefix: str = "") -> Iterator[str]:
-        """Every dotted key, sections included."""
+        """Yield every dotted key, sections included."""
         for name, field in cls.model_fields.items():
             key = prefix + (field.alias or name)
             yield key
@@ -36,7 +36,7 @@ class Section(BaseModel):
                     yield from kind.list_key_paths(f"{key}.{name_part}")
 
     def dump(self) -> dict[str, Any]:
-        """The section as plain JSON values, every key present."""
+        """Return the section as plain JSON values, every key present."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -45,7 +45,7 @@ class CompletedSection(Section):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What keys that were left out, or are null, are by what was given for others."""
+        """Return values for keys that were left out or are null, derived from the values of other keys."""
         return {}
 
     @model_validator(mode="before")
@@ -59,7 +59,7 @@ class CompletedSection(Section):
 
 
 def add_null(schema: dict[str, Any]) -> None:
-    """Adds null to the JSON schema of a key that `_complete` fills in."""
+    """Add null to the JSON schema of a key that `_complete` fills in."""
     kind = {
         keyword: schema.pop(keyword)
         for keyword in list(schema)
@@ -76,12 +76,15 @@ AS_TUPLE = BeforeValidator(_to_tuple)
 
 
 def _to_names(value: Any) -> Any:
-    """One string means a list of one: `--set data.path=train.jsonl` needs no brackets."""
+    """Return a list as a tuple, and one string as a tuple of one.
+
+    `--set data.path=train.jsonl` then needs no brackets.
+    """
     return (value,) if isinstance(value, str) else _to_tuple(value)
 
 
 def _to_text(value: Any) -> Any:
-    """A number as a variable holds it."""
+    """Return a number as the text of a variable."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -94,7 +97,7 @@ _FILE_PATTERN = re.compile(r"PLUGIN|LIB|PATH|DIR|FILE|HOME|VISIBLE_DEVICES")
 
 
 def _check_variable(name: str) -> str:
-    """A variable that a job may set."""
+    """Return the name of a variable that a job may set. Raise ValueError for any other."""
     if not _VARIABLE_PATTERN.fullmatch(name):
         raise ValueError(
             f"begins with none of {', '.join(_VARIABLE_PREFIXES.split())}: set it where ranks are started"

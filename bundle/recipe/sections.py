@@ -84,7 +84,7 @@ class Parallel(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Experts and sequences are divided like everything else; a layout says how many chunks there are."""
+        """Return etp and sequence_parallel as tp says, and vpp as the layout says."""
         tp = values.get("tp", 1)
         derived = {"etp": tp, "sequence_parallel": isinstance(tp, int) and tp > 1}
         layout, pp = values.get("pipeline_model_parallel_layout"), values.get("pp", 1)
@@ -96,7 +96,7 @@ class Parallel(CompletedSection):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of everything but the experts: tp x cp x pp."""
+        """The ranks that hold one copy of everything but the experts: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -106,20 +106,23 @@ class Parallel(CompletedSection):
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """The stages of the layout string, each its letters; empty without one. ValueError: it is none."""
+        """The stages of the layout string, each as its letters; empty without one.
+
+        Raise ValueError for a text that is not a layout.
+        """
         return parse_layout(text) if (text := self.pipeline_model_parallel_layout) else ()
 
     @property
     def mtp_rank(self) -> int:
-        """Which rank of a pipeline has the MTP layers, if there are any."""
+        """The pipeline rank of the MTP layers, if there are any."""
         ranks = (number % self.pp for number, stage in enumerate(self.layout) if "m" in stage)
         return next(ranks, self.pp - 1)
 
     def compute_stages(self, layers: int, mtp_layers: int) -> tuple[tuple[ChunkContents, ...], ...] | None:
-        """What the chunks of each pipeline stage hold, as megatron-core deals them out; None: it cannot be.
+        """Return the contents of each stage's chunks, as megatron-core assigns them; None: impossible.
 
-        Without a layout what the first and the last stage leave of a decoder's `layers` is divided evenly,
-        each stage into its vpp chunks.
+        Without a layout string, the decoder's `layers` that the first and the last stage leave are divided
+        evenly among the others. Each stage is divided evenly into its vpp chunks.
         """
         if self.pipeline_model_parallel_layout is None:
             lengths = self._compute_stage_lengths(layers)
@@ -133,7 +136,7 @@ class Parallel(CompletedSection):
         return assign_stages(layout, self.pp)
 
     def _compute_stage_lengths(self, layers: int) -> tuple[int, ...] | None:
-        """How many of a decoder's `layers` each pipeline stage has where no layout says it."""
+        """Return the number of a decoder's `layers` in each pipeline stage where no layout says it."""
         ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
         end_lengths = [length for length in ends if length is not None]
         middle_stages, middle_layers = self.pp - len(end_lengths), layers - sum(end_lengths)
@@ -146,15 +149,15 @@ class Parallel(CompletedSection):
         return (first, *[middle_length] * (self.pp - 2), last) if self.pp > 1 else (layers,)
 
     def fits(self, world: int) -> bool:
-        """Whether `world` ranks can be laid out."""
+        """Return whether `world` ranks can be laid out."""
         return world > 0 and world % self.minimal_world == 0
 
     def compute_dp(self, world: int) -> int:
-        """The data-parallel size of `world` ranks; the caller has asked `fits`."""
+        """Return the data-parallel size of `world` ranks, for which `fits` must be true."""
         return world // self.model_ranks
 
     def compute_expert_dp(self, world: int) -> int:
-        """How many copies of each expert `world` ranks hold; the caller has asked `fits`."""
+        """Return the number of copies of each expert on `world` ranks, for which `fits` must be true."""
         return world // (self.pp * self.etp * self.ep)
 
 
@@ -217,7 +220,7 @@ class Train(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Steps from samples, where nobody says how many."""
+        """Return the values with steps computed from samples, where steps are left out."""
         if not isinstance(values, dict) or values.get("steps") is not None:
             return values
         rest = {name: value for name, value in values.items() if name != "steps"}
@@ -241,11 +244,11 @@ class Train(Section):
         return self
 
     def count_steps(self, epochs: float, samples: int) -> int:
-        """The steps of as many epochs over `samples` samples, the last one made whole."""
+        """Return the steps of so many epochs over `samples` samples; the last step is whole."""
         return math.ceil(Fraction(str(epochs)) * samples / self.global_batch_size)
 
     def exceeds(self, other: "Train") -> bool:
-        """Whether this is longer, as far as both say it in the same way."""
+        """Return whether this is longer than `other`, where both give epochs or both give steps."""
         if self.epochs is not None and other.epochs is not None:
             return self.epochs > other.epochs
         return self.steps is not None and other.steps is not None and self.steps > other.steps
@@ -315,11 +318,11 @@ class Optimizer(CompletedSection):
 
     @classmethod
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Divided where megatron-core can."""
+        """Return the default of use_distributed_optimizer: true where megatron-core supports it."""
         return {"use_distributed_optimizer": values.get("name", "adam") == "adam"}
 
     def count_warmup(self, steps: int) -> int:
-        """Return the steps of the warm-up in a run of so many."""
+        """Return the steps of the warm-up in a run of so many steps."""
         if self.warmup_ratio is None:
             return self.warmup_steps
         return min(math.ceil(Fraction(str(self.warmup_ratio)) * steps), steps - 1)
@@ -331,7 +334,7 @@ class Optimizer(CompletedSection):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What it keeps in fp32 for each weight, by torch's names."""
+        """The names in torch of the states that the optimizer keeps in fp32 for each weight."""
         if self.name == "sgd":
             return ("momentum_buffer",) if self.sgd_momentum else ()
         return ("exp_avg", "exp_avg_sq")
@@ -376,11 +379,11 @@ class Checkpoint(Section):
 
     @property
     def max_checkpoints(self) -> int:
-        """How many lie on the disk at once: those that stay, and one more that is being written."""
+        """The most checkpoints on the disk at once: those that stay, and one more that is being written."""
         return self.keep + 1
 
     def count_exports(self, steps: int) -> int:
-        """How many exports a run of so many steps leaves."""
+        """Return the number of exports that a run of so many steps leaves."""
         if self.export is None:
             return 0
         return 1 + ((steps - 1) // self.export_interval if self.export_interval else 0)

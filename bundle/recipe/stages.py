@@ -21,7 +21,7 @@ _REPEATED_PATTERN = re.compile(r"([EtmL|])(?:\*([0-9]+))?")
 
 
 class ChunkContents(NamedTuple):
-    """What one model chunk of a pipeline stage holds; `layers` of the decoder."""
+    """The contents of one model chunk of a pipeline stage; `layers` are the decoder's."""
 
     layers: int
     embedding: bool = False
@@ -30,9 +30,9 @@ class ChunkContents(NamedTuple):
 
 
 def parse_layout(layout: str) -> tuple[str, ...]:
-    """The stages of a layout string, each its letters written out (`Ettt`).
+    """Return the stages of a layout string, each with its letters written out (`Ettt`).
 
-    ValueError: where it cannot be read, and why.
+    Raise ValueError, which says why the string cannot be read.
     """
     position = 0
     parts: list[str] = []
@@ -70,12 +70,12 @@ def _repeat_letters(letters: str, times: str) -> str:
 
 
 def count_rounds(stages: Sequence[str], pp: int) -> int | None:
-    """How many chunks each of `pp` ranks of a pipeline has; None: they do not share the stages evenly."""
+    """Return how many chunks each of `pp` pipeline ranks has; None where the stages do not divide evenly."""
     return None if len(stages) % pp else len(stages) // pp
 
 
 def assign_stages(stages: Sequence[str], pp: int) -> tuple[tuple[ChunkContents, ...], ...]:
-    """What each rank's chunks hold, for stages that `find_stage_violations` has nothing against."""
+    """Return the contents of each rank's chunks for stages without `find_stage_violations`."""
     contents = [
         ChunkContents(
             layers=stage.count("t"), embedding="E" in stage, mtp_layers=stage.count("m"), head="L" in stage
@@ -88,7 +88,10 @@ def assign_stages(stages: Sequence[str], pp: int) -> tuple[tuple[ChunkContents, 
 def divide_evenly(
     lengths: Sequence[int], rounds: int, mtp_layers: int
 ) -> tuple[tuple[ChunkContents, ...], ...]:
-    """The same for stages of so many layers, each divided evenly into its chunks of `rounds`."""
+    """Return the contents of each rank's chunks for stages with these numbers of layers.
+
+    Each stage is divided evenly into its chunks of `rounds`.
+    """
     last = len(lengths) - 1, rounds - 1
 
     def build_contents(rank: int, chunk: int) -> ChunkContents:
@@ -101,7 +104,7 @@ def divide_evenly(
 
 
 def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_layers: int) -> Iterator[str]:
-    """Everything against stages of a model with `layers` in its decoder and `mtp_layers` behind them."""
+    """Yield what is wrong with stages for a model of `layers` decoder layers and `mtp_layers` behind them."""
     letters = "".join(stages)
     if count_rounds(stages, pp) is None:
         yield f"{len(stages)} stages are no multiple of pp {pp}"
