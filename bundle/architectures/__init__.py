@@ -1,4 +1,4 @@
-"""Models as data: a Hugging Face config read into dimensions, layers, experts and MTP."""
+"""Read a Hugging Face config into data about a model: dimensions, layers, experts and MTP."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,10 +43,10 @@ _UNSUPPORTED_REASONS = {family: f"{_TOWER_REASON} {family}_text" for family in (
 
 
 def from_config(config: Mapping[str, Any], origin: str = "config") -> Architecture:
-    """The Architecture that a Hugging Face config describes.
+    """Return the Architecture that a Hugging Face config describes.
 
-    Raises UsageError with every violation at once: missing, mistyped and impossible values, unknown keys, and
-    keys that ask for a computation which would not happen.
+    Raise UsageError with every violation at once: missing, mistyped and impossible values, unknown keys, and
+    keys that ask for a computation which is not supported.
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in _UNSUPPORTED_REASONS:
@@ -75,7 +75,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The mapping in `directory`/config.json. Raises UsageError when there is no such object."""
+    """Return the mapping in `directory`/config.json. Raise UsageError where there is no such object."""
     return files.read_json_object(
         directory / "config.json", "model.path must hold a Hugging Face config.json"
     )

@@ -1,11 +1,12 @@
-"""Low-rank adapters (LoRA: Hu et al., 2021): which weights have one, of which shape and name, as in PEFT.
+"""Say which weights have low-rank adapters (LoRA: Hu et al., 2021), of which shape and name, as in PEFT.
 
-Beside a frozen published weight W [out, in] stand A [rank, in] and B [out, rank]: the layer computes with
-W + alpha / rank * B A. One pair belongs to one published weight, whatever megatron-core joins: a directory of
-PEFT (github.com/huggingface/peft) goes in and comes out as it is, and no two weights share an A.
+A frozen published weight W [out, in] has A [rank, in] and B [out, rank]: the layer computes with W + alpha /
+rank * B A. One pair belongs to one published weight, even where megatron-core joins several weights. A
+directory of PEFT (github.com/huggingface/peft) is therefore written as it was read, and no two weights share
+an A.
 
-PEFT writes every setting that it has into adapter_config.json. So a key that is not known here is passed over
-where it is empty or false, and else refused by its name.
+PEFT writes all of its settings into adapter_config.json. A key that is not known here is ignored where it is
+empty or false, and else refused by its name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Pair(NamedTuple):
 
 
 def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames) -> Tensor:
-    """A matrix of this name as an adapter's file has it: beside a module of transformers'."""
+    """Return a matrix of this name as in an adapter's file, which names it by a module of transformers."""
     return Tensor(
         name,
         tuple(shape),
@@ -70,11 +71,13 @@ def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames)
 
 
 def build_adapter_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
-    """The adapter of each published weight that a tensor is made of, None for one that has none.
+    """Return the adapter of each published weight that a tensor is made of; None for one without an adapter.
 
-    () where no one has. A weight's module is a target if its published name is one, or ends with `.` and one
-    (`q_proj`, `self_attn.q_proj`), as in PEFT. What is cut of W by rows is cut of B, by columns of A: a part
-    of W's rows is a part of each published weight's rows, in whatever order ours has them.
+    Return () where no weight has one. A weight's module is a target if its published name is one, or ends
+    with `.` and one (`q_proj`, `self_attn.q_proj`), as in PEFT.
+
+    Where W is cut by rows, B is cut too; where W is cut by columns, A is. A part of W's rows is a part of
+    each published weight's rows, in any order of ours.
     """
     if not is_adaptable(tensor):
         return ()
@@ -97,7 +100,7 @@ def build_adapter_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tu
 
 
 def is_adaptable(tensor: Tensor) -> bool:
-    """Whether a tensor is a linear layer's weight that somebody publishes as one tensor."""
+    """Return whether a tensor is a linear layer's weight that is published as one tensor."""
     _, module, kind = ("", *tensor.name.rsplit(".", 2))[-3:]
     if tensor.name.startswith(TOWER_PREFIX):
         return kind == "weight" and len(tensor.shape) == 2 and module != _TOWER_POSITIONS
@@ -106,21 +109,21 @@ def is_adaptable(tensor: Tensor) -> bool:
 
 
 def is_target(module: str, target: str) -> bool:
-    """Whether a published module's name is, or ends with, what a target names."""
+    """Return whether a published module's name is the target, or ends with it."""
     return module == target or module.endswith(f".{target}")
 
 
 def find_unmatched_targets(table: Iterable[Tensor], targets: Sequence[str]) -> list[str]:
-    """The targets that no weight of a model has."""
+    """Return the targets that no weight of a model matches."""
     modules = _find_adaptable_modules(table)
     return [target for target in targets if not any(is_target(module, target) for module in modules)]
 
 
 def list_all_linear_targets(table: Iterable[Tensor]) -> list[str]:
-    """What the names of all modules that can have an adapter end with, and no other's: as short as can be.
+    """Return the shortest endings of the names of all modules that can have an adapter, and of no others.
 
-    That is `q_proj`, but `attn.proj` beside a convolution `patch_embed.proj`, and `mlp.0` beside a block
-    `blocks.0`: PEFT refuses a directory whose targets name anything but a layer.
+    That is `q_proj`, but `attn.proj` where there is a convolution `patch_embed.proj`, and `mlp.0` where there
+    is a block `blocks.0`. PEFT refuses a directory whose targets name anything but a layer.
     """
     tensors = list(table)
     modules = _find_adaptable_modules(tensors)
@@ -140,13 +143,13 @@ def list_all_linear_targets(table: Iterable[Tensor]) -> list[str]:
 
 
 def _list_parent_modules(name: str) -> Iterator[str]:
-    """The modules that a tensor is in, by their names."""
+    """Return the names of the modules that contain a tensor."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _list_endings(module: str) -> Iterator[str]:
-    """What a module's name ends with, the shortest first."""
+    """Return the endings of a module's name, the shortest first."""
     parts = module.split(".")
     return (".".join(parts[start:]) for start in reversed(range(len(parts))))
 
@@ -191,7 +194,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 
 def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What PEFT's files say of rank, alpha, targets and dropout with a value that cannot be one."""
+    """Yield the settings of rank, alpha, targets and dropout in PEFT's files that have an invalid value."""
     rank, alpha, targets = (settings.get(key) for key in _FIELD_BY_PEFT_KEY)
     if rank is not None and not (type(rank) is int and rank > 0):
         yield f"r {format_value(rank)}: must be a whole number above 0"
@@ -213,7 +216,7 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
 def build_adapter_config(
     rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str | None
 ) -> Mapping[str, Any]:
-    """What an adapter_config.json says of such adapters of the model in the directory `base`."""
+    """Return the content of an adapter_config.json for adapters of the model in the directory `base`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -230,5 +233,5 @@ def build_adapter_config(
 
 
 def _is_empty(value: Any) -> bool:
-    """Empty and false values, and mappings of such: {"": 0} says no more than {}."""
+    """Return whether a value is empty or false, or a mapping of such: {"": 0} says as much as {}."""
     return not (any(value.values()) if isinstance(value, dict) else value)

@@ -1,4 +1,4 @@
-"""What a model is, as data: the numbers that decide its tensors, its layout and its arithmetic."""
+"""Describe a model as data: the numbers that decide its tensors, its layout and its arithmetic."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class MLA:
 
     @property
     def q_head_dim(self) -> int:
-        """Width of one head of queries and keys as the attention kernel sees it."""
+        """The width of one head of queries and keys as the attention kernel sees it."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
@@ -76,19 +76,19 @@ class DeltaNet:
 
     @property
     def projection_widths(self) -> tuple[int, ...]:
-        """Of what it is that the first projection gives: queries, keys, values, gates, betas and alphas."""
+        """The widths of the first projection's outputs: queries, keys, values, gates, betas and alphas."""
         keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
         return keys, keys, values, values, self.num_value_heads, self.num_value_heads
 
     @property
     def convolution_widths(self) -> tuple[int, ...]:
-        """Those of them that go through the convolution: queries, keys and values."""
+        """The widths of the outputs that go through the convolution: queries, keys and values."""
         return self.projection_widths[:3]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionArchitecture:
-    """The tower that makes embeddings of images and videos, and the tokens in whose places these stand."""
+    """The tower that makes embeddings of images and videos, and the tokens that these embeddings replace."""
 
     family: str  # qwen2_5_vl: RMS norms, gates, windows | qwen3_vl: layer norms, learned positions, deepstack
     num_layers: int
@@ -111,17 +111,17 @@ class VisionArchitecture:
 
     @property
     def has_separate_frames(self) -> bool:
-        """Whether a video is one image after the other, each behind its time in words."""
+        """True if the frames of a video stand one by one, each behind its time in words."""
         return self.family == "qwen3_vl"
 
     @property
     def values_per_patch(self) -> int:
-        """The numbers of one patch."""
+        """The number of values of one patch."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def patches_per_embedding(self) -> int:
-        """The patches that are merged into one embedding."""
+        """The number of patches that are merged into one embedding."""
         return self.merge_size**2
 
 
@@ -164,30 +164,33 @@ class Architecture:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Widths of one head of (queries and keys, values)."""
+        """The widths of one head of (queries and keys, values)."""
         if self.mla:
             return self.mla.q_head_dim, self.mla.v_head_dim
         return self.kv_channels, self.kv_channels
 
     @property
     def num_attention_layers(self) -> int:
-        """How many decoder layers have attention, and no gated delta net."""
+        """The number of decoder layers with attention instead of a gated delta net."""
         return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
     @property
     def layer_pattern(self) -> tuple[int, ...]:
-        """Per decoder layer: 1 experts, 0 dense. MTP layers are of the last decoder layer's kind."""
+        """The kind of each decoder layer: 1 experts, 0 dense. MTP layers are of the last layer's kind."""
         return self.moe.layer_pattern if self.moe else (0,) * self.num_layers
 
 
 def pad_vocab_size(vocab_size: int, tp: int) -> int:
-    """The rows of the embedding: the next multiple of 128 (of lcm(128, tp) where tp does not divide 128)."""
+    """Return the rows of the embedding: the next multiple of 128.
+
+    Where tp does not divide 128, it is the next multiple of lcm(128, tp).
+    """
     multiple = math.lcm(VOCABULARY_MULTIPLE, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def find_contradictions(a: Architecture) -> list[str]:
-    """Every reason why these numbers cannot be one model, in the words of a Hugging Face config."""
+    """Return every reason why these numbers cannot be one model, in the words of a Hugging Face config."""
     violations = []
     if a.num_attention_heads % a.num_query_groups:
         violations.append(

@@ -1,7 +1,7 @@
-"""What else the tensors of the table are called: by Transformer Engine's layer specs, and in checkpoints.
+"""Find the other names of the table's tensors: in Transformer Engine's layer specs, and in checkpoints.
 
 These specs fold norms into the projection behind them, and make one module of the experts of a rank.
-Megatron-core's distributed checkpoints (`torch_dist`) have the same keys in all minors from 0.12 to 0.19, but
+Megatron-core's distributed checkpoints (`torch_dist`) have the same keys in all minors from 0.12 to 0.19. But
 layers may be stacked along a dimension of their own, and norms have the names of either spec.
 """
 
@@ -27,7 +27,10 @@ _GROUPED_EXPERT = re.compile(r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def rename_folded_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a decoder layer whose names begin with `prefix`, in the order of registration."""
+    """Yield (name, tensor) of a decoder layer whose names begin with `prefix`, in the order of registration.
+
+    A norm that Transformer Engine folds has the name of its projection's `layer_norm_weight`.
+    """
     tensors = {tensor.name: tensor for tensor in layer}
     folds = {
         f"{prefix}{projection}.weight": f"{prefix}{norm}.weight"
@@ -44,7 +47,10 @@ def rename_folded_norms(prefix: str, layer: Sequence[Tensor]) -> Iterator[tuple[
 
 
 def rename_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same with the experts of one rank as one module: all their first matrices, then the second ones."""
+    """Yield (name, tensor) with the experts of one rank as one module.
+
+    All first matrices of the experts come before the second ones.
+    """
     experts = [(name, tensor) for name, tensor in named if is_expert(name)]
     for name, tensor in named:
         if not is_expert(name):
@@ -60,9 +66,9 @@ def rename_grouped_experts(named: Sequence[tuple[str, Tensor]]) -> Iterator[tupl
 
 
 def find_norm_name(name: str) -> str | None:
-    """What the spec of megatron-core calls a folded norm; `name` itself where there is none in it.
+    """Return the name of a folded norm in megatron-core's spec; `name` itself where no norm is folded.
 
-    None: a norm has been folded into a projection that no release known to us folds.
+    None: a norm has been folded into a projection that no known release folds.
     """
     projection, _, kind = name.rpartition(".")
     if not kind.startswith("layer_norm_"):
@@ -74,7 +80,7 @@ def find_norm_name(name: str) -> str | None:
 
 
 def find_expert_name(name: str, first_expert: int) -> str:
-    """The name of its own that an expert's tensor has.
+    """Return the name that an expert's tensor has as a module of its own.
 
     `first_expert` is the number of the rank's first expert.
     """
@@ -90,7 +96,7 @@ _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 
 
 class CheckpointLocation(NamedTuple):
-    """A tensor is this `entry` of what `key` holds, whose leading dimensions have so many `entries`."""
+    """The place of a tensor: an `entry` of the tensor under `key`, whose leading dimensions are `entries`."""
 
     key: str
     entry: tuple[int, ...] = ()
@@ -98,7 +104,7 @@ class CheckpointLocation(NamedTuple):
 
 
 def find_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
-    """Everywhere that a tensor may be; a checkpoint has it at one of them at least."""
+    """Return every place where a tensor may be; a checkpoint has it at one of them at least."""
     stacked, separate = (
         _iterate_locations(tensor, architecture, is_stacked=stacked) for stacked in (True, False)
     )
@@ -106,23 +112,24 @@ def find_locations(tensor: Tensor, architecture: Architecture) -> tuple[Checkpoi
 
 
 def find_written_locations(tensor: Tensor, architecture: Architecture) -> tuple[CheckpointLocation, ...]:
-    """Where to write a tensor so that models of either layer spec find it.
+    """Return where to write a tensor, so that models of either layer spec find it.
 
-    Layers of a dense model are stacked, as every release expects. Those of a model with experts are not:
-    whether they are expected to be depends on the form of `moe_layer_freq` (`describe_checkpoint_content`).
+    Layers of a dense model are stacked, as every release expects. Layers of a model with experts are not:
+    what is expected depends on the form of `moe_layer_freq` (`describe_checkpoint_content`).
     """
     return tuple(_iterate_locations(tensor, architecture, is_stacked=architecture.moe is None))
 
 
 def describe_checkpoint_content(architecture: Architecture) -> dict[str, bool]:
-    """What megatron-core is to know about the content of what is `find_written_locations` before it asks
-    for keys.
-    """
+    """Return what megatron-core must know about `find_written_locations` before it asks for keys."""
     return {"non_homogeneous_layers": architecture.moe is not None, "singleton_local_shards": False}
 
 
 def find_extra_states(locations: Iterable[CheckpointLocation]) -> Iterator[CheckpointLocation]:
-    """What modules keep besides tensors: Transformer Engine's FP8 state, empty without; models ask for it."""
+    """Yield the places of the extra states of modules, which models ask for.
+
+    An extra state is Transformer Engine's FP8 state, and empty without FP8.
+    """
     for location in locations:
         module, _, kind = location.key.rpartition(".")
         parent, _, leaf = module.rpartition(".")
@@ -134,7 +141,7 @@ def find_extra_states(locations: Iterable[CheckpointLocation]) -> Iterator[Check
 
 
 def build_object_key(location: CheckpointLocation) -> str:
-    """What megatron-core calls an object that is no tensor: the key, the entry, and of how many."""
+    """Return megatron-core's key of an object that is not a tensor: the key, the entry, and the entries."""
     entry, entries = (
         ".".join(map(str, indices)) for indices in (location.entry or (0,), location.entries or (1,))
     )
@@ -142,7 +149,7 @@ def build_object_key(location: CheckpointLocation) -> str:
 
 
 def count_stacked_dims(key: str) -> int:
-    """Along how many leading dimensions many tensors lie under a key: layers, experts."""
+    """Return the number of leading dimensions that stack tensors under a key: layers, experts."""
     return bool(re.search(r"decoder\.layers\.(?!\d)", key)) + (".experts.experts." in key)
 
 
@@ -172,7 +179,7 @@ def _iterate_locations(
 
 
 def _list_names(name: str, *, is_latent: bool, has_experts: bool) -> tuple[str, ...]:
-    """What both specs call a tensor of a layer, megatron-core's own first."""
+    """Return the names of a layer's tensor in both specs, megatron-core's own first."""
     if name == "input_layernorm.weight" and not is_latent:
         return (f"self_attention.linear_qkv.{_NORM_WEIGHT}",)
     if name == "pre_mlp_layernorm.weight":

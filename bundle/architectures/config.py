@@ -1,7 +1,7 @@
-"""Reading a Hugging Face config: typed access that remembers what was asked for and all that is wrong.
+"""Read a Hugging Face config with types; the reader remembers the keys that were read and all that is wrong.
 
-Rotary positions stand there as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) has them.
-What each number means is said by `transformers.modeling_rope_utils`: defaults, and what yarn multiplies by.
+Rotary positions are as in transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters).
+`transformers.modeling_rope_utils` says what each number means: defaults, and the factors of yarn.
 """
 
 import math
@@ -62,7 +62,7 @@ _MUST_BE_EMPTY = {
 
 
 class ConfigKeys:
-    """A config's keys; a family's reader takes what it understands, and the rest is a violation."""
+    """A config's keys; a family's reader reads those that it knows, and the others are violations."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class ConfigKeys:
         self.has_unreadable = False  # a number is missing or mistyped: what is computed from it means nothing
 
     def read_value(self, name: str, default: Any = None) -> Any:
-        """Whatever stands under `name`; REQUIRED as default: a missing key is a violation."""
+        """Return any value under `name`; REQUIRED as default: a missing key is a violation."""
         self._read_names.add(name)
         if name in self._config:
             return self._config[name]
@@ -87,7 +87,10 @@ class ConfigKeys:
     def _read(
         self, name: str, default: Any, fits: Callable[[Any], bool], requirement: str, fallback: Any
     ) -> Any:
-        """The value under `name`; one that is missing or does not fit is a violation, and is `fallback`."""
+        """Return the value under `name`.
+
+        Record a missing or invalid value as a violation, and return `fallback`.
+        """
         value = self.read_value(name, default)
         if fits(value):
             return value
@@ -98,7 +101,7 @@ class ConfigKeys:
     def read_integer(
         self, name: str, default: Any = REQUIRED, least: int = 1, most: int = LARGEST_INTEGER
     ) -> int:
-        """The integer under `name`; a missing or impossible one is a violation and reads as `least`."""
+        """Return the integer under `name`; a missing or impossible one is a violation and becomes `least`."""
 
         def fits(value: Any) -> bool:
             return type(value) is int and least <= value <= most
@@ -106,14 +109,14 @@ class ConfigKeys:
         return int(self._read(name, default, fits, f"an integer from {least} to {most}", least))
 
     def read_optional_integer(self, name: str, default: Any = None) -> int | None:
-        """The integer under `name`, or None for null; REQUIRED as default: the key must be there."""
+        """Return the integer under `name`, or None for null; REQUIRED as default: the key must be there."""
         value = self.read_value(name, default)
         return None if value is None or value is REQUIRED else self.read_integer(name, default)
 
     def read_number(
         self, name: str, default: Any = REQUIRED, least: float = 0.0, most: float = 1e12
     ) -> float:
-        """The number under `name`; `least` and `most` are allowed."""
+        """Return the number under `name`, from `least` to `most`, both included."""
 
         def fits(value: Any) -> bool:
             return type(value) in (int, float) and least <= value <= most
@@ -121,15 +124,15 @@ class ConfigKeys:
         return float(self._read(name, default, fits, f"a number from {least:g} to {most:g}", most))
 
     def read_flag(self, name: str, default: Any = REQUIRED) -> bool:
-        """The truth value under `name`."""
+        """Return the truth value under `name`."""
         return bool(self._read(name, default, lambda v: isinstance(v, bool), "true or false", False))
 
     def read_mapping(self, name: str) -> Mapping[str, Any]:
-        """The mapping under `name`, empty for a missing key or null."""
+        """Return the mapping under `name`; empty for a missing key or null."""
         return self._read(name, None, lambda v: v is None or isinstance(v, Mapping), "a mapping", None) or {}
 
     def read_integers(self, name: str) -> tuple[int, ...]:
-        """The list of non-negative integers under `name`, empty for a missing key or null."""
+        """Return the list of non-negative integers under `name`; empty for a missing key or null."""
 
         def fits(value: Any) -> bool:
             return isinstance(value, list) and all(
@@ -139,25 +142,25 @@ class ConfigKeys:
         return tuple(self._read(name, None, lambda v: not v or fits(v), "a list of integers", None) or ())
 
     def require_value(self, name: str, *allowed: Any, reason: str) -> None:
-        """A violation unless the key is missing or its value is one of `allowed`."""
+        """Record a violation unless the key is missing or its value is one of `allowed`."""
         value = self.read_value(name, allowed[0])
         if not any(type(value) is type(a) and value == a for a in allowed):
             self.refuse(name, value, reason)
 
     def refuse(self, name: str, value: Any, reason: str) -> None:
-        """Records that `name` asks for something that would not be computed."""
+        """Record that `name` asks for something that is not computed."""
         self.violations.append(f"{name} {format_value(value)}: {reason}")
 
     def has_value(self, name: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key is there and not null."""
         return self.read_value(name, None) is not None
 
     def ignore_rest(self) -> None:
-        """Leaves the other keys alone: whose they are is already a violation."""
+        """Ignore the other keys: the kind that they belong to is already a violation."""
         self._read_names.update(map(str, self._config))
 
     def refuse_unknown(self) -> None:
-        """Turns every key that nobody took and that asks for something into a violation."""
+        """Record a violation for every key that was not read and asks for something."""
         known = self._read_names | IRRELEVANT_KEYS
         for name, value in self._config.items():
             if name in _MUST_BE_EMPTY and name not in self._read_names:
@@ -168,7 +171,7 @@ class ConfigKeys:
                 self.violations.append(f"{name}: unknown key{suggestion}")
 
     def absorb(self, nested: "ConfigKeys", prefix: str) -> None:
-        """Takes over the violations of a nested mapping's keys, unknown keys included."""
+        """Add the violations of a nested mapping's keys, unknown keys included."""
         nested.refuse_unknown()
         self.has_unreadable |= nested.has_unreadable
         self.violations += [f"{prefix}.{v}" for v in nested.violations]
@@ -178,7 +181,10 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(NamedTuple):
-    """Base frequency, rotated fraction of a head, stretching, and what turns by time, height and width."""
+    """The rotary positions: base frequency, rotated fraction of a head, stretching, and sections.
+
+    Sections are the pairs that turn by time, height and width.
+    """
 
     base: float
     fraction: float
@@ -195,10 +201,11 @@ def read_rope(
     multimodal: bool = False,
     interleaved: bool = False,
 ) -> Rope:
-    """The rotary positions, `multimodal` ones in time, height and width; violations go to `keys`.
+    """Return the rotary positions, `multimodal` ones in time, height and width; violations go to `keys`.
 
-    `interleaved`: pairs take turns, as some configs say besides. Without a `default_base` it must be given.
-    Without a `default_fraction` the family's class rotates whole heads, whatever partial_rotary_factor says.
+    `interleaved`: pairs take turns, which some configs also say. Without a `default_base` the config must
+    have one. Without a `default_fraction` the family's class rotates whole heads, whatever
+    partial_rotary_factor says.
     """
     has_parameters = keys.has_value("rope_parameters")
     name = "rope_parameters" if has_parameters else "rope_scaling"
@@ -225,7 +232,7 @@ def read_rope(
 
 
 def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
-    """How many pairs turn by time, by height and by width."""
+    """Return how many pairs turn by time, by height and by width."""
     sections = nested.read_integers("mrope_section")
     if len(sections) != 3:
         nested.refuse("mrope_section", list(sections), "must be pairs for time, height and width")
@@ -235,7 +242,7 @@ def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
 def _read_either(
     keys: ConfigKeys, nested: ConfigKeys, name: str, default: float, *, least: float, most: float
 ) -> float:
-    """The number under `name` among the rotary parameters, or else beside them, as transformers 4 has it."""
+    """Return the number under `name` in the rotary parameters, or else outside, as in transformers 4."""
     outer_value = keys.read_number(name, default, least, most) if keys.has_value(name) else default
     if not nested.has_value(name):
         return outer_value
@@ -253,7 +260,7 @@ def _read_either(
 def _read_scaling(
     keys: ConfigKeys, nested: ConfigKeys, base: float, *default_kinds: str
 ) -> RopeScaling | None:
-    """The stretching; kinds called `default_kinds` mean none."""
+    """Return the stretching; None for kinds in `default_kinds`."""
     kind = nested.read_value("rope_type") or nested.read_value("type") or "default"
     nested.require_value("type", None, kind, *default_kinds, reason=f"differs from rope_type {kind}")
     if kind in ("default", *default_kinds):
@@ -311,7 +318,7 @@ def _read_yarn(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
 
 
 def _read_optional(nested: ConfigKeys, name: str) -> float:
-    """The number under `name`; 0 for a missing key or null, which transformers takes for the same."""
+    """Return the number under `name`; 0 for a missing key or null, which transformers treats alike."""
     return nested.read_number(name) if nested.has_value(name) else 0.0
 
 

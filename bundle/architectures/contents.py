@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds, told by the names of its files."""
+"""Tell what a Hugging Face directory holds by the names of its files."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ TOKENIZER_CONFIG, CHAT_TEMPLATE_FILE = "tokenizer_config.json", "chat_template.j
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory holds weights; nothing of them is read."""
+    """Return whether a directory holds weights; no weights are read."""
     return any(files.is_file(directory / name) for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory holds a tokenizer; its files are not looked at."""
+    """Return whether a directory holds a tokenizer; its files are not read."""
     paths = (path for pattern in TOKENIZER_PATTERNS for path in directory.glob(pattern))
     return files.is_directory(directory) and any(map(files.is_file, paths))
 

@@ -1,5 +1,8 @@
-"""How each family of models reads its Hugging Face config. Defaults are those of `transformers`; where its
-classes default to the numbers of one particular model, the key is required here."""
+"""Read the Hugging Face config of each family of models.
+
+Defaults are those of `transformers`; where its classes default to the numbers of one particular model, the
+key is required here.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +23,9 @@ def _read_decoder(
     has_mixed_layers: bool = False,
     **overrides: Any,
 ) -> dict:
-    """The arguments of an Architecture that all families read alike; `overrides` overrides.
+    """Return the arguments of an Architecture that all families read alike, replaced by `overrides`.
 
-    `has_mixed_layers`: the family's reader says itself which layer is of what kind.
+    `has_mixed_layers`: the family's reader reads the kinds of layers itself.
     """
     heads = keys.read_integer("num_attention_heads")
     hidden = keys.read_integer("hidden_size")
@@ -70,7 +73,7 @@ def _build_rotary_fields(rope: Rope) -> dict[str, Any]:
 
 
 def _refuse_window(keys: ConfigKeys, is_active: bool = True) -> None:
-    """Refuses an active window shorter than the longest sequence: every token must see all before it."""
+    """Refuse an active window shorter than the longest sequence: every token must see all before it."""
     window = keys.read_optional_integer("sliding_window")
     if is_active and window and window < keys.read_integer("max_position_embeddings"):
         reason = "windowed attention is not computed; null is equal for sequences up to the window"
@@ -87,19 +90,19 @@ def _refuse_output_bias(keys: ConfigKeys) -> None:
 
 
 def llama(keys: ConfigKeys) -> Architecture:
-    """Llama: grouped queries, no biases."""
+    """Return the architecture of Llama: grouped queries, no biases."""
     _refuse_output_bias(keys)
     return Architecture("llama", **_read_decoder(keys, num_key_value_heads=None))
 
 
 def mistral(keys: ConfigKeys) -> Architecture:
-    """Mistral without its window."""
+    """Return the architecture of Mistral without its window."""
     _refuse_window(keys)
     return Architecture("mistral", **_read_decoder(keys))
 
 
 def mixtral(keys: ConfigKeys) -> Architecture:
-    """Mixtral: every layer is experts of the feed-forward's width."""
+    """Return the architecture of Mixtral: every layer has experts of the feed-forward's width."""
     _refuse_window(keys)
     keys.require_value("router_jitter_noise", 0.0, 0, reason="noise on the router's input is not computed")
     rotary = _build_rotary_fields(read_rope(keys, default_base=1e6))
@@ -116,7 +119,7 @@ def mixtral(keys: ConfigKeys) -> Architecture:
 
 
 def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
-    """Qwen2 and 2.5: biases on queries, keys and values."""
+    """Return the architecture of Qwen2 and 2.5: biases on queries, keys and values."""
     _refuse_used_window(keys)
     return Architecture(
         "qwen2", **_read_decoder(keys, qkv_bias=True, **_build_rotary_fields(rope or read_rope(keys)))
@@ -124,14 +127,14 @@ def qwen2(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
 
 
 def mimo(keys: ConfigKeys) -> Architecture:
-    """MiMo: Qwen2 with multi-token prediction."""
+    """Return the architecture of MiMo: Qwen2 with multi-token prediction."""
     _refuse_used_window(keys)
     keys.require_value("attention_bias", True, reason="MiMo's queries, keys and values have a bias")
     return Architecture("mimo", **_read_decoder(keys, qkv_bias=True, mtp_layers=_read_mtp_layers(keys)))
 
 
 def qwen3(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
-    """Qwen3: norms on queries and keys."""
+    """Return the architecture of Qwen3: norms on queries and keys."""
     _refuse_used_window(keys)
     _refuse_output_bias(keys)
     rotary = _build_rotary_fields(rope or read_rope(keys))
@@ -139,7 +142,10 @@ def qwen3(keys: ConfigKeys, rope: Rope | None = None) -> Architecture:
 
 
 def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any = REQUIRED) -> Architecture:
-    """Qwen3 with experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
+    """Return the architecture of Qwen3-MoE.
+
+    Layers have experts unless decoder_sparse_step or mlp_only_layers leaves them out.
+    """
     _refuse_used_window(keys)
     _refuse_output_bias(keys)
     base = _read_decoder(keys, qk_layernorm=True, **_build_rotary_fields(rope or read_rope(keys)))
@@ -155,7 +161,7 @@ def qwen3_moe(keys: ConfigKeys, rope: Rope | None = None, *, norm_topk_prob: Any
 
 
 def _read_sparse_moe(keys: ConfigKeys, layers: int, **routing: Any) -> MoE:
-    """Experts in the layers that decoder_sparse_step and mlp_only_layers leave."""
+    """Return the experts of the layers that decoder_sparse_step and mlp_only_layers do not leave out."""
     step = keys.read_integer("decoder_sparse_step", 1)
     dense = set(keys.read_integers("mlp_only_layers"))
     return _read_moe(
@@ -174,7 +180,11 @@ def _read_moe(keys: ConfigKeys, pattern: tuple[int, ...], number: str = "num_exp
 
 
 def qwen3_next(keys: ConfigKeys) -> Architecture:
-    """Qwen3-Next: gated delta nets in three of four layers, gated attention, experts and a shared one."""
+    """Return the architecture of Qwen3-Next.
+
+    Three of four layers have gated delta nets, the others gated attention. There are routed experts and a
+    shared one.
+    """
     _refuse_used_window(keys)
     base = _read_hybrid_decoder(keys)
     moe = _read_sparse_moe(
@@ -188,13 +198,13 @@ def qwen3_next(keys: ConfigKeys) -> Architecture:
 
 
 def qwen3_5_text(keys: ConfigKeys) -> Architecture:
-    """The decoder of Qwen3.5: that of Qwen3-Next without experts."""
+    """Return the decoder of Qwen3.5: that of Qwen3-Next without experts."""
     _check_published_values(keys)
     return Architecture("qwen3_5_text", **_read_hybrid_decoder(keys, rope=_read_text_rope(keys)))
 
 
 def qwen3_5_moe_text(keys: ConfigKeys) -> Architecture:
-    """The decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token always sum to one."""
+    """Return the decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token sum to one."""
     _check_published_values(keys)
     shared = keys.read_integer("shared_expert_intermediate_size")
     base = _read_hybrid_decoder(
@@ -206,7 +216,10 @@ def qwen3_5_moe_text(keys: ConfigKeys) -> Architecture:
 
 
 def _check_published_values(keys: ConfigKeys) -> None:
-    """What Qwen3.5's configs say besides, of which transformers' class reads nothing."""
+    """Refuse other values of keys in Qwen3.5's configs that transformers' class does not read.
+
+    Keys that matter only for serving are ignored.
+    """
     keys.require_value("attn_output_gate", True, reason="this family's attention has a gate")
     keys.require_value("output_gate_type", "swish", reason="the nets' gate is a swish")
     keys.require_value("mlp_only_layers", [], reason="all feed-forward layers of this family are alike")
@@ -215,7 +228,7 @@ def _check_published_values(keys: ConfigKeys) -> None:
 
 
 def _read_text_rope(keys: ConfigKeys) -> Rope:
-    """Positions in time, height and width, which are one number where there are no images."""
+    """Return positions in time, height and width, which are one number where there are no images."""
     rope_mapping = keys.read_mapping("rope_parameters") or keys.read_mapping("rope_scaling")
     rope = read_rope(
         keys, default_fraction=0.25, multimodal="mrope_section" in rope_mapping, interleaved=True
@@ -224,7 +237,7 @@ def _read_text_rope(keys: ConfigKeys) -> Rope:
 
 
 def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides: Any) -> dict[str, Any]:
-    """The decoder of Qwen3-Next and Qwen3.5."""
+    """Return the arguments of the decoder of Qwen3-Next and Qwen3.5."""
     _refuse_output_bias(keys)
     rotary = _build_rotary_fields(rope or read_rope(keys, default_fraction=0.25))
     base = _read_decoder(
@@ -249,7 +262,7 @@ def _read_hybrid_decoder(keys: ConfigKeys, rope: Rope | None = None, **overrides
 
 
 def _read_delta_net_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
-    """Which layers have gated delta nets; all but every fourth, if nobody says."""
+    """Return 1 for each layer with a gated delta net; by default for all but every fourth."""
     interval, kinds = keys.read_integer("full_attention_interval", 4), keys.read_value("layer_types")
     if kinds is None:
         return tuple(int((number + 1) % interval != 0) for number in range(layers))
@@ -263,7 +276,10 @@ def _read_delta_net_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
 
 
 def deepseek_v2(keys: ConfigKeys) -> Architecture:
-    """DeepSeek-V2: MLA, shared experts, choice by a softmax over all experts; of the best groups (236B)."""
+    """Return the architecture of DeepSeek-V2: MLA, shared experts, and a softmax over all experts.
+
+    The 236B model chooses experts from the best groups only.
+    """
     keys.require_value("scoring_func", "softmax", reason="DeepSeek-V2 scores by softmax")
     keys.require_value(
         "norm_topk_prob", False, reason="megatron-core does not renormalise after a softmax over all experts"
@@ -283,7 +299,10 @@ def deepseek_v2(keys: ConfigKeys) -> Architecture:
 
 
 def deepseek_v3(keys: ConfigKeys) -> Architecture:
-    """DeepSeek-V3: MLA, sigmoid scores with a steering bias, groups of experts, multi-token prediction."""
+    """Return the architecture of DeepSeek-V3.
+
+    It has MLA, sigmoid scores with a steering bias, groups of experts and multi-token prediction.
+    """
     return Architecture(
         "deepseek_v3",
         **_read_latent_decoder(keys, **_read_sigmoid_routing(keys)),
@@ -292,12 +311,15 @@ def deepseek_v3(keys: ConfigKeys) -> Architecture:
 
 
 def kimi_k2(keys: ConfigKeys) -> Architecture:
-    """Kimi-K2: DeepSeek-V3 under a name of its own."""
+    """Return the architecture of Kimi-K2: DeepSeek-V3 under its own name."""
     return replace(deepseek_v3(keys), model_type="kimi_k2")
 
 
 def glm4_moe(keys: ConfigKeys) -> Architecture:
-    """GLM-4.5: DeepSeek-V3's experts and multi-token prediction over partly rotated grouped queries."""
+    """Return the architecture of GLM-4.5.
+
+    It has DeepSeek-V3's experts and multi-token prediction, and partly rotated grouped queries.
+    """
     base = _read_decoder(
         keys,
         norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0),
@@ -314,7 +336,10 @@ def glm4_moe(keys: ConfigKeys) -> Architecture:
 
 
 def gpt_oss(keys: ConfigKeys) -> Architecture:
-    """gpt-oss: sinks, windows in every other layer, biases everywhere, experts behind a clamped gate."""
+    """Return the architecture of gpt-oss.
+
+    It has sinks, windows in every other layer, biases everywhere, and experts with a clamped gate.
+    """
     keys.require_value(
         "attention_bias", True, reason="gpt-oss has biases on queries, keys, values and outputs"
     )
@@ -352,7 +377,7 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
 
 
 def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-    """Which layers see a window alone, and how long it is; every other one, the first too, if nobody says."""
+    """Return the length of the window and the layers with one; by default every other, from the first."""
     kinds = keys.read_value("layer_types")
     if kinds is None:
         kinds = [FULL if number % 2 else SLIDING for number in range(layers)]
@@ -368,7 +393,7 @@ def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
 
 
 def _read_latent_decoder(keys: ConfigKeys, **routing: Any) -> dict[str, Any]:
-    """DeepSeek's decoder: multi-head latent attention and experts behind the first dense layers."""
+    """Return the arguments of DeepSeek's decoder: latent attention, and experts behind dense layers."""
     mla = MLA(
         q_lora_rank=keys.read_optional_integer("q_lora_rank", REQUIRED),
         kv_lora_rank=keys.read_integer("kv_lora_rank"),
@@ -414,7 +439,10 @@ def _read_shared_expert_moe(keys: ConfigKeys, layers: int, **routing: Any) -> Mo
 
 
 def _read_sigmoid_routing(keys: ConfigKeys) -> dict[str, Any]:
-    """Routing by sigmoid scores, a steering bias, and the best groups where there is more than one."""
+    """Return the arguments of routing by sigmoid scores with a steering bias.
+
+    Where there is more than one group of experts, they include the choice of the best groups.
+    """
     keys.require_value("scoring_func", "sigmoid", reason="this family scores by sigmoid")
     keys.require_value("topk_method", "noaux_tc", reason="this family's choice is noaux_tc")
     keys.require_value(
@@ -426,15 +454,15 @@ def _read_sigmoid_routing(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_expert_groups(keys: ConfigKeys, score_topk: int) -> dict[str, int]:
-    """The groups of experts, of which the best are chosen from; empty where all are one group."""
+    """Return the arguments of choosing experts from the best groups; empty where there is one group."""
     groups, group_topk = keys.read_integer("n_group"), keys.read_integer("topk_group")
     return {"groups": groups, "group_topk": group_topk, "group_score_topk": score_topk} if groups > 1 else {}
 
 
 def _read_aux_loss(keys: ConfigKeys) -> dict[str, Any]:
-    """The balancing loss as transformers has it: its coefficient counts only with output_router_logits.
+    """Return the balancing loss as in transformers: its coefficient counts only with output_router_logits.
 
-    Published configs name a coefficient and leave that false. DeepSeek's own code knows no such switch.
+    Published configs name a coefficient and leave that false. DeepSeek's own code has no such switch.
     """
     coefficient = keys.read_number("router_aux_loss_coef", 0.0)
     is_enabled = keys.read_flag("output_router_logits", False)

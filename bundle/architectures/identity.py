@@ -1,4 +1,4 @@
-"""What makes a model another one beside its weights: equal shapes can still be another model's."""
+"""Compare two models beyond their weights: equal shapes can still belong to different models."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,15 @@ _TRAINING_FIELDS = {
 
 
 def dump_architecture(architecture: Architecture) -> dict[str, Any]:
-    """Every number of it, as JSON gives it back."""
+    """Return every number of an architecture as JSON gives it back."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
     return values
 
 
 def list_changes(recorded: Mapping[str, Any], architecture: Architecture, source: str) -> list[str]:
-    """One line for each number that makes the recipe's model another one than what is noted in a place.
+    """Return a line for each number that differs between a recorded model and the recipe's, and matters.
 
-    What only one side notes is passed over: another version of mcore-bundle wrote it.
+    A number that only one side has is ignored: another version of mcore-bundle wrote it.
     """
     return list(_iterate_changes(recorded, dump_architecture(architecture), source, ""))
 

@@ -1,4 +1,4 @@
-"""Families that see images: how they read their Hugging Face config, and the tensors of their towers."""
+"""Read the Hugging Face configs of families with a vision tower, and list the tensors of their towers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,14 +16,21 @@ _TEXT_KEY, _TOWER_KEY, _TIED_KEY = "text_config", "vision_config", "tie_word_emb
 
 
 def qwen2_5_vl(keys: ConfigKeys) -> Architecture:
-    """Qwen2.5-VL: Qwen2 with positions in time, height and width behind a tower of windows."""
+    """Return the architecture of Qwen2.5-VL.
+
+    It is Qwen2 with positions in time, height and width, behind a tower with windows.
+    """
     text = _read_text_keys(keys)
     decoder = families.qwen2(text, read_rope(text, default_base=1e6, multimodal=True))
     return _read_vision_model(keys, "qwen2_5_vl", text, decoder, _read_windowed_tower)
 
 
 def qwen3_vl(keys: ConfigKeys) -> Architecture:
-    """Qwen3-VL: Qwen3 with positions in time, height and width; its first layers are told more of images."""
+    """Return the architecture of Qwen3-VL.
+
+    It is Qwen3 with positions in time, height and width. The tower adds embeddings to its first layers
+    (deepstack).
+    """
     keys.read_value(_TEXT_KEY, REQUIRED)
     text = _read_text_keys(keys)
     # Versions of transformers differ in the base that they take for one that is missing.
@@ -32,7 +39,7 @@ def qwen3_vl(keys: ConfigKeys) -> Architecture:
 
 
 def qwen3_vl_moe(keys: ConfigKeys) -> Architecture:
-    """Qwen3-VL with Qwen3-MoE's experts, whose weights for a token always sum to one."""
+    """Return the architecture of Qwen3-VL with Qwen3-MoE's experts, whose weights for a token sum to one."""
     keys.read_value(_TEXT_KEY, REQUIRED)
     text = _read_text_keys(keys)
     text.require_value(
@@ -50,7 +57,10 @@ def _read_vision_model(
     decoder: Architecture,
     read_tower: Callable[[ConfigKeys, dict[str, Any]], VisionArchitecture],
 ) -> Architecture:
-    """A decoder that was `decoder` from its own keys, with the rest of a config that holds them."""
+    """Return a model of its `decoder` and of a tower that the rest of the config describes.
+
+    `text` are the keys of the decoder.
+    """
     tied = decoder.tied_embeddings
     if text is not keys:
         keys.absorb(text, _TEXT_KEY)
@@ -70,10 +80,10 @@ def _read_vision_model(
 
 
 def _read_tied_embeddings(keys: ConfigKeys, *, accepts_either: bool, decoder_tied: bool) -> bool:
-    """Return whether a config says that embeddings are tied: `accepts_either` of the two, or the outer one.
+    """Return whether embeddings are tied, by either of the two keys (`accepts_either`) or by the outer one.
 
-    Of Qwen3-VL transformers 5 asks the config alone, whose decoder's may say what its class has by default;
-    transformers 4 asked the decoder's.
+    For Qwen3-VL, transformers 5 reads only the outer key; the decoder's key may be its class's default.
+    transformers 4 read the decoder's.
     """
     if accepts_either:
         return keys.read_flag(_TIED_KEY, False) or decoder_tied
@@ -87,7 +97,7 @@ def _read_tied_embeddings(keys: ConfigKeys, *, accepts_either: bool, decoder_tie
 
 
 def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
-    """The decoder's keys: those of text_config, or, as on the Hub, those of the config itself.
+    """Return the decoder's keys: those of text_config, or, as on the Hub, those of the config itself.
 
     Some versions of transformers have written both.
     """
@@ -102,7 +112,7 @@ def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
 
 
 def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """What the towers of all families have in common."""
+    """Return the fields that the towers of all families have."""
     keys.read_number("initializer_range", 0.02, most=10.0)  # the decoder's counts
     axial = ConfigKeys(keys.read_mapping("rope_parameters"))
     axial.require_value("rope_type", "axial", reason="the tower turns pairs by height and by width")
@@ -121,7 +131,7 @@ def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
 
 
 def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
-    """The tower of Qwen2.5-VL."""
+    """Return the tower of Qwen2.5-VL."""
     keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is computed")
     channels, patch = common_fields["channels"], common_fields["patch_size"]
     keys.require_value("in_chans", channels, reason=f"must be in_channels, {channels}")
@@ -143,7 +153,7 @@ def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vis
 
 
 def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
-    """The tower of Qwen3-VL."""
+    """Return the tower of Qwen3-VL."""
     keys.require_value("hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is computed")
     keys.read_value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
     deepstack = keys.read_integers("deepstack_visual_indexes")
@@ -152,9 +162,9 @@ def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vi
 
 
 def list_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
-    """The tensors of a tower whose embeddings are `width` wide.
+    """Yield the tensors of a tower whose embeddings are `width` wide.
 
-    By the names of transformers' modules, in the order of their registration.
+    They have the names of transformers' modules and the order of their registration.
     """
     yield from _TOWERS[vision.family](vision, width)
 

@@ -1,7 +1,8 @@
-"""Under which names each family publishes its tensors: what Hugging Face directories call our modules.
+"""Map our modules to the names under which each family publishes its tensors in Hugging Face directories.
 
-Left stands a module of a decoder layer, of an MTP layer or of the model as megatron-core's own specs call it,
-right the published one. `{a,b}` are several that ours is made of, in that order; `#` is an expert's number.
+On the left stands a module of a decoder layer, of an MTP layer or of the model as megatron-core's own specs
+call it. On the right stands the published one. `{a,b}` are several modules that ours is made of, in that
+order; `#` is an expert's number.
 """
 
 import re
@@ -66,7 +67,7 @@ _LATENT = {
 
 @dataclass(frozen=True, slots=True)
 class MTPNames:
-    """What a family calls an MTP layer: `outer_modules` are the modules beside its decoder layer."""
+    """A family's names of an MTP layer's modules; `outer_modules` are those beside its decoder layer."""
 
     prefix: str  # where it stands; by `depth`, and by `layer`, which counts on after the decoder's
     outer_modules: Mapping[str, str]
@@ -76,11 +77,10 @@ class MTPNames:
 
 @dataclass(frozen=True, slots=True)
 class PublishedNames:
-    """What a family calls the modules of a decoder layer and, if it publishes any, of its MTP layers.
+    """A family's names of the modules of a decoder layer and, if it publishes any, of its MTP layers.
 
-    `decoder_prefix` stands before the names of all that is the decoder's, `vision_prefix` before those of the
-    tower's. `config_defaults` is what published configs say and transformers' own may leave out; servers
-    (SGLang) read it.
+    `decoder_prefix` begins all names of the decoder, `vision_prefix` those of the tower. `config_defaults`
+    are keys of published configs that transformers' own may leave out; servers (SGLang) read them.
     """
 
     architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
@@ -102,18 +102,18 @@ class PublishedNames:
     has_key_head_order: bool = False
 
     def find_model_module(self, module: str) -> str:
-        """The published name of a module outside all layers."""
+        """Return the published name of a module outside all layers."""
         return _MODEL[module].format(decoder=self.decoder_prefix)
 
     def to_transformers_name(self, name: str) -> str:
-        """What transformers itself calls the published `name`."""
+        """Return transformers' own name of the published `name`."""
         for published, module in self.transformers_prefixes.items():
             if name.startswith(published):
                 return f"{module}{name.removeprefix(published)}"
         return name
 
     def find_layer_modules(self, module: str) -> tuple[str, ...]:
-        """The published modules that one of a decoder layer is made of."""
+        """Return the published modules that a decoder layer's module is made of."""
         number = re.search(r"(?<=local_experts\.)\d+", module)
         if number is None:
             return _expand_pattern(self.layer_modules[module])
@@ -122,7 +122,7 @@ class PublishedNames:
 
 
 def build_suffix(kind: str, *, stacked: bool) -> str:
-    """What stands behind the module's published name for a tensor of this kind: weight, bias and the like."""
+    """Return the end of a published name, behind its module, for a kind of tensor such as weight."""
     if stacked:
         return "" if kind == "weight" else f"_{kind}"
     return f".{_PUBLISHED_KINDS.get(kind, kind)}"
@@ -136,7 +136,7 @@ _PUBLISHED_KINDS = {
 
 
 def _expand_pattern(pattern: str) -> tuple[str, ...]:
-    """ "a{b,c}d" -> ("abd", "acd")."""
+    """Return the names that a pattern means: "a{b,c}d" -> ("abd", "acd")."""
     before, brace, rest = pattern.partition("{")
     if not brace:
         return (pattern,)

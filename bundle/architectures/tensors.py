@@ -1,8 +1,8 @@
-"""The table of a model's tensors, from which the plan's bytes, a rank's part, import and export are read.
+"""List a model's tensors in a table; the plan's bytes, a rank's part, import and export are read from it.
 
-Names and order are those that megatron-core's own layer specs give them, which all eight minors from 0.12 to
-0.19 agree on but for one name (transformer_layer is mtp_model_layer from 0.17). Here layers count over all
-stages and experts over all ranks, and shapes are whole.
+Names and order are those of megatron-core's own layer specs. All eight minors from 0.12 to 0.19 agree on them
+but for one name (transformer_layer is mtp_model_layer from 0.17). Here layers count over all stages and
+experts over all ranks, and shapes are whole.
 """
 
 import math
@@ -41,9 +41,10 @@ _HEAD_TENSORS = (SINKS, "A_log", "dt_bias")
 
 
 class Cut(NamedTuple):
-    """The axis whose ranks hold one part each of a tensor, cut along `dim` in each of several blocks.
+    """The axis whose ranks hold one part each of a tensor, and `dim`, the dimension that is cut.
 
-    `blocks` are their sizes, as shares of the whole.
+    The dimension has several blocks, which are cut one by one. `blocks` are their sizes as shares of the
+    whole.
     """
 
     axis: Literal["tp", "etp"]
@@ -52,7 +53,7 @@ class Cut(NamedTuple):
 
 
 def find_cut(name: str, net: DeltaNet | None = None) -> Cut | None:
-    """How the tensor of that name is cut; None: every rank holds all of it. `net`: of its model."""
+    """Return how the tensor of that name is cut; None: every rank holds all of it. `net` is the model's."""
     *_, module, kind = name.split(".")
     if kind in _HEAD_TENSORS:
         return Cut("tp", 0, _ONE_BLOCK)
@@ -69,23 +70,24 @@ def find_cut(name: str, net: DeltaNet | None = None) -> Cut | None:
 
 
 def is_expert(name: str) -> bool:
-    """Whether this is a routed expert's, of which each ep rank has its own."""
+    """Return whether a tensor belongs to a routed expert; each ep rank has experts of its own."""
     return ".experts." in name
 
 
 def is_projector(name: str) -> bool:
-    """Whether this is of those modules of a tower that make embeddings as wide as the decoder's."""
+    """Return whether a tensor belongs to a tower's modules that make embeddings of the decoder's width."""
     return name.startswith(_PROJECTOR_PREFIXES)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether this is kept with the weights, and no gradient changes it."""
+    """Return whether a tensor is stored with the weights although no gradient changes it."""
     return name.endswith(".expert_bias")
 
 
 class Piece(NamedTuple):
-    """Every `step`th of the entries [start, stop) of published tensor number `source`, along the dimension of
-    joining.
+    """Every `step`th of the entries [start, stop) of published tensor number `source`.
+
+    The entries lie along the dimension in which tensors are joined.
     """
 
     source: int
@@ -95,7 +97,7 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many entries that are."""
+        """The number of these entries."""
         return len(range(self.start, self.stop, self.step))
 
 
@@ -119,7 +121,7 @@ class ConversionRule(NamedTuple):
     order: tuple[Piece, ...] = ()
 
     def iterate_pieces(self) -> Iterator[Piece]:
-        """What ours consists of, from its first entry on; behind the last piece there is padding."""
+        """Yield the pieces of our tensor from its first entry on; the rest behind the last is padding."""
         if self.kind == "halves":
             (width,) = self.widths
             yield Piece(0, width // 2, width)
@@ -138,9 +140,9 @@ class ConversionRule(NamedTuple):
 
 
 class StackEntry(NamedTuple):
-    """An entry, of so many, along a first dimension that a published tensor has and ours have not.
+    """One entry of a published tensor with a first dimension of `entries`, which our tensors do not have.
 
-    A matrix lies there turned: its columns are our rows.
+    A matrix is transposed there: its columns are our rows.
     """
 
     entry: int
@@ -148,11 +150,10 @@ class StackEntry(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of the whole model. `published_names` is what it is made of.
+    """One tensor of the whole model; `published_names` are the published tensors that it is made of.
 
-    () where no family publishes it.
-
-    `copy_names` are the names under which the only one that it is made of is written once more.
+    They are () where no family publishes it. `copy_names` are further names under which a tensor made of one
+    published tensor is written once more.
     """
 
     name: str
@@ -164,16 +165,16 @@ class Tensor(NamedTuple):
 
     @property
     def written_names(self) -> tuple[str, ...]:
-        """The names of everything that is written of it."""
+        """The names of everything that is written of the tensor."""
         return (*self.published_names, *self.copy_names)
 
     @property
     def elements(self) -> int:
-        """The number of its values."""
+        """The number of values of the tensor."""
         return math.prod(self.shape)
 
     def list_published_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of everything that is written of it."""
+        """Yield (name, shape) of everything that is written of the tensor."""
         rule = self.rule
         widths = (*rule.widths, *(rule.widths[0] for _ in self.copy_names))
         for name, width in zip(self.written_names, widths, strict=True):
@@ -183,9 +184,9 @@ class Tensor(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a model, all or part by part; `tp` matters to the padding of the vocabulary alone.
+    """The tensors of a model, all or part by part; `tp` matters only for the padding of the vocabulary.
 
-    `written_copies` are those of `copies` that are written beside their originals.
+    `written_copies` are the `map_copies` that are written beside their originals.
     """
 
     def __init__(self, architecture: Architecture, tp: int = 1, written_copies: Collection[str] = ()) -> None:
@@ -195,7 +196,7 @@ class Tensors:
         self._vocab_rows = pad_vocab_size(architecture.vocab_size, tp)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """All of them; a tied head is the embedding and comes once."""
+        """Yield all tensors; a tied head is the embedding and comes once."""
         yield self.build_embedding()
         for number in range(self.architecture.num_layers):
             yield from self.build_layer(number)
@@ -207,7 +208,7 @@ class Tensors:
         yield from self.build_tower()
 
     def iterate_published(self) -> Iterator[Tensor]:
-        """Those that are published, in an order to write them in: the entries of a stack stand together."""
+        """Yield the published tensors in the order of writing: the entries of a stack stand together."""
         by_names: dict[tuple[str, ...], list[Tensor]] = {}
         for tensor in self:
             if tensor.published_names:
@@ -216,15 +217,15 @@ class Tensors:
             yield from tensors
 
     def build_embedding(self) -> Tensor:
-        """The word embedding, with its rows of padding."""
+        """Return the word embedding with its rows of padding."""
         return self._build_vocabulary_tensor(EMBEDDING)
 
     def build_head(self) -> Tensor:
-        """The output layer of a model that does not use the embedding for it."""
+        """Return the output layer of a model that does not use the embedding for it."""
         return self._build_vocabulary_tensor(HEAD)
 
     def build_final_norm(self) -> Tensor:
-        """The norm behind the last decoder layer."""
+        """Return the norm behind the last decoder layer."""
         width = self.architecture.hidden_size
         name = "decoder.final_layernorm"
         return Tensor(
@@ -235,7 +236,7 @@ class Tensors:
         )
 
     def build_layer(self, number: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
-        """The tensors of decoder layer `number`, from 0; of all experts, or of those with these numbers."""
+        """Yield the tensors of decoder layer `number`, from 0, with all experts or those of these numbers."""
         published_prefix = f"{self.names.decoder_prefix}layers.{number}."
         builder = _LayerBuilder(self.names, f"decoder.layers.{number}.", published_prefix)
         routed, net = bool(self.architecture.layer_pattern[number]), self.architecture.delta_net
@@ -243,7 +244,7 @@ class Tensors:
         yield from _build_layer(self.architecture, builder, has_experts=routed, experts=experts, net=linear)
 
     def build_tower(self) -> Iterator[Tensor]:
-        """The tensors of the vision tower, if there is one, the projector's among them."""
+        """Yield the tensors of the vision tower, if there is one, with those of the projector."""
         if self.architecture.vision is None:
             return
         for name, shape in multimodal.list_tower_tensors(
@@ -253,7 +254,10 @@ class Tensors:
             yield Tensor(f"{TOWER_PREFIX}{name}", shape, (published,), ConversionRule("copy", shape[:1]))
 
     def build_mtp_layer(self, depth: int, experts: Iterable[int] | None = None) -> Iterator[Tensor]:
-        """The tensors of an MTP layer: the last decoder layer's kind, and what stands around it."""
+        """Yield the tensors of an MTP layer.
+
+        They are those of a layer of the last decoder layer's kind, and those of the modules around it.
+        """
         a, names, hidden = self.architecture, self.names.mtp, self.architecture.hidden_size
         prefix, published_prefix = f"mtp.layers.{depth}.", self._build_mtp_prefix(depth)
 
@@ -277,7 +281,7 @@ class Tensors:
         yield build_outer_tensor("final_layernorm", (hidden,))
 
     def map_copies(self) -> dict[str, str]:
-        """Tensors that a directory may hold once more: the copy's published name -> the original's."""
+        """Return the tensors that a directory may hold twice: the copy's published name -> the original's."""
         a = self.architecture
         embedding, head = (self._build_published_name(name) for name in (EMBEDDING, HEAD))
         copy_originals = {head: embedding} if a.tied_embeddings else {}
@@ -293,7 +297,7 @@ class Tensors:
     def find_copies(self, source_names: Collection[str]) -> list[str]:
         """Return the copies to write of a model that began with tensors of the names `source_names`.
 
-        They are those of the source; MTP layers that the source lacks have those of their family.
+        They are the copies of the source; MTP layers that the source lacks have those of their family.
         """
         prefixes = [self._build_mtp_prefix(depth) for depth in range(self.architecture.mtp_layers)]
         new_prefixes = tuple(
@@ -319,7 +323,7 @@ class Tensors:
 
 
 class _LayerBuilder(NamedTuple):
-    """Where a decoder layer's tensors stand; `published_prefix` is None where nobody publishes this layer."""
+    """The places of a decoder layer's tensors; `published_prefix` is None where it is not published."""
 
     names: PublishedNames
     prefix: str
@@ -387,7 +391,10 @@ def _build_attention(a: Architecture, builder: _LayerBuilder) -> Iterator[Tensor
 
 
 def _build_gated_query_rule(heads: int, width: int) -> ConversionRule:
-    """A head's gate is published behind its query; ours are all queries of a group, then all gates."""
+    """Return the rule for queries with gates.
+
+    Each head's gate is published behind its query; ours are all queries of a group, then all its gates.
+    """
     queries, gates = (
         [
             Piece(0, offset + first, offset + first + width)
@@ -415,7 +422,10 @@ def _build_delta_net(a: Architecture, builder: _LayerBuilder, net: DeltaNet) -> 
 
 
 def _build_key_head_rule(net: DeltaNet) -> ConversionRule:
-    """Published are, for each head of keys, its query, key, values and gates, and its betas and alphas."""
+    """Return the rule for published tensors that are ordered by heads of keys.
+
+    The first has the query, key, values and gates of each head, the second its betas and alphas.
+    """
     head_widths = [width // net.num_key_heads for width in net.projection_widths]
     sources = (0, 0, 0, 0, 1, 1)
     widths = tuple(
