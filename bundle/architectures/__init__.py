@@ -35,7 +35,7 @@ __all__ = [
 
 FAMILIES = TEXT_FAMILIES | IMAGE_FAMILIES
 SUPPORTED_FAMILIES = tuple(sorted(FAMILIES))
-# Families whose layers megatron-core has, and nobody here builds.
+# Families whose layers megatron-core has, but which are not built here.
 _TOWER_REASON = (
     "its vision tower beside gated delta nets is not built here; directories of its text model are read:"
 )
@@ -69,7 +69,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
     if keys.violations:
         raise UsageError(
             f"{origin}: this {model_type} model is impossible or not supported",
-            [files.to_printable(violation) for violation in keys.violations],  # keys are somebody else's
+            [files.to_printable(violation) for violation in keys.violations],  # keys come from a foreign file
         )
     return architecture
 

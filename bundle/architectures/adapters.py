@@ -27,7 +27,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _FIELD_BY_PEFT_KEY = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _DROPOUT = "lora_dropout"
-# They say how an adapter is begun, trained or loaded, not what it computes.
+# These keys say how an adapter is initialized, trained or loaded, not what it computes.
 _IGNORED_KEYS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -40,7 +40,7 @@ _IGNORED_KEYS = {
     "task_type",
 }
 _LARGEST_ALPHA = 2**31
-# Ways to begin that leave the weights beside the adapter as they were published.
+# Initializations that leave the weights beside the adapter as they were published.
 _INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 

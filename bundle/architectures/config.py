@@ -17,7 +17,7 @@ REQUIRED: Any = object()
 LARGEST_INTEGER = 2**31 - 1
 
 # Keys that do not change what a training step computes: whose file this is, what other programs have noted.
-# `quantization_config` says how the checkpoint's weights are stored, which is the weight loader's business.
+# `quantization_config` says how the checkpoint's weights are stored, which the weight loader reads.
 _NOTE_KEYS = {
     "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version", "torch_dtype",
     "dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",

@@ -207,9 +207,7 @@ def qwen3_5_moe_text(keys: ConfigKeys) -> Architecture:
     """Return the decoder of Qwen3.5-MoE: experts in every layer, whose weights for a token sum to one."""
     _check_published_values(keys)
     shared = keys.read_integer("shared_expert_intermediate_size")
-    base = _read_hybrid_decoder(
-        keys, rope=_read_text_rope(keys), ffn_hidden_size=shared
-    )  # there is no dense layer
+    base = _read_hybrid_decoder(keys, rope=_read_text_rope(keys), ffn_hidden_size=shared)  # no layer is dense
     pattern = (1,) * base["num_layers"]
     moe = _read_moe(keys, pattern, shared_ffn_hidden_size=shared, shared_gate=True)
     return Architecture("qwen3_5_moe_text", **base, moe=moe)

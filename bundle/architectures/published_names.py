@@ -89,15 +89,13 @@ class PublishedNames:
     decoder_prefix: str = "model."
     vision_prefix: str = ""
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Where transformers' modules, by which PEFT names adapters, are not called as what is published of them.
+    # Prefixes of published names -> those of transformers' modules, where they differ; PEFT uses the latter.
     transformers_prefixes: Mapping[str, str] = field(default_factory=dict)
-    # One tensor for those of a layer, [expert, in, out], gate and up in turns or as they are in ours (copy);
-    # nobody loads it in FP8 blocks.
+    # One tensor for a layer's experts, [expert, in, out], with gate and up in turns or as in ours (copy);
+    # no program loads it in FP8 blocks.
     stacked_experts: Literal["turns", "copy"] | None = None
-    has_both_stack_orders: bool = False  # some write [expert, out, in], of which all are read
-    ignored_prefix: str = (
-        ""  # what the names of tensors begin with that are there, and that nobody reads here
-    )
+    has_both_stack_orders: bool = False  # some publish [expert, out, in]; both are read
+    ignored_prefix: str = ""  # the prefix of published tensors that are not read here
     # The first projection of gated delta nets is two, each head by head of the keys.
     has_key_head_order: bool = False
 

@@ -20,8 +20,8 @@ TOWER_PREFIX = (
 )
 _PROJECTOR_PREFIXES = (f"{TOWER_PREFIX}merger.", f"{TOWER_PREFIX}deepstack_merger_list.")
 
-# What tensor-parallel ranks hold parts of, by module: the dimension that is cut, and the sizes, as shares, of
-# the blocks of it that are cut one by one (gate and up). Experts are cut alike, by expert tensor parallelism.
+# How tensor-parallel ranks cut modules: the dimension, and the shares of its blocks that are cut one by one
+# (gate and up). Experts are cut alike, by expert tensor parallelism.
 _ONE_BLOCK = (1,)
 _CUTS = {
     "word_embeddings": (0, _ONE_BLOCK),
@@ -36,7 +36,7 @@ _CUTS = {
     "linear_fc2": (1, _ONE_BLOCK),
     "out_proj": (1, _ONE_BLOCK),
 }
-# Of what a rank has the entries of its own heads.
+# Tensors with an entry for each head; a rank has the entries of its own heads.
 _HEAD_TENSORS = (SINKS, "A_log", "dt_bias")
 
 

@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 FORMAT = 9  # of the files of a store, and of what their names are made from
 CACHE_NAME = ".tokens"
-# What tokens do not depend on, or by what else stands in their name.
+# Keys that tokens do not depend on, or that other facts in the store's name already cover.
 _EXCLUDED_KEYS = {"path", "weights", "tokenizer", "sequence_length", "packed"}
 _EXCLUDED_KEYS |= {"validation", "validation_sets", "cache"}
 _BLOCK_BYTES = 2**24  # bytes
-_POLL_SECONDS = 1.0  # between two looks at what another process has made
+_POLL_SECONDS = 1.0  # between two checks of another process's progress
 
 
 def choose_cache_directory(recipe: Recipe, run: Path) -> Path:
@@ -71,7 +71,7 @@ def ensure_store(
     """Return the store of one data set under `directory`; make the store where it is missing.
 
     `max_length` limits conversations. Where a row that is too long stops the job, the other rows have the
-    same tokens for any limit, and one store serves all limits. While another process makes the store, this
+    same tokens for any limit. One store then serves all limits. While another process makes the store, this
     one waits.
 
     Raise UsageError for corrupt data; raise JobFailed for a damaged store and for a store of another user.

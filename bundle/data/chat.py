@@ -41,7 +41,7 @@ class PlainTemplate:
     """Headings like "### User", or none, and the end of text after each turn of the assistant."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_headings: bool = True) -> None:
-        """Without headings the texts follow each other with nothing between them."""
+        """Choose the headings; without them texts follow each other with nothing between them."""
         self._tokenizer, self._end = tokenizer, np.uint32(tokenizer.end_of_text)
         self._has_headings = has_headings
 

@@ -15,7 +15,7 @@ from bundle.recipe.data import Data, Fields, RowFormat
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None  # JSON schemas of the functions that may be called
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# What ShareGPT, ms-swift and OpenAI's older format call them.
+# The roles' names in ShareGPT, ms-swift and OpenAI's older format.
 ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -24,14 +24,14 @@ ROLE_ALIASES = {
     "function": "tool",
 }
 CALL_ROLES = ("function_call", "tool_call")
-# Whether a turn is learned, in the words of OpenAI, ms-swift and axolotl.
+# The keys that say whether a turn is learned, in OpenAI, ms-swift and axolotl.
 WEIGHT_KEYS = ("weight", "loss", "train")
 SHAREGPT = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 QUERY, RESPONSE = "query", "response"  # of ms-swift
 COMPLETION = "completion"  # of TRL
 KTO_TAG = "kto_tag"  # of LLaMA-Factory
-UNREAD_FIELDS = ("audios",)  # of what rows have beside text
+UNREAD_FIELDS = ("audios",)  # media that rows may have and that are not read
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ CHUNK_TOKENS = 2**22
 
 
 _INSPECTED_DOCUMENTS = 16  # documents of a data set that show what answers end with
-# What the loss of the held-out piece is called; that of a data set of its own has its name behind this one.
+# The name of the held-out piece's loss; a validation set's loss has the set's name behind this one.
 VALIDATION_NAME = "validation"
 
 

@@ -54,7 +54,7 @@ class ImageProcessor:
         if pixels.shape[:2] != (height, width):
             resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
             pixels = np.asarray(resized)
-        # Of a still image all frames are alike.
+        # All frames of a still image are alike.
         frames = np.broadcast_to(pixels, (self.vision.temporal_patch_size, *pixels.shape))
         return extract_patches(frames, self.vision, self.mean, self.std)
 

@@ -27,9 +27,9 @@ from bundle.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
-# A reader that says nothing for so long hangs: one document may be as large as a file.
+# A reader without a report for this long hangs: one document may be as large as a file.
 PATIENCE = PATIENCE_SECONDS
-# Between two words of a reader; and between two lines on the terminal.
+# The time between two reports of a reader, and between two lines on the terminal.
 REPORT_SECONDS, LINE_SECONDS = 1.0, 10.0
 MAX_LOGGED_REASONS = 3  # reasons on the terminal, of each kind
 
@@ -201,8 +201,7 @@ class Loader:
         """Return this rank's part of a global batch: [micro-batches, samples of one].
 
         Where samples have unequal numbers of `patches`, they are balanced over micro-batches and then over
-        ranks, so that all towers have about as much to do. Micro-batches are the same for any number of
-        ranks.
+        ranks. All towers then have about as much to do. Micro-batches are the same for any number of ranks.
         """
         size = self._recipe.train.micro_batch_size
         micro_batches = np.arange(len(global_batch)).reshape(-1, size)

@@ -14,10 +14,10 @@ from bundle.recipe.data import Fields
 
 IMAGE, VIDEO = "image", "video"
 KINDS = (IMAGE, VIDEO)
-# What a part of a message is called, in the words of Hugging Face and of OpenAI.
+# The types of a message's part in Hugging Face's and OpenAI's formats.
 PART_TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 PLACEHOLDERS = {f"<{kind}>": kind for kind in KINDS}  # where one of the row's own field stands in a text
-# Where published rows have theirs; the first is the default of `data.fields`, which means all of them.
+# The keys in published rows; the first is the default of `data.fields`, which means all of them.
 KEYS = {
     IMAGE: ("images", "image", "image_path", "image_paths"),
     VIDEO: ("videos", "video", "video_path", "video_paths"),

@@ -32,7 +32,7 @@ from bundle.data.formats import Format, is_renamed, read_row
 from bundle.data.sources import Corrupt, Values, read_text
 from bundle.recipe.data import Data, Fields
 
-# Of ms-swift, beside the better conversation.
+# The fields of ms-swift for the worse answer; the row's conversation is the better one.
 REJECTED_RESPONSE, REJECTED_MESSAGES = "rejected_response", "rejected_messages"
 
 

@@ -26,8 +26,8 @@ _CONFIG_FILES = {
     IMAGE: ("preprocessor_config.json",),
     VIDEO: ("video_preprocessor_config.json", "preprocessor_config.json"),
 }
-# Of transformers' classes, where no file says otherwise: of images Qwen2VLImageProcessor, which all families
-# have, of videos one for each way to take them, by whether frames stand apart.
+# Defaults of transformers' classes: Qwen2VLImageProcessor for images of all families; for videos one class
+# for each way to take them, by whether frames are separate.
 _CLIP_MEAN_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF_MEAN_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _IMAGE_DEFAULTS = (56 * 56, 28 * 28 * 1280), _CLIP_MEAN_STD

@@ -29,7 +29,7 @@ MEMORY_BYTES = 2**30
 # Unicode says that these are in no text.
 BEGIN, END, PLACEHOLDER = "\ufdd0", "\ufdd1", "\ufdd2"
 THOUGHT_END = "</think>"
-# What the assistant's thoughts are called where they stand beside the content; templates read the first two.
+# The keys of the assistant's thoughts outside the content; templates read the first two.
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -311,7 +311,7 @@ def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None
 
 
 def answer(template: Template, line: str) -> dict[str, Any]:
-    """Return the samples of a request, or why there are none."""
+    """Return the samples of a request, or the reason why it has none."""
     try:
         request = json.loads(line)
         if "\\ufdd" in line and re.search(
@@ -334,7 +334,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     reply: Callable[[str], dict[str, Any]]

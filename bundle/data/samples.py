@@ -22,9 +22,9 @@ from bundle.data.store import Store
 from bundle.packing.packing import concatenate_ranges
 
 Ints = NDArray[np.int64]
-# Whoever goes on after a checkpoint must find this again: orders of another name are other orders.
+# A run that continues a checkpoint must have the same name: another name means other orders.
 ORDER = "numpy.random.RandomState"
-# What weights are counted in at most, so that the pattern of a blend is short.
+# The most parts that weights are rounded to; it keeps the pattern of a blend short.
 MAX_PARTS = 10**5
 
 
@@ -70,7 +70,7 @@ class Blend:
         exact = [Fraction(str(weight)) for weight in weights]
         exact = [weight / sum(exact) for weight in exact]
         parts = min(MAX_PARTS, math.lcm(*(share.denominator for share in exact)))
-        # Of `period` places, how many are each data set's.
+        # The number of each data set's places in one `period`.
         self.shares: Ints = np.asarray([max(1, round(share * parts)) for share in exact])
         self.period = int(self.shares.sum())
         self.sizes, self._before = tuple(sizes), np.cumsum(sizes) - sizes

@@ -19,7 +19,7 @@ from bundle.recipe.datafiles import DataFile
 MAX_REASONS = 20  # reasons
 MAX_PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
-# What of a reason differs from row to row though the cause is one: numbers, quoted names, values.
+# The parts of a reason that differ between rows with one cause: numbers, quoted names, values.
 _VARIABLE_PARTS = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
 _OTHERS_SUFFIX = " (and others like it)"
 _BLOCK = 2**20  # characters of a JSON array that are read at once
@@ -28,8 +28,8 @@ _ARRAY_SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
 _ARROW_MAGIC = b"ARROW1"  # how a file with a footer begins; a stream does not
 
 Values = dict[str, Any]
-# Of corrupt, deleted, cut and read rows: how many, and for each of the first reasons (formats) how many and
-# the first places.
+# For corrupt, deleted, cut and read rows: their number, and the first reasons (formats). Each reason has
+# its text, its number and its first places.
 RowReport = list[tuple[int, list[tuple[str, int, list[str]]]]]
 A = TypeVar("A")
 B = TypeVar("B")

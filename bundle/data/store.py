@@ -50,7 +50,7 @@ Progress = Callable[[int], None]
 Ints = NDArray[np.int64]
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
-# What the type of the ids is called; 6 and 7 are floats, of which no model takes any.
+# The types of the ids by number; 6 and 7 are floats, which no model takes.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 

@@ -30,15 +30,15 @@ from bundle.recipe.data import Data
 from bundle.recipe.datafiles import DataFile
 from bundle.recipe.tasks import Task
 
-# What ends a chunk: enough to occupy a fast tokenizer, little enough that those under way stay small.
-# Journals count chunks, so both are part of the name of what is begun.
+# The limits of a chunk: it occupies a fast tokenizer, and unfinished chunks stay small.
+# Journals count chunks, so both limits are part of the store's name.
 CHUNK_ROWS, CHUNK_CHARACTERS = 256, 2**22
-# Below so many bytes of files a process would still be importing when all is done.
+# With fewer bytes of files, all work is done before another process has finished its imports.
 MIN_PARALLEL_BYTES = 2**26
 # With images, which take longer than the rows that name them.
 MIN_PARALLEL_IMAGE_BYTES = 2**20
 
-# Rows that follow each other, after their places, and what was wrong with others between them.
+# Consecutive rows after their places, and the errors of other rows between them.
 _PlacedRows = tuple[list[tuple[str, Any]], RowReport]
 
 
@@ -255,7 +255,7 @@ _encode: Any = None  # of a worker process: what it does with rows
 
 def _initialize_worker(encoding: Encoding) -> None:
     global _encode
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # we are the parallel ones
     _encode = _Encoder(encoding, load_tokenizer(encoding.data.tokenizer, encoding.vocabulary))

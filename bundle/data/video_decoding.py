@@ -14,7 +14,7 @@ from bundle.data.sources import Corrupt
 from bundle.errors import EnvironmentUnfit
 
 ANIMATION_FORMATS = ("GIF", "WEBP", "PNG")
-# Of FFmpeg's demuxers: none that reads what another file or a URL has.
+# FFmpeg's demuxers that do not read other files or URLs.
 VIDEO_FORMATS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "ogg", "flv")
 
 Frame = NDArray[np.uint8]  # [height, width, 3]

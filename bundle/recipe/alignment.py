@@ -123,7 +123,7 @@ class Alignment(NamedTuple):
 def _check_lengths(lengths: tuple[int, ...]) -> None:
     if not lengths:
         raise JobFailed("A micro-batch has no sequences: give at least one.")
-    # Exactly int: True is no length, and a tensor's value would have to be read back from its device.
+    # Exactly int: True is not a length, and a tensor's value would have to be read from its device.
     wrong = [f"sequence {i}: {n!r}" for i, n in enumerate(lengths) if type(n) is not int or n < 1]
     if wrong:
         raise JobFailed(

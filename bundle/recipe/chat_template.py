@@ -26,7 +26,7 @@ def is_text(value: str) -> bool:
 
 
 def read_text(name: str) -> str:
-    """Return the text of a built-in template or of a file. Raise UsageError saying why there is none."""
+    """Return the text of a built-in template or of a file. Raise UsageError where there is none."""
     names = list_built_in()
     if name not in names and not name.endswith(SUFFIX):
         near = format_suggestion(find_nearest(name, (*NAMES, *names)))

@@ -1,4 +1,4 @@
-"""The keys that a recipe leaves out, filled in by its model's directory and its task before validation."""
+"""Fill in the keys that a recipe leaves out, by its model's directory and its task, before validation."""
 
 import math
 from collections.abc import Iterator, Mapping

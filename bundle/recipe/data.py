@@ -12,7 +12,7 @@ from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Sectio
 BYTE_VOCABULARY = 258
 
 
-# Of rows with conversations; docs/data.md says which fields each has.
+# Formats of rows with conversations; docs/data.md lists the fields of each.
 RowFormat = Literal["openai", "prompt-response", "trl", "ms-swift", "sharegpt", "alpaca"]
 
 

@@ -19,12 +19,12 @@ from bundle.recipe.loading import DIRECTORY as RECIPES
 STDLIB = "stdlib"
 BUILT_IN = "builtin:"  # begins the name of a file that comes with the package
 MEGATRON = "megatron"
-# Tests hold deliberately broken sources, and what pip installed is not the standard library.
+# Tests contain deliberately broken sources, and packages from pip are not the standard library.
 SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-# By the end of its name a file is of a kind, where the recipe names none.
+# The kind of a file by the end of its name, where the recipe names no kind.
 SUFFIXES: dict[DataKind, tuple[str, ...]] = {
     "text": (".txt",),
     "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON_SUFFIXES),

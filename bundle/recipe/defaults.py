@@ -1,7 +1,7 @@
-"""What a recipe leaves out, by the kind of training: values of published recipes, each with its source.
+"""Defaults of keys by the kind of training: values of published recipes, each with its source.
 
-Most kinds train published weights. What else begins with random weights, such as SFT of them, keeps the
-defaults of the schema.
+Most kinds train published weights. Other training of random weights, such as SFT, keeps the defaults of the
+schema.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ LEAST_PRETRAINING_PARAMETERS = 1e8  # parameters
 
 
 class Default(NamedTuple):
-    """The value of a key, where a recipe has none, and whoever published it.
+    """The value of a key that a recipe leaves out, and the source that published the value.
 
     `by_size` has values for larger models: the least number of parameters, and the value from there on.
     """
@@ -43,10 +43,10 @@ class Default(NamedTuple):
         return reached[-1] if reached else self.value
 
 
-# Of the learning rate: its lowest value, as the name of a share.
+# The name of the lowest learning rate as a share of the highest.
 MIN_LR_SHARE = "optimizer.min_lr / optimizer.lr"
 
-# Of models whose routers have a steering bias.
+# The key for models whose routers have a steering bias.
 BIAS_UPDATE_RATE = "model.moe.bias_update_rate"
 
 _SWIFT_ARGUMENTS = "ms-swift swift/megatron/arguments/megatron_args.py"
@@ -80,7 +80,7 @@ _GPT3_LR = (
     (1.75e11, 6e-5),
 )
 
-# Of every adapter, whatever the task.
+# Defaults of adapters for every task.
 LORA_DEFAULTS = (
     Default("model.lora.rank", 16, _TRL_MODEL),
     Default("model.lora.alpha", 32.0, _TRL_MODEL),

@@ -17,7 +17,7 @@ from bundle.recipe.completion import SHOWN_SETTINGS, complete
 from bundle.recipe.document import MOST_CHARACTERS, KeyPath, YamlDocument, parse, parse_value
 from bundle.recipe.recipe import Recipe, flatten
 
-# pydantic's words in a recipe's: the key of a mapping that is no such name, and what its messages say.
+# pydantic's mark of an invalid key in a mapping, and the words of its messages that are replaced.
 _KEY_MARKER = "[key]"
 _REPLACED_WORDS = {
     "Input should": "must",
@@ -104,7 +104,7 @@ def _apply_override(document: YamlDocument, override: str) -> None:
     """Set "a.b=value" in the document; sections that are missing or null are made."""
     name, equals, text = override.partition("=")
     parts = tuple(name.strip().split("."))
-    # Variables may be somebody's secrets: their values are shown nowhere.
+    # Variables may be secrets: their values are never shown.
     is_hidden = equals and parts[0] == "environment"
     origin = f"--set {name.strip()}=..." if is_hidden else f"--set {override[:100]}"
     if not equals or not all(parts):

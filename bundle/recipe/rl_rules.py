@@ -27,7 +27,7 @@ _NEEDED_KEYS = {
     "tests": "the field with the tests",
 }
 _URL = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
-# Keys of rl.rollout that an engine with servers reads, and those that servers of somebody else do not.
+# Keys of rl.rollout for an engine with servers; _START_KEYS are only for servers that the run starts.
 _START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
 _SERVER_KEYS = ("urls", *_START_KEYS, "weights_folder", "verify", "timeout_seconds")
 # What the run says itself when it starts a server.
