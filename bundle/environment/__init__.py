@@ -1,7 +1,7 @@
-"""What this machine is and what is installed on it: by files, tools and metadata; nothing is imported."""
+"""Facts about this machine and its packages, read from files, tools and metadata; nothing is imported."""
 
 BACKENDS = ("cpu", "cuda", "ascend")
 
-# Beyond any machine, and small enough that a slip of the finger is refused rather than worked on.
+# More than any machine has, and small enough that a typing error is refused.
 MOST_RANKS = 2**20
 MOST_RANKS_PER_NODE = 1024

@@ -34,8 +34,9 @@ _MEMORY_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
 
 
 class TableRow(NamedTuple):
-    """One device of the table; `number` is the Phy-ID (or Device), None where that column is absent or says
-    NA.
+    """One device of the table.
+
+    `number` is the Phy-ID (or Device); it is None where that column is absent or says NA.
     """
 
     npu: int
@@ -48,7 +49,7 @@ class TableRow(NamedTuple):
 
 
 def find(machine: Machine) -> VendorDevices:
-    """The Ascend side of a machine; `present` is 0 where there is none, with the reason."""
+    """Return the Ascend devices of a machine; `present` is 0 where there are none, with the reason."""
     numbers = sorted(
         int(match[1])
         for name in machine.list_names("/dev")
@@ -95,7 +96,10 @@ def _build_device(
 
 
 def parse_generation(name: str) -> str | None:
-    """a1, a2, a3, a5 or 310 by the name of a SoC (torch-npu's NpuVariables.cpp); None where it names none."""
+    """Return a1, a2, a3, a5 or 310 for the name of a SoC; None where the name is unknown.
+
+    Source: torch-npu's NpuVariables.cpp.
+    """
     for pattern, generation in (
         (r"910B\d.*", "a2"),
         (r"910_93\d\d", "a3"),
@@ -109,7 +113,10 @@ def parse_generation(name: str) -> str | None:
 
 
 def _find_generation(machine: Machine, rows: tuple[TableRow, ...], unknown_reason: str) -> DetectedValue[str]:
-    """a1, a2, a3, a5 or 310 by the name that npu-smi prints; SoC names as in torch_npu NpuVariables.cpp."""
+    """Return a1, a2, a3, a5 or 310 by the name that npu-smi prints.
+
+    SoC names are those of torch_npu's NpuVariables.cpp.
+    """
     if not rows:
         return DetectedValue(None, unknown_reason)
     name = rows[0].name.removeprefix("Ascend")
@@ -143,7 +150,7 @@ def _read_driver_version(machine: Machine, answer: DetectedValue[str]) -> Detect
 
 
 def read_cann_version(machine: Machine) -> DetectedValue[str]:
-    """The version of the CANN toolkit, which torch-npu needs even where no NPU is."""
+    """Return the version of the CANN toolkit, which torch-npu needs even on a machine without an NPU."""
     roots = [
         machine.environ[name]
         for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -172,7 +179,7 @@ def _collect_notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[i
 
 
 def parse_npu_smi_table(text: str) -> tuple[TableRow, ...]:
-    """The devices of an `npu-smi info` table in its own order; none if the text is no such table.
+    """Return the devices of an `npu-smi info` table in its own order; none if the text is not such a table.
 
     Columns and widths change with version and product; one device is one pair of rows. Seen: npu-smi 24.1 to
     26.0 on A2 (no Phy-ID column), A3 (two chips per NPU id, the second without power), and 310 cards
@@ -210,15 +217,15 @@ def _parse_row(first_cells: list[str], second_cells: list[str], has_number: bool
 
 
 def parse_tool_version(text: str) -> str | None:
-    """The version that the header line gives: `npu-smi 25.2.1   Version: 25.2.1`."""
+    """Return the version in the header line, for example `npu-smi 25.2.1   Version: 25.2.1`."""
     match = re.search(r"Version:\s*([^\s|]+)", text)
     return match[1] if match else None
 
 
 def select_visible(value: str | None, count: int) -> Selection:
-    """The NPUs that ASCEND_RT_VISIBLE_DEVICES leaves, as logical ids in this container.
+    """Return the NPUs that ASCEND_RT_VISIBLE_DEVICES leaves, as logical ids in this container.
 
-    Parsing stops at the first character or id that is wrong (a blank is wrong: `1, 2,3` means 1); ids must
+    Parsing stops at the first character or id that is wrong. A blank is wrong: `1, 2,3` means 1. Ids must
     ascend, or the runtime refuses every device: "it must be configured in ascending order"
     (gpustack/gpustack#2527). Source of the rest: CANN environment variable reference 07_0028.
     """

@@ -1,7 +1,7 @@
-"""Versions that were seen together: one recorded table, and what of it answers a question.
+"""The recorded table of versions that ran together, and the answers that it gives.
 
-Nothing in compatibility.json is a guess: each combination is what a command ran in, or what a page of the
-repository says that it ran in. What an image pins and nobody ran stands apart.
+Nothing in compatibility.json is a guess: a command ran in each combination, or a page of the repository says
+that it ran. Versions that an image pins and that nobody ran are listed separately.
 """
 
 import datetime
@@ -25,7 +25,7 @@ _CORE = "megatron-core"
 
 
 def is_emulated(device: str) -> bool:
-    """Whether a device says of itself that it is none."""
+    """Return whether the name of a device says that the device is emulated."""
     return EMULATED in device.lower()
 
 
@@ -40,7 +40,7 @@ class _VersionSet(BaseModel):
     packages: dict[str, VersionText]  # distribution, or "python" -> version
 
     def get_version(self, package: str) -> str | None:
-        """The version of one package; None where it is not among them."""
+        """Return the version of one package; None where the set does not have the package."""
         return self.packages.get(package)
 
 
@@ -85,11 +85,11 @@ class CombinationTable(BaseModel):
     images: Annotated[tuple[PinnedImage, ...], Field(strict=False)]
 
     def list_images(self, backend: str) -> Iterator[PinnedImage]:
-        """What the images of a backend pin."""
+        """Return the versions that the images of a backend pin."""
         return (image for image in self.images if image.backend == backend)
 
     def is_proven(self, backend: str, package: str, version: str, core: str) -> bool:
-        """Whether a package was seen beside a megatron-core on a backend; of Python the minor counts."""
+        """Return whether a package ran with a megatron-core on a backend; of Python, the minor counts."""
         return any(
             seen.backend == backend
             and seen.get_version(_CORE) == core
@@ -106,7 +106,7 @@ def _has_same_version(package: str, version: str, combination: Combination) -> b
 
 
 def parse(text: str, origin: str) -> CombinationTable:
-    """The table that a text holds. Raises UsageError with all that is wrong in it."""
+    """Return the table in a JSON text. Raise UsageError with every error in the table."""
     try:
         return CombinationTable.model_validate_json(text)
     except ValidationError as error:
@@ -115,7 +115,7 @@ def parse(text: str, origin: str) -> CombinationTable:
 
 @cache
 def load() -> CombinationTable:
-    """The table that the package ships."""
+    """Return the table that the package ships."""
     return parse(files.read_content(FILE, 1 << 22).decode("utf-8"), FILE.name)
 
 
@@ -129,10 +129,10 @@ class CombinationAdvice(NamedTuple):
 
 
 def resolve(table: CombinationTable, backend: str, core: str = "") -> CombinationAdvice:
-    """The best known combination for a release ("0.17.1"), a minor ("0.17"), or any.
+    """Return the best known combination for a release ("0.17.1"), a minor version ("0.17"), or any version.
 
-    The newest release wins, then what ran on a device, then the latest run. Raises UsageError for what is no
-    version and no backend.
+    The newest release wins, then a run on a device, then the latest run. Raise UsageError for an unknown
+    backend and for text that is not a version.
     """
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend[:40]}: choose one of {', '.join(BACKENDS)}")
@@ -164,7 +164,10 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
 def list_tested_versions(
     table: CombinationTable, backend: str, package: str, *, hardware: bool
 ) -> dict[str, Combination]:
-    """Versions of a package that ran on a backend's devices, or on emulated ones: each with its last run."""
+    """Return the versions of a package that ran on a backend's devices, each with its last run.
+
+    `hardware` False: the versions that ran on emulated devices.
+    """
     candidates = (seen for seen in table.combinations if seen.backend == backend and package in seen.packages)
     tested = (seen for seen in candidates if bool(seen.hardware) is hardware)
     return {seen.packages[package]: seen for seen in sorted(tested, key=lambda seen: seen.date)}
@@ -179,9 +182,10 @@ def build_combination(
     *,
     core: str | None = None,
 ) -> Combination:
-    """What runs now, in this interpreter and with these packages; `core`: with another megatron-core.
+    """Return the combination of versions that runs now: this interpreter and these packages.
 
-    `device`: its name; of one that is called emulated nothing else is kept.
+    `core` replaces the version of megatron-core. `device` is the name of the device; an emulated one is
+    recorded as EMULATED alone.
     """
     versions = {package.name: package.version for package in stack.list_packages() if package.version}
     core_version = {_CORE: core} if core else {}
@@ -211,7 +215,7 @@ def _measure_distance(release: tuple[int, ...], target: tuple[int, ...]) -> tupl
 
 
 def _drop_duplicates(entries: Iterable[Combination]) -> Iterator[Combination]:
-    """One for each backend and megatron-core, in their order."""
+    """Yield the first entry for each backend and megatron-core, in their order."""
     by_release: dict[tuple[str, str], Combination] = {}
     for entry in entries:
         by_release.setdefault((entry.backend, entry.packages[_CORE]), entry)
@@ -219,6 +223,6 @@ def _drop_duplicates(entries: Iterable[Combination]) -> Iterator[Combination]:
 
 
 def build_pins(combination: Combination) -> Mapping[str, str]:
-    """What pip is to be held to: package -> public version, megatron-core first; Python is not among them."""
+    """Return the versions to pin with pip: package -> public version, megatron-core first, without Python."""
     order = sorted(combination.packages, key=lambda name: (name != _CORE, name != "torch", name))
     return {name: Version(combination.packages[name]).public for name in order if name != PYTHON}

@@ -1,6 +1,6 @@
-"""Whether this machine and what is installed on it can run a job: findings with a cause and a fix each.
+"""Checks of whether this machine and its packages can run a job; each finding has a cause and a fix.
 
-In the order a reader asks: interpreter, image, machine, packages.
+The order of the findings: interpreter, image, machine, packages.
 """
 
 import math
@@ -42,7 +42,7 @@ _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 def examine(
     machine: Machine, installed: InstalledPackages, backend: str = "auto"
 ) -> tuple[Hardware | None, tuple[Finding, ...]]:
-    """The hardware (None if it cannot be told) and every finding about it and about the packages."""
+    """Return the hardware (None if it is unknown) and every finding about it and about the packages."""
     package_directory = Path(bundle.__file__).parent
     findings = [*check_interpreter(sys.version_info[:2], installed.search_path, package_directory)]
     findings += check_image(machine, installed)
@@ -60,9 +60,9 @@ def examine(
 def check_interpreter(
     version: tuple[int, int], path: SearchPath, package_directory: Path
 ) -> Iterator[Finding]:
-    """Findings about the Python `version` and about packages named bundle on `path`.
+    """Yield the findings about the Python `version` and about packages named bundle on `path`.
 
-    `package_directory` is ours.
+    `package_directory` is the directory of this package.
     """
     shown = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
@@ -74,7 +74,10 @@ def check_interpreter(
 
 
 def _find_other_bundles(path: SearchPath, package_directory: Path) -> Iterator[Finding]:
-    """A worker starts as `python -m bundle` in this directory, so the first bundle on its path runs."""
+    """Yield the findings about other packages named bundle on the path of a worker.
+
+    A worker starts as `python -m bundle` in this directory, so the first bundle on its path runs.
+    """
     copies, is_behind = [], False
     for entry in path.entries:
         for name, file in (("bundle", "bundle/__init__.py"), ("bundle.py", "bundle.py")):
@@ -96,7 +99,7 @@ def _find_other_bundles(path: SearchPath, package_directory: Path) -> Iterator[F
 
 
 def check_machine(hardware: Hardware) -> Iterator[Finding]:
-    """Findings about the hardware itself."""
+    """Yield the findings about the hardware itself."""
     yield ok("hardware", f"{hardware.backend}: {hardware.reason}")
     yield from _check_devices(hardware)
     for note in hardware.notes:
@@ -151,7 +154,7 @@ def _check_host(hardware: Hardware) -> Iterator[Finding]:
 def check_packages(
     stack: InstalledPackages, hardware: Hardware, cann: DetectedValue[str], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings about torch, megatron-core and the accelerator's packages on this hardware."""
+    """Yield the findings about torch, megatron-core and the accelerator's packages on this hardware."""
     extra = hardware.backend
     torch = stack.find_package("torch")
     if torch is None:

@@ -1,7 +1,7 @@
-"""The hardware to plan for: what this machine has and which backend it calls for, or a machine that is named.
+"""The hardware to plan for: the devices and the backend of this machine, or a preset with a name.
 
-Of the host, what it and the container let this process use: processors, memory, limits, RDMA ports of sysfs.
-Nothing is imported from a framework: its answer changes with what it patches.
+The host's values are what the host and the container let this process use: processors, memory, limits and the
+RDMA ports of sysfs. No framework is imported, because its answer changes with what it patches.
 """
 
 import math
@@ -31,9 +31,8 @@ _NO_LIMIT_V1 = 2**62
 _RANGE = rf"{NUMBER}(?:-{NUMBER})?"
 _LONGEST_PATH = 4096
 
-# Machines to plan for without having them: one node of a product, with numbers read off one.
-# name -> (backend, devices per node, device name, generation, memory in MiB, link, source of the numbers);
-# no link where nobody's matrix of such a node was at hand.
+# One node of a product, measured: name -> (backend, devices per node, device name, generation, memory [MiB],
+# link, source of the numbers). The link is None where no matrix of such a node was available.
 _PRESETS: dict[str, tuple[str, int, str, str, int, str | None, str]] = {
     "a100": ("cuda", 8, "NVIDIA A100-SXM4-80GB", "8.0", 81920, None, "modal-labs/modal-client#2797"),
     "h100": (
@@ -50,10 +49,10 @@ PRESET_NAMES = (*_PRESETS, "cpu")
 
 
 def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
-    """The hardware of a machine for a backend; `auto` takes the accelerator that is there, else the CPU.
+    """Return the hardware of a machine for a backend; `auto` takes its accelerator, or else the CPU.
 
-    Raises EnvironmentUnfit if both kinds of accelerator are visible, if a visibility variable is one that the
-    driver refuses, or if the wanted backend has no device here.
+    Raise EnvironmentUnfit if both kinds of accelerator are visible or the requested backend has no device
+    here. Raise it also if the driver refuses the value of a visibility variable.
     """
     machine = machine or get_local_machine()
     if backend == "cpu":
@@ -111,8 +110,9 @@ def _explain_conflict(sides: Sequence[VendorDevices]) -> str:
 
 
 def build_preset(name: str, per_node: int | None = None) -> Hardware:
-    """The hardware called `name`, with `per_node` devices instead of the product's own number. Raises
-    UsageError.
+    """Return the hardware preset called `name`. Raise UsageError for an unknown name.
+
+    `per_node`: the number of devices per node; None: the product's own number.
     """
     unknown: DetectedValue[float] = DetectedValue(None, f"--hardware {name} says nothing about the host")
     host = Host(unknown, unknown, unknown, unknown, unknown, unknown)
@@ -147,7 +147,7 @@ def build_preset(name: str, per_node: int | None = None) -> Hardware:
 
 
 def read_host(machine: Machine) -> Host:
-    """The limits of this process on this machine; every one says which file it comes from."""
+    """Return the limits of this process on this machine, each with the file that it was read from."""
     total = _read_total_memory(machine)
     limits = machine.read("/proc/self/limits")
     return Host(
@@ -161,9 +161,9 @@ def read_host(machine: Machine) -> Host:
 
 
 def count_oom_kills(machine: Machine) -> int:
-    """How often the kernel has killed for want of memory: in our own cgroups, and on the machine if it tells.
+    """Return how often the kernel has killed a process for lack of memory; only an increase has a meaning.
 
-    Only a growing number means something.
+    The count covers the cgroups of this process, and the machine where /proc/vmstat tells it.
     """
     texts = [machine.read("/proc/vmstat").value]
     for directory in _find_cgroups(machine, "memory"):
@@ -182,7 +182,7 @@ def _read_total_memory(machine: Machine) -> DetectedValue[float]:
 
 
 def _read_memory_limit(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
-    """The least of the machine's memory and every cgroup limit above this process."""
+    """Return the minimum of the machine's memory and all cgroup limits above this process [bytes]."""
     limits = [] if total.value is None else [(total.value, total.reason)]
     for directory in _find_cgroups(machine, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -193,7 +193,10 @@ def _read_memory_limit(machine: Machine, total: DetectedValue[float]) -> Detecte
 
 
 def _count_processors(machine: Machine) -> DetectedValue[float]:
-    """The least of the allowed processors and every cgroup quota above this process; may be a fraction."""
+    """Return the minimum of the allowed processors and all cgroup quotas above this process.
+
+    It may be a fraction.
+    """
     status = machine.read("/proc/self/status")
     match = re.search(rf"^Cpus_allowed_list:\s*({_RANGE}(?:,{_RANGE})*)$", status.value or "", re.MULTILINE)
     limits = [(float(_count_range(match[1])), "/proc/self/status Cpus_allowed_list")] if match else []
@@ -209,17 +212,17 @@ def _count_processors(machine: Machine) -> DetectedValue[float]:
 
 
 def _count_range(ranges: str) -> int:
-    """How many processors a list such as 0-3,8 names."""
+    """Return the number of processors that a list such as 0-3,8 names."""
     ends = (part.split("-") for part in ranges.split(","))
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
 def _find_cgroups(machine: Machine, controller: str) -> Iterator[str]:
-    """Every directory whose limit on `controller` binds this process, v1 and v2, up to the mount.
+    """Yield every directory whose limit on `controller` binds this process, v1 and v2, up to the mount.
 
-    Inside a container the path in /proc/self/cgroup may be the host's, of which the mount shows only the end;
-    a directory that is not there holds no limit, so trying each prefix finds the right ones in every
-    arrangement.
+    Inside a container the path in /proc/self/cgroup may be the host's, and the mount shows only the end of
+    that path. A directory that does not exist holds no limit. Therefore trying each prefix finds the right
+    directories in every arrangement.
     """
     mounts = _read_mounts(machine)
     for line in (machine.read("/proc/self/cgroup").value or "").splitlines():
@@ -235,7 +238,7 @@ def _find_cgroups(machine: Machine, controller: str) -> Iterator[str]:
 
 
 def _read_mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
-    """(mount point, file system, super options) of each line of mountinfo, in mounting order."""
+    """Return (mount point, file system, super options) of each line of mountinfo, in mounting order."""
     mounts = []
     for line in (machine.read("/proc/self/mountinfo").value or "").splitlines():
         before, separator, after = line.partition(" - ")
@@ -246,7 +249,7 @@ def _read_mounts(machine: Machine) -> list[tuple[str, str, list[str]]]:
 
 
 def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> DetectedValue[float]:
-    """The size of /dev/shm: the last mount on it wins, and tmpfs takes half of the memory by default."""
+    """Return the size of /dev/shm [bytes] by its last mount; by default tmpfs takes half of the memory."""
     mounted = [options for point, _, options in _read_mounts(machine) if point == "/dev/shm"]
     if not mounted:
         return DetectedValue(None, "nothing is mounted on /dev/shm")
@@ -271,7 +274,7 @@ def _read_limit(limits: DetectedValue[str], name: str) -> DetectedValue[float]:
 
 
 def find_rdma_ports(machine: Machine) -> DetectedValue[tuple[str, ...]]:
-    """The active RDMA ports, "mlx5_0/1: InfiniBand 400 Gb/sec (4X NDR)"; an empty tuple: there is none."""
+    """Return the active RDMA ports, like "mlx5_0/1: InfiniBand 400 Gb/sec (4X NDR)"; an empty tuple: none."""
     base = "/sys/class/infiniband"
     ports: list[str] = []
     idle = 0

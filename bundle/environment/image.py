@@ -1,4 +1,4 @@
-"""What an image knows about itself, and whether a container still is what its image was built as."""
+"""The record of a container image, and the check of a container against the record of its image."""
 
 import json
 import sys
@@ -37,26 +37,26 @@ class BuildInfo(BaseModel):
     packages: dict[Text, Text]  # name -> version
 
     def find_package(self, name: str) -> Package | None:
-        """A package of the image by our name for it; where its files lie is not recorded."""
+        """Return a package of the image by the name used here; the record does not have its directory."""
         recorded = self.packages.get(name)
         version, _, commit = (recorded or "").partition(" at ")
         return Package(name, version, commit or None, None) if recorded else None
 
     @property
     def megatron(self) -> str:
-        """The version of its megatron-core. Raises UsageError where there is none."""
+        """The version of the image's megatron-core. Raise UsageError where the image has none."""
         package = self.find_package("megatron-core")
         if package is None or package.version is None:
             raise UsageError("--image-record: there is no megatron-core in that image")
         return package.version
 
     def to_json(self) -> str:
-        """The JSON that `parse` reads."""
+        """Return the JSON that `parse` reads."""
         return json.dumps(self.model_dump(by_alias=True), indent=2, sort_keys=True) + "\n"
 
 
 def parse(document: str) -> BuildInfo:
-    """The record in a build-info.json. Raises BundleError naming the first things that are wrong with it."""
+    """Return the record in a build-info.json. Raise BundleError with the first three errors in it."""
     if len(document) > MOST_RECORD_BYTES:
         raise BundleError(f"more than {MOST_RECORD_BYTES >> 20} MiB")
     try:
@@ -66,7 +66,7 @@ def parse(document: str) -> BuildInfo:
 
 
 def read_own_record(file: Path = Path(RECORD_FILE)) -> BuildInfo | None:
-    """The record of the image that this runs in; None in none of ours, and where it cannot be understood."""
+    """Return the record of this process's image; None outside our images and for a broken record."""
     document = files.read_text(file, MOST_RECORD_BYTES)
     try:
         return parse(document) if document is not None else None
@@ -75,7 +75,10 @@ def read_own_record(file: Path = Path(RECORD_FILE)) -> BuildInfo | None:
 
 
 def read_record(file: Path) -> BuildInfo:
-    """The record in a file: an image's own, or what `doctor --json` printed there. Raises UsageError."""
+    """Return the record in a file: an image's own record, or the output of `doctor --json` in that image.
+
+    Raise UsageError where the file cannot be read or has no record.
+    """
     try:
         document = files.read_content(file, MOST_RECORD_BYTES).decode(errors="replace")
         printed = json.loads(document)
@@ -92,7 +95,7 @@ def read_record(file: Path) -> BuildInfo:
 
 
 def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) -> Iterator[str]:
-    """Every way in which the image here is not the one that a job was made for, by their records."""
+    """Yield every difference between the image that a job was made for and this one, by their records."""
     if job_record is None or own_record is None:
         stacks = [record.stack if record else "none of ours" for record in (job_record, own_record)]
         yield f"image: {stacks[0]} in the job, {stacks[1]} here: see `plan --image-record`"
@@ -107,7 +110,7 @@ def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) 
 
 
 def find_drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> Iterator[str]:
-    """Every way in which what is installed now is not what the image was built with."""
+    """Yield every difference between the packages installed now and those that the image was built with."""
     built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
     for name in _list_changed_keys(built, now):
         yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
@@ -118,7 +121,7 @@ def _list_changed_keys(old: Mapping[str, object], new: Mapping[str, object]) -> 
 
 
 def list_installed_versions(stack: InstalledPackages) -> dict[str, str]:
-    """The version of every distribution that a worker would see, and of what it would really import."""
+    """Return the versions of all distributions that a worker sees; of PACKAGES, of what it imports."""
     versions = {}
     for name, directory in search.find_distributions(stack.search_path.list_directories()).items():
         record = search.read_distribution(directory)
@@ -132,12 +135,12 @@ def list_installed_versions(stack: InstalledPackages) -> dict[str, str]:
 
 
 def get_python_version() -> str:
-    """The release of this interpreter."""
+    """Return the release of this interpreter."""
     return ".".join(map(str, sys.version_info[:3]))
 
 
 def check_image(machine: Machine, installed: InstalledPackages) -> Iterator[Finding]:
-    """Findings about the image this runs in; none outside of our images."""
+    """Yield the findings about the image that this process runs in; none outside our images."""
     document = machine.read(RECORD_FILE)
     if document.value is None:
         return

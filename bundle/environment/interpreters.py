@@ -1,7 +1,7 @@
-"""Another interpreter: its search path, and the directories whose .pth files it reads.
+"""The search path of another interpreter, and the directories whose .pth files it reads.
 
-The search path is read from its environment's files, and the interpreter is not started; where its .pth files
-lie it says itself.
+The search path is read from the files of its environment, without starting the interpreter. `query_sites`
+starts the interpreter, which tells where it reads .pth files.
 """
 
 import json
@@ -32,10 +32,10 @@ _MOST_BASES = 4  # environments that stand on one another
 
 
 def read_search_path(environment: str) -> SearchPath:
-    """What a program of that environment would search: `environment` is its python, or its directory.
+    """Return the search path of a program of `environment`, which is given by its python or its directory.
 
-    $PYTHONPATH comes first, as it would there; the directory of the program itself is nobody's to know.
-    Raises UsageError where there is no such environment.
+    $PYTHONPATH comes first, as it would there; the directory of the program itself is unknown and left out.
+    Raise UsageError where there is no such environment.
     """
     prefix = _find_prefix(environment)
     sites = _find_sites(prefix) if prefix else []
@@ -53,7 +53,7 @@ def read_search_path(environment: str) -> SearchPath:
 
 
 def find_active_environment() -> str | None:
-    """The environment that is active around this program, where it runs in one of its own; None for none."""
+    """Return the active environment if this program runs in another one; None where there is no other."""
     prefix = Path(sys.prefix)
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         environment = os.environ.get(variable)
@@ -67,7 +67,7 @@ def find_active_environment() -> str | None:
 
 
 def _find_prefix(environment: str) -> Path | None:
-    """The directory that an environment is below."""
+    """Return the root directory of an environment, named by its python or its directory."""
     path = Path(environment).absolute()
     if files.is_directory(path):
         return path
@@ -76,7 +76,7 @@ def _find_prefix(environment: str) -> Path | None:
 
 
 def _find_sites(prefix: Path) -> list[Path]:
-    """The directories of packages of an environment, and of those that it stands on, in their order."""
+    """Return the package directories of an environment and of the environments below it, in their order."""
     by_directory = {
         directory.resolve(): directory
         for directory in reversed([*_list_site_candidates(prefix)])
@@ -86,7 +86,7 @@ def _find_sites(prefix: Path) -> list[Path]:
 
 
 def _list_site_candidates(prefix: Path) -> Iterator[Path]:
-    """Where the packages of an environment may lie."""
+    """Yield the directories in which the packages of an environment may lie."""
     for _ in range(_MOST_BASES):
         settings = _read_settings(prefix / "pyvenv.cfg")
         release = _find_release(prefix, settings)
@@ -104,13 +104,13 @@ def _list_site_candidates(prefix: Path) -> Iterator[Path]:
 
 
 def _read_settings(file: Path) -> dict[str, str]:
-    """What a pyvenv.cfg says; nothing where there is none."""
+    """Return the settings of a pyvenv.cfg; none where there is no such file."""
     lines = (line.partition("=") for line in (files.read_text(file, 1 << 16) or "").splitlines())
     return {name.strip().lower(): value.strip() for name, separator, value in lines if separator}
 
 
 def _find_release(prefix: Path, settings: dict[str, str]) -> str:
-    """The name of the directories of its release, like "python3.12"; "" where that cannot be told."""
+    """Return the name of the directories of an environment's release, like "python3.12"; "" if unknown."""
     version_match = re.match(r"3\.\d+", settings.get("version", settings.get("version_info", "")))
     if version_match:
         return f"python{version_match[0]}"
@@ -123,7 +123,7 @@ def _find_release(prefix: Path, settings: dict[str, str]) -> str:
 
 
 def _find_editable(site: Path) -> Iterator[EditableInstall]:
-    """The finders that editable installs of setuptools have put into a directory of packages."""
+    """Yield the finders that editable installs of setuptools have put into a directory of packages."""
     for file in sorted(site.glob(f"{EDITABLE_PREFIX}*_finder.py")):
         constants = parse_literals(files.read_text(file, 1 << 20))
         mapping, namespaces = constants.get("MAPPING"), constants.get("NAMESPACES")
@@ -154,7 +154,7 @@ print(json.dumps({"own": sysconfig.get_path("purelib"), "sites": sites, "user": 
 class Sites(NamedTuple):
     """The directories whose .pth files an interpreter reads.
 
-    `purelib` is the one that is its environment's.
+    `purelib` is the directory of its own environment.
     """
 
     python: str
@@ -167,9 +167,10 @@ class Sites(NamedTuple):
 
 
 def query_sites(environment: str) -> Sites:
-    """The sites of an environment, named by its python or its directory. Starts that interpreter.
+    """Return the sites of an environment, named by its python or its directory; this starts that interpreter.
 
-    Raises UsageError where that is none, EnvironmentUnfit where it reads no .pth in its own directory.
+    Raise UsageError where there is no such interpreter, and EnvironmentUnfit where it reads no .pth in its
+    own directory.
     """
     python = _find_python(environment)
     shown = files.to_printable(environment[:200])
@@ -206,19 +207,19 @@ def query_sites(environment: str) -> Sites:
 
 
 def find_sites(environment: str) -> tuple[Path, ...]:
-    """The directories whose .pth files another interpreter reads, told as in `read_search_path`."""
+    """Return the directories whose .pth files another interpreter reads, named as in `read_search_path`."""
     prefix = _find_prefix(environment)
     return tuple(_find_sites(prefix)) if prefix else ()
 
 
 def list_own_sites() -> tuple[Path, ...]:
-    """The directories whose .pth files this very interpreter reads."""
+    """Return the directories whose .pth files this interpreter reads."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return tuple(map(Path, [*site.getsitepackages(), *user]))
 
 
 def _find_python(environment: str) -> str | None:
-    """The interpreter that is named, or that stands in the directory that is named."""
+    """Return the path of the interpreter that is named, or of the one in the directory that is named."""
     path = Path(environment)
     if files.is_directory(path):
         path = path / "bin/python"

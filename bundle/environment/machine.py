@@ -1,7 +1,7 @@
-"""What a machine is, as values that carry the reason we believe them, and what `doctor` finds about it.
+"""Facts about a machine, each with the place where it was read, and the findings of `doctor`.
 
-Everything that detection may touch is a root directory, an environment and a command runner. A vendor's tool
-is asked within limits: a driver in trouble keeps its tool silent for minutes, or talking.
+Detection uses a root directory, an environment and a command runner, and nothing else. A vendor's tool runs
+within limits, because a faulty driver can keep its tool silent for minutes or printing without end.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from bundle import files
 
 T = TypeVar("T")
 
-# Of one machine. What lists more than that is not telling the truth, and pairs of devices are compared.
+# Devices of one machine. A longer list is wrong, and pairs of devices are compared.
 MOST_DEVICES = 1024
-# A number that a tool or a file says: no count or size has more digits, and Python reads no endless ones.
+# Digits of a number in a tool's output or a file: no count or size has more, and Python limits the length.
 MOST_DIGITS = 18
 NUMBER = rf"\d{{1,{MOST_DIGITS}}}"
 
@@ -59,9 +59,10 @@ class Accelerator:
 
 
 class Selection(NamedTuple):
-    """What a visibility variable leaves of a vendor's devices, by that vendor's own rules.
+    """The devices of a vendor that a visibility variable leaves, by the rules of that vendor.
 
-    `chosen` are positions in the order a framework counts them; `fault` if the driver refuses the value.
+    `chosen` are positions in the order in which a framework counts them; `fault` is set if the driver refuses
+    the value.
     """
 
     chosen: tuple[int, ...]
@@ -70,7 +71,7 @@ class Selection(NamedTuple):
 
     @classmethod
     def from_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
-        """What a list of devices leaves, which ends at the first entry that is `unknown`."""
+        """Return the selection of a list of devices, which ends at the first entry that is `unknown`."""
         if len(chosen) < len(entries):
             entry = entries[len(chosen)][:80]
             shown += f": the list ends at {entry!r}, which {unknown}" if entry else ": the list has no device"
@@ -118,7 +119,7 @@ class Hardware(NamedTuple):
 
     @property
     def device_memory(self) -> DetectedValue[int]:
-        """Bytes of the smallest visible device: what a rank can count on."""
+        """Bytes of the smallest visible device, on which every rank can count."""
         sizes = [device.memory for device in self.devices]
         if not sizes:
             return DetectedValue(None, "no accelerator: ranks share the host's memory")
@@ -134,7 +135,7 @@ class Hardware(NamedTuple):
 
     @property
     def unfit_reason(self) -> str | None:
-        """Why these devices cannot train at all; None where they can."""
+        """The reason why these devices cannot train; None where they can."""
         reason = NOT_FOR_TRAINING.get(self.generation.value or "")
         if reason is None:
             return None
@@ -156,12 +157,12 @@ def _rank_generation(generation: str | None) -> tuple[float, str]:
 
 
 def format_assignment(name: str, value: str) -> str:
-    """A variable and its value, as a message quotes them."""
+    """Return a variable and its value, as a message quotes them."""
     return f"{name}={value}" if len(value) <= 200 else f"{name}={value[:200]}..."
 
 
 class Level(StrEnum):
-    """How bad it is; only `fail` makes the environment unfit."""
+    """The severity of a finding; only `fail` makes the environment unfit."""
 
     OK = "ok"
     WARN = "warn"
@@ -169,7 +170,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What was found about `subject`; `fix` is empty where nothing is to be done."""
+    """A finding about `subject`; `fix` is empty where nothing has to be done."""
 
     subject: str
     level: Level
@@ -178,22 +179,25 @@ class Finding(NamedTuple):
 
 
 def ok(subject: str, cause: str) -> Finding:
-    """A finding that needs nothing."""
+    """Return a finding that needs no action."""
     return Finding(subject, Level.OK, cause)
 
 
 def warn(subject: str, cause: str, fix: str) -> Finding:
-    """A finding that will slow a job down or break some jobs."""
+    """Return a finding that slows a job down or breaks some jobs."""
     return Finding(subject, Level.WARN, cause, fix)
 
 
 def fail(subject: str, cause: str, fix: str) -> Finding:
-    """A finding that no job survives."""
+    """Return a finding with which no job can run."""
     return Finding(subject, Level.FAIL, cause, fix)
 
 
 def to_json_value(value: Any) -> Any:
-    """The value as JSON can hold it: records as objects, other tuples as lists, infinity as "unlimited"."""
+    """Return the value in a form that JSON can hold.
+
+    Records become objects, other tuples lists, and infinity "unlimited".
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_json_value(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):  # a NamedTuple
@@ -223,14 +227,14 @@ _CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 class Machine(NamedTuple):
-    """A machine to look at: the real one, or a directory and recorded answers that stand for one."""
+    """A machine to examine: the real one, or a directory and recorded answers that stand for one."""
 
     root: Path
     environ: Mapping[str, str]
     run: CommandRunner
 
     def read(self, path: str) -> DetectedValue[str]:
-        """The text of the file at the absolute `path` under the root, or why there is none."""
+        """Return the text of the file at the absolute `path` under the root, or why there is none."""
         try:
             data = files.read_content(self.root / path.lstrip("/"), LARGEST_FILE)
             return DetectedValue(data.decode(errors="replace"), path)
@@ -238,7 +242,7 @@ class Machine(NamedTuple):
             return DetectedValue(None, f"{path}: {error.strerror}")
 
     def list_names(self, directory: str) -> tuple[str, ...]:
-        """The sorted names in a directory; none if it does not exist or may not be read."""
+        """Return the sorted names in a directory; none if it does not exist or may not be read."""
         try:
             return tuple(sorted(entry.name for entry in (self.root / directory.lstrip("/")).iterdir()))
         except (OSError, ValueError):  # not there, not ours to read, or no name at all
@@ -246,12 +250,12 @@ class Machine(NamedTuple):
 
 
 def get_local_machine() -> Machine:
-    """The machine this process runs on."""
+    """Return the machine that this process runs on."""
     return Machine(Path("/"), os.environ, run_command)
 
 
 def run_command(command: Sequence[str]) -> DetectedValue[str]:
-    """The command's output, or why there is none: missing, failed, no end of words, or no answer in time."""
+    """Return the command's output, or why there is none: missing, failed, too much output, or timed out."""
     shown, start_time = " ".join(command), time.monotonic()
     try:
         process = subprocess.Popen(
@@ -285,7 +289,7 @@ def run_command(command: Sequence[str]) -> DetectedValue[str]:
 
 
 def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str]:
-    """What the process writes to its two streams. Raises TimeoutError or OverflowError past a limit."""
+    """Return the text of the process's two streams. Raise TimeoutError or OverflowError past a limit."""
     buffers = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as open_streams:
         for stream in buffers:
@@ -307,12 +311,12 @@ def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[str
 
 
 def to_printable(output: bytes | bytearray) -> str:
-    """Lines of printable characters: what a tool says is shown on terminals."""
+    """Return the output as lines of printable characters, because it is shown on terminals."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", output.decode(errors="replace")))
 
 
 def _kill_process(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, and what it started, unless it has ended; one that the driver holds is left alone."""
+    """End the process and what it started, unless it has ended; one that the driver blocks is left alone."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -330,8 +334,9 @@ _LINK_ORDER = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO
 def find_weakest_link(
     machine: Machine, command: Sequence[str], prefix: str, numbers: Sequence[int]
 ) -> DetectedValue[str]:
-    """The weakest link between two of the devices `numbers`, in the matrix of `<prefix><number>` rows that
-    the tool prints.
+    """Return the weakest link between two of the devices `numbers`.
+
+    The links are read from the matrix of `<prefix><number>` rows that the tool prints.
     """
     if len(numbers) < 2:
         return DetectedValue(None, "one device has no link to another")

@@ -1,7 +1,7 @@
-"""In what the nodes of a cluster differ, by what `doctor --json` printed on each: mixed nodes break jobs.
+"""The differences between the nodes of a cluster by their `doctor --json` reports: mixed nodes break jobs.
 
-Compared is what a node has, not why we believe it: the `reason` beside a value names files that differ by
-container. Left out is what no two nodes have in common: the identities of their devices.
+Values are compared, but not their `reason`, which names files that differ by container. The identities of
+devices are left out, because no two nodes share them.
 """
 
 import json
@@ -21,7 +21,7 @@ from bundle.errors import UsageError, format_value
 NOTHING = "nothing"
 _UNIQUE_KEYS = {"identity", "reason", "node"}
 _DEVICE_KEY = re.compile(r"^(hardware\.devices\.)(\d+)(\..*)$", re.DOTALL)
-# Of one size of memory the firmware keeps a little more on one node than on another.
+# The firmware reserves slightly different amounts of the same memory on different nodes.
 _SIZE_TOLERANCE = 0.01
 _SIZE_KEY = re.compile(r"\.(memory|shared_memory|locked_memory)$")
 _MOST_LISTED_NODES = 8  # nodes in a line; of more, how many there are
@@ -32,20 +32,20 @@ _Values = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """What nodes disagree on: who has which value, those that most have first."""
+    """A value on which nodes differ: each value with the nodes that have it, the most common value first."""
 
     key: str
     values: _Values
 
     @property
     def odd_nodes(self) -> tuple[str, ...]:
-        """The nodes that do not have what more than half of them have; all where there is no such value."""
+        """The nodes without the value that more than half of them have; all nodes if there is none."""
         names = [name for _, holders in self.values for name in holders]
         most = self.values[0][1]
         return tuple(name for name in names if 2 * len(most) <= len(names) or name not in most)
 
     def to_text(self) -> str:
-        """One line: "packages.torch: gpu3 has 2.10; gpu1, gpu2 have 2.11"."""
+        """Return one line, like "packages.torch: gpu3 has 2.10; gpu1, gpu2 have 2.11"."""
         parts = [
             f"{_format_nodes(holders)} {'has' if len(holders) == 1 else 'have'} {value[:_MOST_CHARACTERS]}"
             for value, holders in reversed(self.values)
@@ -53,13 +53,13 @@ class NodeDifference:
         return f"{self.key[:_MOST_CHARACTERS]}: {'; '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The difference as JSON can hold it."""
+        """Return the difference in a form that JSON can hold."""
         values = [{"value": value, "nodes": list(holders)} for value, holders in self.values]
         return {"key": self.key, "values": values, "odd": list(self.odd_nodes)}
 
 
 def describe_node(stack: InstalledPackages) -> dict[str, Any]:
-    """What a report has beside hardware and findings, so that it can be compared: all that jobs depend on."""
+    """Return what a report says besides hardware and findings: everything that jobs depend on."""
     return {
         "node": socket.gethostname(),
         "kernel": platform.release(),
@@ -72,9 +72,10 @@ def describe_node(stack: InstalledPackages) -> dict[str, Any]:
 
 
 def read_reports(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """What doctor printed, by node: what it calls itself, or the file where two do or it does not.
+    """Return the reports of doctor by the name of their node.
 
-    Raises UsageError with every file that is none of doctor's, and for fewer than two.
+    A report is under its file's name where it has no node name or where two reports have the same one. Raise
+    UsageError with every file that is not a report of doctor, and for fewer than two files.
     """
     reports: dict[Path, dict[str, Any]] = {}
     wrong = []
@@ -108,7 +109,7 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 
 def compare_reports(reports: Mapping[str, Mapping[str, Any]]) -> list[NodeDifference]:
-    """Every way in which the nodes differ; `reports` are doctor's, by node."""
+    """Return every difference between the nodes; `reports` are those of doctor, by node."""
     node_facts = {node: dict(_list_facts(report)) for node, report in reports.items()}
     groups: dict[tuple[str, str, _Values], list[str]] = {}
     for key in sorted({key for facts in node_facts.values() for key in facts}):
@@ -125,7 +126,7 @@ def compare_reports(reports: Mapping[str, Mapping[str, Any]]) -> list[NodeDiffer
 
 
 def _group_by_value(key: str, facts: Mapping[str, Any]) -> _Values:
-    """(value, the nodes that have it), what most have first."""
+    """Return (value, the nodes that have it), the most common value first."""
     holders: dict[str, list[str]] = {}
     sizes: list[tuple[float, str]] = []
     for node, value in facts.items():
@@ -144,7 +145,7 @@ def _group_by_value(key: str, facts: Mapping[str, Any]) -> _Values:
 
 
 def _list_facts(report: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a report; findings that are ok say what stands in its other parts as well."""
+    """Yield the keys and values of a report, without findings that are ok: these repeat other parts."""
     rest = [(key, value) for key, value in report.items() if key not in ("findings", "schema")]
     while rest:  # without recursion: how deep it nests is somebody else's
         key, value = rest.pop()

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as nvidia-smi, /proc/driver/nvidia and the device nodes tell them, without NVML or CUDA."""
+"""NVIDIA GPUs by nvidia-smi, /proc/driver/nvidia and the device nodes, without NVML or CUDA."""
 
 import re
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class _Gpu(NamedTuple):
 
 
 def find(machine: Machine) -> VendorDevices:
-    """The NVIDIA side of a machine; `present` is 0 where there is none, with the reason."""
+    """Return the NVIDIA devices of a machine; `present` is 0 where there are none, with the reason."""
     answer = machine.run(QUERY_COMMAND)
     gpus = (
         _from_query(answer)
@@ -97,7 +97,7 @@ def _parse_size(mebibytes: str) -> DetectedValue[int]:
 
 
 def _parse_cell(cell: str, pattern: str, column: str) -> DetectedValue[str]:
-    """The cell if it looks as it should; [N/A], [Unknown Error] and the like become the reason."""
+    """Return the cell if it matches the pattern; [N/A], [Unknown Error] and the like become the reason."""
     is_known = re.fullmatch(pattern, cell) is not None
     return DetectedValue(
         cell if is_known else None, f"nvidia-smi {column}" + ("" if is_known else f" says {cell!r}")
@@ -105,7 +105,7 @@ def _parse_cell(cell: str, pattern: str, column: str) -> DetectedValue[str]:
 
 
 def _from_proc(machine: Machine, reason: str) -> list[_Gpu]:
-    """GPUs from the driver's own files: names and UUIDs, but neither memory nor compute capability."""
+    """Return the GPUs of the driver's own files: names and UUIDs, without memory and compute capability."""
     base = "/proc/driver/nvidia/gpus"
     gpus: list[_Gpu] = []
     for bus in machine.list_names(base):
@@ -125,7 +125,7 @@ def _from_proc(machine: Machine, reason: str) -> list[_Gpu]:
 
 
 def _from_device_nodes(machine: Machine, reason: str) -> list[_Gpu]:
-    """GPUs of which only the device node is known; used where the driver itself is there."""
+    """Return GPUs of which only the device node is known; none where the driver itself is missing."""
     if machine.read("/proc/driver/nvidia/version").value is None:
         return []
     return [
@@ -192,13 +192,14 @@ def _collect_notes(machine: Machine, gpus: list[_Gpu], instances: list[Accelerat
 
 
 def select_visible(value: str | None, uuids: Sequence[str], instances: Sequence[str] = ()) -> Selection:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as positions in `uuids` (with MIG: in `instances`).
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as positions in `uuids` (with MIG: in `instances`).
 
-    Measured with cuInit and cuDeviceGetUuid on driver 580.159.04 (the CUDA programming guide, 5.2.1.1, says
-    the same where it says anything).
+    Measured with cuInit and cuDeviceGetUuid on driver 580.159.04. The CUDA programming guide, 5.2.1.1, agrees
+    where it covers the case.
 
-    Order is honoured and the list is cut at the first entry that names no device. The first entry decides
-    whether entries are indices or UUID prefixes. A device named twice makes the driver refuse to start.
+    The order is honoured, and the list is cut at the first entry that names no device. The first entry
+    decides whether entries are indices or UUID prefixes. A device named twice makes the driver refuse to
+    start.
     """
     if instances:
         return _select_mig_instance(value, instances)
@@ -230,14 +231,20 @@ def _find_by_index(entry: str, count: int) -> int | None:
 
 
 def _find_by_prefix(entry: str, names: Sequence[str]) -> int | None:
-    """The one name that begins with `entry`; blanks are ignored after a whole UUID, and only there."""
+    """Return the position of the one name that begins with `entry`.
+
+    Blanks are ignored after a whole UUID, and only there.
+    """
     entry = entry.rstrip() if entry.rstrip() in names else entry
     matches = [position for position, name in enumerate(names) if entry and name.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
 def _select_mig_instance(value: str | None, instances: Sequence[str]) -> Selection:
-    """One MIG instance: CUDA never shows a process more than one, nor a GPU beside it (MIG user guide)."""
+    """Return the selection of one MIG instance.
+
+    CUDA never shows a process more than one, nor a GPU beside it (MIG user guide).
+    """
     rule = "with MIG a process sees one instance only"
     if value is None:
         return Selection((0,), f"{rule}: the first of {len(instances)}")

@@ -1,9 +1,9 @@
-"""The versions, commits and paths of the packages that a job stands on, megatron-core's first of all.
+"""The versions, commits and paths of the packages that a job uses, megatron-core's first of all.
 
-Versions are compared on the base version, because the rest of the string lies: the tag core_v0.17.0 calls
-itself 0.17.0rc0, which PEP 440 puts neither in `>=0.17` nor in `<0.17`. `megatron` has no __init__.py, so
-Python merges the directories of that name on the path, and megatron.core and megatron.training may come from
-different trees.
+Versions are compared on the base version, because the rest of the string can be wrong: the tag core_v0.17.0
+calls itself 0.17.0rc0, which PEP 440 puts neither in `>=0.17` nor in `<0.17`. `megatron` has no __init__.py,
+and Python merges the directories of that name on the path. Therefore megatron.core and megatron.training may
+come from different trees.
 """
 
 import re
@@ -29,7 +29,7 @@ from bundle.environment.search import (
 
 
 def parse_version(version: str) -> Version | None:
-    """The version, or None when PEP 440 cannot read it."""
+    """Return the version, or None when PEP 440 cannot read it."""
     try:
         return Version(version)
     except InvalidVersion:
@@ -37,21 +37,21 @@ def parse_version(version: str) -> Version | None:
 
 
 def parse_base_version(version: str) -> str | None:
-    """The release number alone ("0.16.0" of "0.16.0rc0+g1234abc"); None when PEP 440 cannot read it."""
+    """Return the release number alone ("0.16.0" of "0.16.0rc0+g1234abc"); None if PEP 440 cannot read it."""
     parsed = parse_version(version)
     return parsed.base_version if parsed else None
 
 
 def parse_minor_version(version: str) -> tuple[int, int] | None:
-    """The first two numbers of the release ((0, 16) of "0.16.1rc0"); None when PEP 440 cannot read it."""
+    """Return the first two numbers of the release ((0, 16) of "0.16.1rc0"); None if PEP 440 fails on it."""
     parsed = parse_version(version)
     return (parsed.major, parsed.minor) if parsed else None
 
 
 def is_within(version: str, specifier: str) -> bool | None:
-    """Whether the base version is inside a PEP 440 range ("" is every one); None when it cannot be read.
+    """Return whether the base version is inside a PEP 440 range; None when it cannot be read.
 
-    Raises packaging.specifiers.InvalidSpecifier for a range that is none.
+    The range "" has every version. Raise packaging.specifiers.InvalidSpecifier for an invalid range.
     """
     number = parse_base_version(version)
     return None if number is None else SpecifierSet(specifier).contains(number)
@@ -84,7 +84,7 @@ class MegatronCopies(NamedTuple):
 
     @property
     def conflict(self) -> str | None:
-        """Why the two halves do not fit, when they come from different trees."""
+        """The reason why the two halves do not fit, when they come from different trees."""
         if self.core is None or self.training is None or self.core.package == self.training.package:
             return None
         return files.to_printable(
@@ -96,7 +96,7 @@ class MegatronCopies(NamedTuple):
 
 
 def find_megatron(path: SearchPath) -> MegatronCopies:
-    """The copies of megatron on the search path and what importing it would get."""
+    """Return the copies of megatron on the search path and those that an import would get."""
     location = path.find("megatron")
     halves = [path.find(f"megatron.{half}", location) if location else None for half in ("core", "training")]
     winners = [
@@ -113,7 +113,10 @@ def find_megatron(path: SearchPath) -> MegatronCopies:
 
 
 def find_copy(path: Path) -> MegatronCopy | None:
-    """The copy in a tree that the user names: a checkout, a site-packages, `megatron` or `megatron/core`."""
+    """Return the copy in a tree that the user names.
+
+    The tree is a checkout, a site-packages, `megatron` or `megatron/core`.
+    """
     for package in (path / "megatron", path, path.parent):
         if package.name == "megatron" and files.is_directory(package / "core"):
             return read_copy(PathEntry(package, "--mcore"))
@@ -121,7 +124,7 @@ def find_copy(path: Path) -> MegatronCopy | None:
 
 
 def read_copy(entry: PathEntry) -> MegatronCopy | None:
-    """The identity of the copy in the directory `entry.path`; None when neither half of megatron is there."""
+    """Return the copy in the directory `entry.path`; None when neither half of megatron is there."""
     if not any(files.is_directory(entry.path / child) for child in ("core", "training")):
         return None
     root = entry.path.parent
@@ -134,10 +137,10 @@ def read_copy(entry: PathEntry) -> MegatronCopy | None:
 
 
 def read_declared_version(source: str | None) -> str | None:
-    """The version that the constants of a package_info.py's text make; None when they are not literals.
+    """Return the version that the constants in a package_info.py give; None when they are not literals.
 
-    `__version__` itself is not read: from 0.19 on importing the file runs git and appends whatever commit the
-    surrounding directory is at, which need not be megatron's.
+    `__version__` itself is not read. From 0.19 on, importing the file runs git and appends the commit of the
+    surrounding directory, which need not be megatron's.
     """
     values = parse_literals(source)
     if not all(isinstance(values.get(name), int | str) for name in _VERSION_FIELDS):
@@ -147,7 +150,7 @@ def read_declared_version(source: str | None) -> str | None:
 
 
 class SourcePredicate(NamedTuple):
-    """A text in a file below megatron/core that tells a behaviour, and the release that it came with."""
+    """A text in a file below megatron/core that shows a behaviour, and the release that brought it."""
 
     file: str
     text: str
@@ -163,17 +166,17 @@ class MegatronCode:
     _texts: dict[str, str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def has(self, predicate: SourcePredicate) -> bool:
-        """Whether this megatron-core behaves as the predicate tells."""
+        """Return whether this megatron-core has the behaviour of the predicate."""
         text = self._read_text(predicate.file)
         return self.release >= Version(predicate.since) if text is None else predicate.text in text
 
     def describe_evidence(self, predicate: SourcePredicate) -> str:
-        """What `has` was decided by, for people."""
+        """Return the text that says by what `has` was decided."""
         text = self._read_text(predicate.file)
         return f"by the number {self.release} alone" if text is None else f"read in {predicate.file}"
 
     def _read_text(self, file: str) -> str | None:
-        """A file's text; None where there is no tree, or no such file in it."""
+        """Return a file's text; None where there is no tree, or no such file in it."""
         if self.root is not None and file not in self._texts:
             self._texts[file] = files.read_text(self.root / "megatron/core" / file)
         return self._texts.get(file)
@@ -208,9 +211,9 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool, str]:
-    """Whether a megatron-core imports triton on every machine, and what says so.
+    """Return whether a megatron-core imports triton on every machine, and the evidence.
 
-    Its source in `root`, which holds `megatron`; else its number.
+    The evidence is its source in `root`, the directory that holds `megatron`, or else its version number.
     """
     experts = root / "megatron/core/transformer/moe" if root else None
     if experts is None or not files.is_directory(experts):
@@ -222,12 +225,12 @@ def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool
 
 
 def get_triton_distribution(backend: str) -> str:
-    """The distribution that brings the module triton."""
+    """Return the distribution that brings the module triton."""
     return "triton-ascend" if backend == "ascend" else "triton"
 
 
 class Package(NamedTuple):
-    """One installed package; its version is what its metadata says, which for MindSpeed says nothing."""
+    """One installed package; its version is that of its metadata, which is meaningless for MindSpeed."""
 
     name: str
     version: str | None
@@ -241,13 +244,13 @@ class Package(NamedTuple):
 
 
 class Packages(Protocol):
-    """What can tell about packages: a machine's own search path, or the record of an image."""
+    """A source of facts about packages: a machine's own search path, or the record of an image."""
 
     def find_package(self, name: str) -> Package | None: ...
 
 
 class InstalledPackages:
-    """What is installed. Reads lazily: a question about torch does not look for megatron."""
+    """The installed packages, read lazily: a question about torch does not look for megatron."""
 
     def __init__(self, path: SearchPath) -> None:
         self.search_path = path
@@ -262,14 +265,14 @@ class InstalledPackages:
         return search.find_distributions(self.search_path.list_directories())
 
     def find_package(self, name: str) -> Package | None:
-        """The package by our name for it (a key of PACKAGES); None when it is not installed."""
+        """Return the package by the name used here (a key of PACKAGES); None when it is not installed."""
         if name == "megatron-core":
             core = self.megatron.core
             return Package(name, core.version, core.commit, core.package / "core") if core else None
         return self._locate_package(name, *PACKAGES[name])
 
     def find_frameworks(self) -> tuple[Package, ...]:
-        """The import packages of those of FRAMEWORKS that are here, each by its framework's name."""
+        """Return the import packages of the installed FRAMEWORKS, each under its framework's name."""
         candidates = [
             self._locate_package(name, distribution, module)
             for name, (distribution, modules) in FRAMEWORKS.items()
@@ -299,22 +302,22 @@ class InstalledPackages:
         return Package(name, version, commit, path)
 
     def list_packages(self) -> tuple[Package, ...]:
-        """Every package of PACKAGES that is installed."""
+        """Return every package of PACKAGES that is installed."""
         return tuple(package for name in PACKAGES if (package := self.find_package(name)) is not None)
 
 
 def detect() -> InstalledPackages:
-    """The stack that a worker started here would see."""
+    """Return the packages that a worker started here would see."""
     return InstalledPackages(search.build_worker_path())
 
 
 def detect_process_packages() -> InstalledPackages:
-    """The stack that this very process imports from, as its search path stands now."""
+    """Return the packages that this process itself imports from, by its present search path."""
     return InstalledPackages(search.build_process_path())
 
 
 def _read_version(path: Path | None) -> str | None:
-    """The literal `__version__` of a package that is on the path without having been installed."""
+    """Return the literal `__version__` of a package that is on the path without having been installed."""
     for name in ("version.py", "_version.py", "__init__.py"):
         source = files.read_text(path / name) if path else None
         match = re.search(r"^__version__\s*(?::[^=]*)?=\s*['\"]([^'\"]+)['\"]", source or "", re.MULTILINE)

@@ -1,9 +1,9 @@
-"""Where a worker's `import` would find a package, which distributions are there and of which commits.
+"""The places where a worker's `import` finds packages, and the distributions there with their commits.
 
-Read from files: nothing is imported or run.
+All of it is read from files; nothing is imported or run.
 
-The view is that of a worker, which is started as `python -m bundle`: the current directory comes first,
-although the command that asks may be a console script, whose own first entry is its directory of scripts.
+The view is that of a worker, which is started as `python -m bundle`: the current directory comes first. The
+command that asks may be a console script, whose own first entry is its directory of scripts.
 """
 
 import ast
@@ -35,13 +35,13 @@ class PathEntry(NamedTuple):
 
 
 class EditableInstall(NamedTuple):
-    """What the finder of an editable install knows: packages and namespaces by name, and where they lie."""
+    """The packages and namespaces that the finder of an editable install knows, with their directories."""
 
     mapping: Mapping[str, str]
     namespaces: Mapping[str, tuple[str, ...]]
 
     def find_path(self, name: str) -> str | None:
-        """The directory or file of a package of this install, or of one inside it; None where it has none."""
+        """Return the path of a package of this install, or of a module in it; None where it has none."""
         for package, path in self.mapping.items():
             if name == package:
                 return path
@@ -63,14 +63,14 @@ class SearchPath(NamedTuple):
     )
 
     def list_directories(self) -> tuple[Path, ...]:
-        """The directories alone, in order."""
+        """Return the directories alone, in order."""
         return tuple(entry.path for entry in self.entries)
 
     def find(self, name: str, parent: "Location | None" = None) -> "Location | None":
-        """Where importing `name`, in the package at `parent`, would find it, by Python's own finders.
+        """Return where importing `name`, in the package at `parent`, finds it, by Python's own finders.
 
-        Of the finders that are installed in this interpreter only those of editable installs are asked: any
-        other may do more than look.
+        Among the finders that are installed in this interpreter, only those of editable installs are asked:
+        any other may do more than look.
         """
         # By its last part: a namespace would look for its parent among the modules that were imported.
         search_locations = self.raw_entries if parent is None else parent.paths
@@ -91,7 +91,7 @@ class SearchPath(NamedTuple):
         return Location(directories if regular else (*directories, *shared), regular, archive)
 
     def list_entries(self, location: "Location | None") -> list[PathEntry]:
-        """The directories of a package, in the order that they are searched; none for what lies in a zip."""
+        """Return the directories of a package, in the order of the search; none for a package in a zip."""
         origins = {entry.path: entry.origin for entry in self.entries}
         paths = map(Path, location.paths if location else ())
         return [
@@ -102,7 +102,7 @@ class SearchPath(NamedTuple):
 
 
 def parse_literals(source: str | None) -> dict[str, Any]:
-    """The literals that a module's text gives to names of its own; none where it cannot be read."""
+    """Return the literals that a module's text assigns to its names; none where the text cannot be read."""
     values: dict[str, Any] = {}
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.parse(source or "").body:
@@ -123,18 +123,18 @@ class Location(NamedTuple):
 
 
 def build_worker_path() -> SearchPath:
-    """The search path of a worker started from this directory with this interpreter and environment."""
+    """Return the search path of a worker that is started here with this interpreter and environment."""
     paths = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]]  # noqa: PTH109 - as sys.path has it
     return build_search_path(paths, os.environ.get("PYTHONPATH", ""), Path.cwd())
 
 
 def build_process_path() -> SearchPath:
-    """The search path of this very process, as it stands now: for whoever is no worker of ours."""
+    """Return the present search path of this process, for a process that is not a worker of ours."""
     return build_search_path(sys.path, os.environ.get("PYTHONPATH", ""), Path.cwd())
 
 
 def build_search_path(paths: Sequence[str], python_path: str, cwd: Path) -> SearchPath:
-    """The search path whose entries are `paths` ("" is `cwd`), each with its origin, as they are by now."""
+    """Return the search path whose entries are `paths` ("" is `cwd`), each with its origin, as of now."""
     PathFinder.invalidate_caches()
     names = dict.fromkeys(path if path.startswith(EDITABLE_PREFIX) else str(cwd / path) for path in paths)
     directories = [Path(name) for name in names if not name.startswith(EDITABLE_PREFIX)]
@@ -153,7 +153,7 @@ def build_search_path(paths: Sequence[str], python_path: str, cwd: Path) -> Sear
 
 
 def read_pth_entries(directories: Iterable[Path]) -> dict[Path, str]:
-    """The directories that .pth files of these directories name, with the file's name."""
+    """Return the directories that the .pth files of these directories name, each with the file's name."""
     added: dict[Path, str] = {}
     for directory in filter(files.is_directory, directories):
         for file in sorted(directory.glob("*.pth")):
@@ -164,7 +164,7 @@ def read_pth_entries(directories: Iterable[Path]) -> dict[Path, str]:
 
 
 class Distribution(NamedTuple):
-    """What one dist-info (or egg-info) directory says."""
+    """The contents of one dist-info (or egg-info) directory."""
 
     name: str
     version: str
@@ -172,9 +172,9 @@ class Distribution(NamedTuple):
 
 
 def find_distributions(paths: Iterable[Path]) -> dict[str, Path]:
-    """The dist-info directory of every distribution on `paths`, by normalised name: the first one wins.
+    """Return the dist-info directory of every distribution on `paths`, by normalised name; the first wins.
 
-    By their names alone: `importlib.metadata.distributions` opens what lies in them, where a pipe has no end.
+    Only names are read: `importlib.metadata.distributions` opens the contents, where a pipe has no end.
     """
     directories: dict[str, Path] = {}
     for path in paths:
@@ -191,10 +191,10 @@ def find_distributions(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def read_distribution(directory: Path | None) -> Distribution | None:
-    """What a dist-info directory says; None when it names no version.
+    """Return the contents of a dist-info directory; None when it names no version.
 
-    By the headers alone, which a long description follows; and not by `importlib.metadata.version`: MindSpeed
-    replaces that function, and then it answers for packages that are not installed.
+    Only the headers are read, because a long description follows them. `importlib.metadata.version` is not
+    used: MindSpeed replaces that function, and then it answers for packages that are not installed.
     """
     if directory is None:
         return None
@@ -209,7 +209,7 @@ def read_distribution(directory: Path | None) -> Distribution | None:
 
 
 def _parse_direct_url_commit(record: str | None) -> str | None:
-    """What a PEP 610 direct_url.json says; somebody's broken record is as good as none."""
+    """Return the commit in a PEP 610 direct_url.json; None for a broken record."""
     try:
         commit = json.loads(record or "{}")["vcs_info"]["commit_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -218,9 +218,9 @@ def _parse_direct_url_commit(record: str | None) -> str | None:
 
 
 def read_commit(directory: Path) -> str | None:
-    """The full hash that HEAD of the checkout rooted exactly at `directory` names, or None.
+    """Return the full hash that HEAD of the checkout rooted exactly at `directory` names, or None.
 
-    Read from its git directory without running git: the tree may be anybody's.
+    It is read from the git directory without running git, because the tree may be untrusted.
     """
     git = _find_git_directory(directory / ".git")
     if git is None:
@@ -232,12 +232,12 @@ def read_commit(directory: Path) -> str | None:
 
 
 def find_enclosing_commit(package: Path) -> str | None:
-    """The commit of the checkout that an import package stands in, at its root or one directory below."""
+    """Return the commit of the checkout whose root is the import package's parent or that one's parent."""
     return read_commit(package.parent) or read_commit(package.parent.parent)
 
 
 def _find_git_directory(path: Path) -> Path | None:
-    """The directory itself, or the one that a worktree's or submodule's `.git` file points at."""
+    """Return the directory itself, or the one that a worktree's or submodule's `.git` file points at."""
     if files.is_directory(path):
         return path
     pointer = _read_first_line(path)
