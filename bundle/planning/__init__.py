@@ -1,4 +1,4 @@
-"""All that will happen, before it happens: layout, memory, patches, environment, and what is against it."""
+"""The plan of a job before it runs: layout, memory, patches, environment, and the problems that stop it."""
 
 from bundle.planning.output import to_json, to_text
 from bundle.planning.plan import MegatronVersion, Plan, assemble_plan, build_plan

@@ -1,9 +1,9 @@
 """Activations: bytes that a rank has saved for backward, over its chunks and the micro-batches in flight.
 
-Counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomputation in Large Transformer
-Models", 2022, section 4), for the layers that are really built: from what one operation saves of a token
-(`SavedForBackward`) to one layer, recomputed modules taken out (`LayerBytes`), to a stage
-(`estimate_activations`).
+They are counted tensor by tensor as Korthikanti et al. do ("Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4), for the layers that are really built. `SavedForBackward` counts what
+one operation saves of a token. `LayerBytes` counts one layer without its recomputed modules.
+`estimate_activations` counts a stage.
 """
 
 from itertools import chain
@@ -20,7 +20,7 @@ from bundle.recipe.recipe import VisionSection as VisionSection
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
-# Before it MTP layers are never computed again.
+# Earlier releases never recompute MTP layers.
 MTP_RECOMPUTATION = SourcePredicate("transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14")
 ID_BYTES = 8  # bytes of a token's id, and of an expert's number
 DELTA_NET_CHUNK = 64  # rows that a gated delta net takes at once
@@ -29,9 +29,9 @@ DELTA_NET_CHUNK = 64  # rows that a gated delta net takes at once
 class ActivationBytes(NamedTuple):
     """Bytes of one rank of a stage.
 
-    `microbatch_bytes`: what one leaves in all chunks together. `saved`: all that waits for its backward pass,
-    at most `in_flight` micro-batches of each chunk. `transient`: what comes on top for a moment, the logits
-    of the loss or one unit of full recomputation, whichever is more.
+    `microbatch_bytes`: the bytes that one micro-batch leaves in all chunks together. `saved`: all bytes that
+    wait for their backward pass, at most `in_flight` micro-batches of each chunk. `transient`: the bytes that
+    are added for a moment: the logits of the loss or one unit of full recomputation, whichever is more.
     """
 
     microbatch_bytes: int
@@ -41,17 +41,17 @@ class ActivationBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The most that is there at once."""
+        """The largest number of bytes at one moment."""
         return self.saved + self.transient
 
 
 class SavedForBackward(NamedTuple):
-    """What the operations of one family of layers save of one token, in bytes.
+    """The bytes that the operations of one family of layers save of one token.
 
     `element_bytes` is the bytes of an element in the model's arithmetic. Torch's own operations: read off the
     tensors that autograd saves (torch.autograd.graph.saved_tensors_hooks). Fused kernels: memory allocated by
     a forward pass of Transformer Engine's layers on an H200, within 1 % of these. The input of a matrix
-    product is not in here: every family saves it, and what stands before decides its width.
+    product is not included: every family saves it, and the operation before it decides its width.
     """
 
     element_bytes: int
@@ -62,15 +62,19 @@ class SavedForBackward(NamedTuple):
     is_frozen: bool = False  # weights, of norms too, beside adapters
 
     def count_norm_bytes(self, width: int) -> int:
-        """An RMS norm: fused, the input as it is; else the input in fp32, and normalised for the weight."""
+        """Return the bytes of an RMS norm.
+
+        Fused, it saves its input as it is; else the input in fp32, and the normalised input for the weight.
+        """
         return (
             width * self.element_bytes + FP32 if self.is_fused else (2 - self.is_frozen) * width * FP32 + FP32
         )
 
     def count_gate_bytes(self, width: int) -> int:
-        """silu(a) * b of two halves of `width`: fused, the halves alone; else silu(a) too, and b shifted.
+        """Return the bytes of silu(a) * b, whose two halves are `width` wide.
 
-        Clamped: the halves before and behind that, and unfused a sigmoid, its product and b shifted.
+        Fused, it saves the halves alone; else silu(a) too, and b where it is shifted. A clamped gate saves
+        the halves before and after the clamp; unfused it also saves a sigmoid, its product and the shifted b.
         """
         if self.has_clamped_gate:
             return (4 if self.is_fused else 7) * width * self.element_bytes
@@ -78,32 +82,34 @@ class SavedForBackward(NamedTuple):
         return (2 if self.is_fused else unfused) * width * self.element_bytes
 
     def count_weighting_bytes(self, width: int) -> int:
-        """The product with a router weight: part of the gate where that is fused."""
+        """Return the bytes of the product with a router weight, a part of the gate where that is fused."""
         return FP32 if self.is_fused else width * self.element_bytes
 
     def count_attention_bytes(self, heads: int, groups: int, width: int, value_width: int, cp: int) -> int:
-        """Queries, keys, values and a logarithm for each head; the output belongs to the projection after it.
+        """Return the bytes of queries, keys, values and a logarithm for each head.
 
-        Unfused it is torch's cpu kernel: fp32, one width, a key head for each query head, an output of its
-        own, and the keys and values of all `cp` ranks that share a sequence.
+        The output belongs to the projection after it. Unfused attention is torch's cpu kernel: it saves fp32,
+        one width, a key head for each query head and an output of its own. It also saves the keys and values
+        of all `cp` ranks that share a sequence.
         """
         if self.is_fused:
             return (heads * width + groups * (width + value_width)) * self.element_bytes + heads * FP32
         return heads * ((2 + 2 * cp) * max(width, value_width) + 1) * FP32
 
     def count_mask_bytes(self, rows: int, cp: int) -> int:
-        """The masks of a sequence of which this rank has two chunks, `rows` in all: unfused, in fp32.
+        """Return the bytes of the masks of a sequence, which unfused attention saves in fp32.
 
-        Chunk c of 2·cp sees the c + 1 chunks that end with it; a rank has one from each end.
+        This rank has two chunks of the sequence, with `rows` rows together. Chunk c of 2·cp sees the c + 1
+        chunks that end with it; a rank has one chunk from each end.
         """
         if self.has_sinks and not self.is_fused and cp == 1:
             return rows**2 * FP32
         return 0 if self.is_fused or cp == 1 else (rows // 2) ** 2 * (2 * cp + 1) * FP32
 
     def count_recomputed_attention_bytes(self, heads: int, width: int, value_width: int, cp: int) -> int:
-        """The same where queries, keys and values are discarded after it and computed again.
+        """Return the bytes of attention whose queries, keys and values are discarded after it and recomputed.
 
-        Unfused only what was not copied can be: queries and keys of a model in fp32.
+        Unfused, only tensors that were not copied can be discarded: queries and keys of a model in fp32.
         """
         if self.is_fused:
             return heads * FP32
@@ -112,9 +118,9 @@ class SavedForBackward(NamedTuple):
 
 
 class LayerBytes:
-    """Counts layers for one recipe; experts are taken to be chosen evenly.
+    """Counts layers for one recipe; experts are assumed to be chosen evenly.
 
-    `tokens` are those of this rank's micro-batch, `stream_tokens` the ones of them that it holds between the
+    `tokens` are those of this rank's micro-batch. `stream_tokens` are those that the rank holds between the
     tensor parallel regions: fewer with sequence parallelism.
     """
 
@@ -148,13 +154,13 @@ class LayerBytes:
         self.recomputed_modules = frozenset(
             recompute.modules if recompute is not None and not self.full_recompute else ()
         )
-        # By blocks no release does it.
+        # No release recomputes MTP layers by blocks.
         self.recomputes_mtp = bool(
             self.full_recompute and self.full_recompute.method == "uniform" and code.has(MTP_RECOMPUTATION)
         )
 
     def list_layer_bytes(self, chunk: ModelChunk) -> list[int]:
-        """The decoder layers of a chunk, one by one."""
+        """Return the bytes of each decoder layer of a chunk."""
         a = self.recipe.architecture
         nets = a.delta_net.layers if a.delta_net else (0,) * a.num_layers
         return [
@@ -163,7 +169,7 @@ class LayerBytes:
         ]
 
     def count_layer_bytes(self, has_experts: bool, delta_net: DeltaNet | None = None) -> int:
-        """One layer, dense or with experts, with attention or a gated delta net."""
+        """Return the bytes of one layer, dense or with experts, with attention or a gated delta net."""
         latent, fused = self.recipe.architecture.mla, self.traits.fused_norms
         first = self._count_norm_bytes(
             is_part_of_projection=fused and latent is None,
@@ -174,7 +180,7 @@ class LayerBytes:
         attention = self._count_latent_bytes(latent) if latent else self._count_attention_bytes()
         if delta_net is not None:
             attention = self._count_delta_net_bytes(delta_net)
-        # A router keeps its input, frozen or not; a part that is computed again, what it begins with.
+        # A router keeps its input, frozen or not; a recomputed part keeps its own input.
         rereads_input = has_experts or "mlp" in self.recomputed_modules or self._rereads_input("mlp", "fc1")
         second = self._count_norm_bytes(
             is_part_of_projection=fused and not has_experts, rereads_input=rereads_input
@@ -188,7 +194,7 @@ class LayerBytes:
         return total + (self._count_adapter_bytes(has_experts) if delta_net is None else 0)
 
     def _rereads_input(self, module: str, *matrices: str) -> bool:
-        """Whether one of a module's matrices reads its input again in backward: it is trained, or adapted.
+        """Return whether one of a module's matrices, trained or adapted, reads its input again in backward.
 
         With dropout each adapter reads an input of its own, which `_count_adapter_bytes` counts.
         """
@@ -200,7 +206,7 @@ class LayerBytes:
         )
 
     def _count_adapter_bytes(self, has_experts: bool) -> int:
-        """What adapters of a layer make of their inputs, before it is widened again."""
+        """Return the bytes of the narrow products that the adapters of a layer compute from their inputs."""
         lora, total = self.recipe.model.lora, 0
         if lora is None or self.adapted_matrices is None:
             return 0
@@ -216,8 +222,9 @@ class LayerBytes:
         return total
 
     def _count_norm_bytes(self, *, is_part_of_projection: bool, rereads_input: bool) -> int:
-        """A norm over the residual stream, and its output where what follows has to `rereads_input` it
-        again.
+        """Return the bytes of a norm over the residual stream.
+
+        The norm's output is included where the next operation has to read it again (`rereads_input`).
         """
         norm_bytes = self.stream_tokens * self.saved.count_norm_bytes(self.recipe.architecture.hidden_size)
         if "layernorm" in self.recomputed_modules and not is_part_of_projection:
@@ -272,10 +279,11 @@ class LayerBytes:
         return total + mask + self.tokens * (attention_bytes + out)
 
     def _count_delta_net_bytes(self, net: DeltaNet) -> int:
-        """A gated delta net as torch computes it, chunk by chunk, whole ones; read off like `saved`.
+        """Return the bytes of a gated delta net as torch computes it, in whole chunks; read off like `saved`.
 
-        Of a chunk each head of values has seven squares, and all smaller ones by which the first is inverted
-        row by row; the widths are those of what is convolved, of copies in fp32, and of states.
+        In each chunk every head of values has seven squares, and all smaller squares by which the first is
+        inverted row by row. The widths are those of the convolved values, of the copies in fp32, and of the
+        states.
         """
         tp, size = self.recipe.parallel.tp, self.saved.element_bytes
         keys, values = (heads // tp for heads in (net.num_key_heads, net.num_value_heads))
@@ -291,7 +299,7 @@ class LayerBytes:
         return -(-self.rows // DELTA_NET_CHUNK) * DELTA_NET_CHUNK * self.recipe.micro_batch_rows * row
 
     def _count_rotation_bytes(self, width: int) -> int:
-        """Cosines and sines for queries and for keys, of every position once."""
+        """Return the bytes of the cosines and sines for queries and for keys, of every position once."""
         return self.rows * 4 * width * self.saved.element_bytes
 
     def _count_dense_bytes(self) -> int:
@@ -302,7 +310,7 @@ class LayerBytes:
         return self._count_gate_bytes(self.tokens, a.ffn_hidden_size // self.recipe.parallel.tp, "mlp")
 
     def _keeps_output(self) -> bool:
-        """Whether attention's output stays: the projection reads it again, or the kernel itself."""
+        """Return whether attention's output stays: the projection or the kernel itself reads it again."""
         kernel = (
             self.traits.fused_kernels
             and not self.traits.keeps_scores
@@ -311,14 +319,14 @@ class LayerBytes:
         return kernel or self._rereads_input("self_attention", "proj")
 
     def _count_gate_bytes(self, rows: int, width: int, module: str) -> int:
-        """A gate and, where it is read again, the input of the product after it."""
+        """Return the bytes of a gate and, where it is read again, of the input of the product after it."""
         return rows * (
             self.saved.count_gate_bytes(width)
             + width * self.saved.element_bytes * self._rereads_input(module, "fc2")
         )
 
     def _count_expert_bytes(self) -> int:
-        """Router, dispatched tokens, experts and shared experts."""
+        """Return the bytes of the router, dispatched tokens, experts and shared experts."""
         moe, parallel = self.recipe.architecture.moe, self.recipe.parallel
         assert moe is not None
         if "moe" in self.recomputed_modules:
@@ -343,7 +351,7 @@ class LayerBytes:
 
 
 class AdaptedMatrix(NamedTuple):
-    """How many adapters a matrix has, and the columns of it that a rank has."""
+    """The number of adapters of a matrix, and the number of its columns on a rank."""
 
     pairs: int
     columns: int
@@ -351,7 +359,10 @@ class AdaptedMatrix(NamedTuple):
 
 
 def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
-    """The adapters of each matrix, by its name in a layer, where it has most; None: all is trained."""
+    """Return the adapters of each matrix by its name in a layer; None where all weights are trained.
+
+    Where layers differ, it returns the largest number of adapters.
+    """
     lora, a = recipe.model.lora, recipe.architecture
     if lora is None:
         return None
@@ -376,7 +387,7 @@ def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
 def estimate_activations(
     recipe: Recipe, layout: RankLayout, stage: int, traits: LayerTraits, code: MegatronCode
 ) -> ActivationBytes:
-    """The activations of a rank of a pipeline stage."""
+    """Return the activations of a rank of a pipeline stage."""
     layer_bytes = LayerBytes(recipe, traits, code)
     chunks = layout.stages[stage]
     in_flight_counts = count_in_flight(len(layout.stages), stage, len(chunks), layout.microbatches)
@@ -397,8 +408,9 @@ def estimate_activations(
 
 
 def count_in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """For each chunk of a stage how many micro-batches wait at most: those run before the first backward, and
-    one.
+    """Return for each chunk of a stage the largest number of micro-batches that wait for backward.
+
+    These are the micro-batches that run before the first backward pass, and one more.
 
     Source: pipeline_parallel/schedules.py, get_pp_rank_microbatches and the 1F1B schedules.
     """
@@ -410,7 +422,7 @@ def count_in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> 
 
 
 def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """What one micro-batch leaves in a chunk."""
+    """Return the bytes that one micro-batch leaves in a chunk."""
     embedding = (
         layer_bytes.tokens * ID_BYTES
         + _count_tower_bytes(layer_bytes.recipe, layer_bytes.saved.element_bytes)
@@ -425,22 +437,25 @@ def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
 
 
 def _count_chunk_output_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """What goes on to the next chunk, of the trunk and of each MTP layer: schedules hold it until backward,
-    as `deallocate_pipeline_outputs` is left off.
+    """Return the bytes of the outputs for the next chunk: of the trunk and of each MTP layer.
+
+    Schedules hold them until backward, because `deallocate_pipeline_outputs` is off.
     """
     return 0 if chunk.head else (1 + chunk.mtp_layers) * layer_bytes.stream_bytes
 
 
 def _count_frozen_embedding_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """A frozen embedding's outputs and their gradients, which stay from one micro-batch to the next one's:
-    what is asked for a gradient that nothing before it takes (`mcore.adapters.require_output_grad`).
+    """Return the bytes of a frozen embedding's outputs and of their gradients.
+
+    Both stay from one micro-batch to the next: the outputs ask for a gradient that nothing before them takes
+    (`mcore.adapters.require_output_grad`).
     """
     embedded = chunk.embedding + chunk.mtp_layers
     return 0 if layer_bytes.adapted_matrices is None else 2 * embedded * layer_bytes.stream_bytes
 
 
 def _count_decoder_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """The decoder layers, of which full recomputation keeps the inputs only."""
+    """Return the bytes of the decoder layers; full recomputation keeps only their inputs."""
     layer_sizes = layer_bytes.list_layer_bytes(chunk)
     if layer_bytes.full_recompute is None:
         return sum(layer_sizes)
@@ -451,7 +466,10 @@ def _count_decoder_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
 
 
 def _count_recomputed_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """What recomputation brings back at a time: the layers of one unit, one MTP layer, or probabilities."""
+    """Return the bytes that recomputation brings back at a time.
+
+    These are the layers of one unit, one MTP layer, or the probabilities of attention.
+    """
     if layer_bytes.full_recompute is None:
         return layer_bytes.score_bytes if "core_attn" in layer_bytes.recomputed_modules else 0
     unit = (layer_bytes.full_recompute.layers or 1) if layer_bytes.full_recompute.method == "uniform" else 1
@@ -463,14 +481,17 @@ def _count_recomputed_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
 
 
 def _count_mtp_bytes(layer_bytes: LayerBytes) -> int:
-    """What is left of one depth of multi-token prediction: ids for its embedding, the layer or its inputs."""
+    """Return the bytes that one depth of multi-token prediction leaves: ids, and the layer or its inputs.
+
+    The ids are those for its embedding.
+    """
     return layer_bytes.tokens * ID_BYTES + (
         2 * layer_bytes.stream_bytes if layer_bytes.recomputes_mtp else _count_mtp_layer_bytes(layer_bytes)
     )
 
 
 def _count_mtp_layer_bytes(layer_bytes: LayerBytes) -> int:
-    """One depth of multi-token prediction: the join of its embedding with the trunk, a layer, a norm."""
+    """Return the bytes of one MTP depth: the join of its embedding with the trunk, a layer, a norm."""
     joined = 2 * _count_norm_bytes(layer_bytes) + 2 * layer_bytes.stream_bytes * (
         layer_bytes.adapted_matrices is None
     )
@@ -482,16 +503,16 @@ def _count_mtp_layer_bytes(layer_bytes: LayerBytes) -> int:
 
 
 def _count_norm_bytes(layer_bytes: LayerBytes) -> int:
-    """The norm behind the decoder, or behind an MTP layer."""
+    """Return the bytes of the norm behind the decoder, or behind an MTP layer."""
     return layer_bytes.stream_tokens * layer_bytes.saved.count_norm_bytes(
         layer_bytes.recipe.architecture.hidden_size
     )
 
 
 def _count_loss_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """The output layer's input of each loss, and its softmax over the vocabulary, in fp32.
+    """Return the bytes of the output layer's input of each loss, and of its softmax, in fp32.
 
-    A preference's loss keeps the logits as they came.
+    The softmax is over the vocabulary. A preference's loss keeps the logits in their own type instead.
     """
     vocabulary, scored = _count_local_vocabulary(layer_bytes), chunk.head and layer_bytes.is_dpo
     logit_bytes = (
@@ -502,9 +523,9 @@ def _count_loss_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
 
 
 def _count_logit_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """The logits of every loss beside their softmax, and the fp32 copy of a fused loss.
+    """Return the bytes of every loss's logits beside the softmax, and of the fp32 copy of a fused loss.
 
-    A preference's loss has its gradient there; what it computes at a time is no more than a workspace.
+    A preference's loss has its gradient there. What it computes at a time is no more than a workspace.
     """
     if not chunk.head:
         return 0
@@ -521,10 +542,10 @@ def _count_local_vocabulary(layer_bytes: LayerBytes) -> int:
 
 
 def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:
-    """What a vision tower keeps of a micro-batch all of whose tokens stand for images; 0 without a tower.
+    """Return the bytes that a vision tower keeps of a micro-batch of images; 0 without a tower.
 
-    Every tensor-parallel and context-parallel rank of the first stage computes all images, and has its own
-    part of what is added behind the decoder's first layers.
+    All tokens of the micro-batch stand for images. Every tensor-parallel and context-parallel rank of the
+    first stage computes all images. Each has its own part of what is added behind the decoder's first layers.
     """
     vision, parallel = recipe.architecture.vision, recipe.parallel
     if vision is None:
@@ -548,10 +569,11 @@ def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:
 def count_activation_bytes_per_patch(
     vision: VisionArchitecture, element_bytes: int, training: VisionSection
 ) -> int:
-    """What a tower keeps of one patch for what is trained of it; a number has `element_bytes` bytes.
+    """Return the bytes that a tower keeps of one patch, by its trained parts.
 
-    Read off the tensors that autograd saves in transformers' towers, with torch's own operations and
-    attention. What is frozen keeps no inputs of its matrices, and nothing before what is trained.
+    A number has `element_bytes` bytes. The bytes are read off the tensors that autograd saves in
+    transformers' towers, with torch's own operations and attention. A frozen part keeps no inputs of its
+    matrices, and nothing is kept before the first trained part.
     """
     width, heads, ffn = vision.hidden_size, vision.num_attention_heads, vision.ffn_hidden_size
     has_windows = vision.family == "qwen2_5_vl"

@@ -1,4 +1,4 @@
-"""What a job needs of this machine's disks before ranks start: data, tokenizer, weights, run directory."""
+"""The checks of a job's inputs here before ranks start: data, tokenizer, weights, run directory."""
 
 import glob
 import importlib.util
@@ -24,7 +24,7 @@ _TOKENIZER_BYTES = 2**28  # published ones have some 2**25
 
 
 class InitialWeights(NamedTuple):
-    """What a model begins with, for people; "" where that cannot be loaded: then there are problems."""
+    """A description of a model's first weights; "" where they cannot be loaded and there are problems."""
 
     description: str
     problems: tuple[Problem, ...] = ()
@@ -32,7 +32,7 @@ class InitialWeights(NamedTuple):
 
 
 def inspect_weights(recipe: Recipe) -> InitialWeights:
-    """What the recipe's model begins with, by the headers of its files."""
+    """Return the description of the weights that the recipe's model begins with, by their file headers."""
     description, pretrained_weights = "", None
     problems: list[Problem] = []
     try:
@@ -51,7 +51,7 @@ def inspect_weights(recipe: Recipe) -> InitialWeights:
 
 
 def to_problems(error: UsageError, prefix: str = "") -> Iterator[Problem]:
-    """What an error says, a problem a line, each behind the same words."""
+    """Yield one problem for each line of an error, each behind the same prefix."""
     for line in (str(error).partition("\n")[0], *error.violations):
         yield to_recipe_problem(f"{prefix}{line}")
 
@@ -59,9 +59,9 @@ def to_problems(error: UsageError, prefix: str = "") -> Iterator[Problem]:
 def find_input_problems(
     recipe: Recipe, directory: Path, initial_weights: InitialWeights | None = None
 ) -> Iterator[Problem]:
-    """Everything that is not there or cannot be used; `directory` is where the run would live.
+    """Yield every input that is missing or unusable; `directory` is where the run would live.
 
-    `initial_weights` is what the model begins with, where that has been looked at before.
+    `initial_weights` is what the model begins with, where that was inspected before.
     """
     yield from find_missing_files(recipe)
     yield from (initial_weights or inspect_weights(recipe)).problems
@@ -71,7 +71,7 @@ def find_input_problems(
 
 
 def find_missing_files(recipe: Recipe) -> Iterator[Problem]:
-    """The data and the tokenizer that are not here: of another machine they may be, or are to be mounted."""
+    """Yield the problems of data and tokenizer here; another machine may have them or mount them."""
     yield from _find_data_problems(recipe)
     yield from _find_tokenizer_problems(recipe)
     yield from find_reward_problems(recipe)
@@ -79,16 +79,16 @@ def find_missing_files(recipe: Recipe) -> Iterator[Problem]:
 
 
 def find_absent_inputs(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what is wrong with the data, the tokenizer and the weights here; other machines may have them.
+    """Yield the problems of the data, the tokenizer and the weights here; other machines may have them.
 
-    A package that is not installed here says nothing of another machine.
+    A package that is not installed here is not reported, because another machine may have it.
     """
     problems = (*find_missing_files(recipe), *inspect_weights(recipe).problems)
     yield from (problem for problem in problems if problem.code is ExitCode.USAGE)
 
 
 class LocalInput(NamedTuple):
-    """What of a job's inputs is here: the key that names it, the name, and what that means."""
+    """An input of a job that is on this machine: the key that names it, its name, and its paths."""
 
     key: str
     value: str
@@ -96,7 +96,7 @@ class LocalInput(NamedTuple):
 
 
 def find_local_inputs(recipe: Recipe, origin: Path | None = None) -> Iterator[LocalInput]:
-    """The inputs of a job that are on this machine, `origin` being the checkpoint that it begins with."""
+    """Yield the inputs of a job that are on this machine; `origin` is the checkpoint that it begins with."""
     kind, _, tokenizer = recipe.data.tokenizer.partition(":")
     lora = recipe.model.lora
     named_values = (
@@ -123,7 +123,7 @@ def _is_present(path: Path) -> bool:
 
 
 def _list_data(recipe: Recipe) -> dict[str, Data]:
-    """All data that a job reads, by the key of its paths."""
+    """Return all data that a job reads, by the key of its paths."""
     sets = {f"data.validation_sets.{name}.path": name for name in recipe.data.validation_sets}
     data = {"data.path": recipe.data} | {
         key: recipe.with_validation_data(name).data for key, name in sets.items()
@@ -150,7 +150,10 @@ def _find_data_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Why there is no tokenizer, or its ids do not fit; files that say nothing of these are left to ranks."""
+    """Yield the reasons why there is no tokenizer, or why its ids do not fit.
+
+    Files that do not tell their ids are left to the ranks.
+    """
     kind, _, location = recipe.data.tokenizer.partition(":")
     vocabulary, directory = recipe.architecture.vocab_size, Path(hub.find_local_path(location))
     if kind != "hf":
@@ -171,7 +174,7 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _find_highest_id(path: Path) -> int:
-    """The highest id in a tokenizer.json, added tokens included; -1 where nothing says."""
+    """Return the highest id in a tokenizer.json, added tokens included; -1 where it tells no ids."""
     try:
         tokenizer = json.loads(files.read_content(path, _TOKENIZER_BYTES))
         vocabulary: Any = tokenizer["model"]["vocab"]
@@ -188,7 +191,7 @@ def _find_package_problems(name: str, purpose: str) -> Iterator[Problem]:
 
 
 def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Problem]:
-    """Why a directory, which need not be there yet, cannot be written to."""
+    """Yield the reason why a directory, which need not exist yet, cannot be written to."""
     try:
         existing_path = next(path for path in (directory, *directory.parents) if _exists(path))
         is_usable = existing_path.is_dir()
@@ -206,7 +209,7 @@ def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Prob
 
 
 def _exists(path: Path) -> bool:
-    """Whether something has this name, be it a link to nothing. Raises OSError or ValueError for no name."""
+    """Return whether a path exists, even as a link to nothing. Raise OSError or ValueError for a bad name."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

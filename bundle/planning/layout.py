@@ -1,7 +1,7 @@
-"""The layout of a job over its ranks: which of them form which group, and which stage holds which layers.
+"""The layout of a job over its ranks: the ranks of each group, and the layers of each stage.
 
 The order of ranks is megatron-core's default in every release from 0.12 to 0.19, tp-cp-ep-dp-pp
-(parallel_state.RankGenerator); what a stage holds says `Parallel.compute_stages`.
+(parallel_state.RankGenerator). `Parallel.compute_stages` says what a stage holds.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class ModelChunk:
 
     @property
     def has_embedding_copy(self) -> bool:
-        """Whether the chunk holds a second embedding, which its MTP layers read and the first stage owns."""
+        """True if the chunk holds a second embedding, which its MTP layers read and the first stage owns."""
         return self.mtp_layers > 0 and not self.embedding
 
 
@@ -44,18 +44,19 @@ class RankAxis:
     stride: int
 
     def list_group_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share a group with `rank`, in the group's order."""
+        """Return the ranks that share a group with `rank`, in the group's order."""
         first = rank - self.find_rank_in_group(rank) * self.stride
         return tuple(first + i * self.stride for i in range(self.size))
 
     def find_rank_in_group(self, rank: int) -> int:
-        """The place of `rank` in its group."""
+        """Return the position of `rank` in its group."""
         return rank // self.stride % self.size
 
 
 class RankLayout(NamedTuple):
-    """The layout of a job on `world` ranks. Dense tensors see tp, cp, dp and pp; experts etp, ep, expert dp
-    and pp.
+    """The layout of a job on `world` ranks.
+
+    Dense tensors see tp, cp, dp and pp; experts see etp, ep, expert dp and pp.
     """
 
     world: int
@@ -64,41 +65,41 @@ class RankLayout(NamedTuple):
     microbatches: int  # of one step, on every data-parallel rank; rounded up where the batch does not divide
 
     def find_axis(self, name: str) -> RankAxis:
-        """The axis called `name`: tp, cp, dp, pp, etp, ep or expert-dp."""
+        """Return the axis called `name`: tp, cp, dp, pp, etp, ep or expert-dp."""
         return next(axis for axis in self.axes if axis.name == name)
 
     def find_axis_size(self, name: str) -> int:
-        """The number of ranks in a group of that axis."""
+        """Return the number of ranks in a group of that axis."""
         return self.find_axis(name).size
 
     def find_chunks(self, rank: int) -> tuple[ModelChunk, ...]:
-        """The model chunks that `rank` holds."""
+        """Return the model chunks that `rank` holds."""
         return self.stages[self.find_axis("pp").find_rank_in_group(rank)]
 
     @property
     def bubble(self) -> float:
         """The pipeline bubble: the share of a step that a stage waits, 0 without stages.
 
-        (p - 1) / (m v + p - 1) of p stages, m micro-batches and v chunks a stage, by 1F1B and its interleaved
-        form (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-        Megatron-LM", 2021, section 2.2, which divides by the work alone). Chunks count as equally long, and
-        what they send as free: of uneven stages the shorter ones wait longer.
+        With p stages, m micro-batches and v chunks a stage it is (p - 1) / (m v + p - 1), by 1F1B and its
+        interleaved form. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+        Clusters Using Megatron-LM", 2021, section 2.2, which divides by the work alone. Chunks count as
+        equally long, and transfers as free. With uneven stages the shorter ones wait longer.
         """
         waits, chunks = self.find_axis_size("pp") - 1, len(self.stages[0])
         return waits / (self.microbatches * chunks + waits)
 
     def iterate_chunks(self) -> Iterator[ModelChunk]:
-        """The chunks of every stage."""
+        """Return an iterator over the chunks of every stage."""
         return (chunk for chunks in self.stages for chunk in chunks)
 
 
 def can_lay_out(recipe: Recipe, world: int) -> bool:
-    """Whether `world` ranks have a layout, be it one that the batch does not divide by."""
+    """Return whether `world` ranks have a layout, even if the batch does not divide by it."""
     return world <= MOST_RANKS and recipe.parallel.fits(world)
 
 
 def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:
-    """The layout of a recipe on `world` ranks. Raises UsageError with every reason why there is none."""
+    """Return the layout of a recipe on `world` ranks. Raise UsageError with every reason against it."""
     parallel = recipe.parallel
     if not can_lay_out(recipe, world):
         raise UsageError(
@@ -118,7 +119,7 @@ def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:
 
 
 def build_single_chunk(architecture: Architecture) -> ModelChunk:
-    """All of a model as one chunk."""
+    """Return one chunk with all of a model."""
     contents = ChunkContents(architecture.num_layers, True, architecture.mtp_layers, True)
     ((chunk,),) = _build_stages(architecture, ((contents,),))
     return chunk
@@ -135,7 +136,10 @@ def _build_axes(*sizes: tuple[str, int]) -> list[RankAxis]:
 def _build_stages(
     architecture: Architecture, stages: tuple[tuple[ChunkContents, ...], ...]
 ) -> tuple[tuple[ModelChunk, ...], ...]:
-    """The chunks of each stage: layers are numbered round by round, a round being a chunk of each stage."""
+    """Return the chunks of each stage.
+
+    Layers are numbered round by round; a round has one chunk of each stage.
+    """
     layer_counts = [contents.layers for chunks in zip(*stages, strict=True) for contents in chunks]
     starts = [0, *itertools.accumulate(layer_counts)]
     depth = architecture.mtp_layers

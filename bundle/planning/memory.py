@@ -1,14 +1,16 @@
-"""The memory estimate: bytes of weights, gradients and optimizer state on every rank, as megatron-core
-allocates them, and with the activations beside them whether a device has as much.
+"""The memory estimate: bytes of weights, gradients, optimizer state and activations on every rank.
 
-Megatron's data-parallel wrapper lays parameters in one contiguous buffer and gradients in another, both
-whole on every data-parallel rank; the distributed optimizer divides the rest: with bf16 an fp32 copy of the
+The bytes are those that megatron-core allocates. The activations are added to see whether a device has as
+much.
+
+Megatron's data-parallel wrapper lays parameters in one contiguous buffer and gradients in another, both whole
+on every data-parallel rank. The distributed optimizer divides the rest: with bf16 an fp32 copy of the
 weights, and Adam's two moments in fp32 (DistributedOptimizer._build_model_and_main_param_groups). Without it
-every rank has all of that, and nothing is padded. A precision-aware one keeps what the recipe says; what is
-offloaded is on the host, where its gradient is copied to as well (HybridDeviceOptimizer).
+every rank has all of that, and nothing is padded. A precision-aware optimizer keeps the types of the recipe.
+An offloaded part is on the host, where its gradient is copied to as well (HybridDeviceOptimizer).
 
-A buffer with it: parameters go in from the last to the first, each at a multiple of 64 elements; a bucket
-ends at a multiple of lcm(ranks, 128), so that every rank's part is equal and aligned
+A buffer with the distributed optimizer: parameters go in from the last to the first, each at a multiple of 64
+elements. A bucket ends at a multiple of lcm(ranks, 128), and every rank's part is equal and aligned
 (_ParamAndGradBuffer.__init__ in 0.12 to 0.17, DistributedOptimizer._compute_per_buffer_param_layout from
 0.18).
 """
@@ -49,10 +51,11 @@ MOST_TOKENS = 32768
 
 
 class StateBytes(NamedTuple):
-    """Bytes of one rank. `moments` of any optimizer; `counters` are the step counts of torch's own Adam;
-    `quantized` the copies that FP8 products keep of their weights.
+    """Bytes of one rank.
 
-    `host` is what an offloaded optimizer has there; all else is on the device.
+    `moments` are those of any optimizer; `counters` are the step counts of torch's own Adam; `quantized` are
+    the copies that FP8 products keep of their weights. `host` is the part of an offloaded optimizer on the
+    host; all else is on the device.
     """
 
     parameters: int = 0
@@ -65,12 +68,12 @@ class StateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """All bytes on the device."""
         return sum(self) - self.host
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of the rank of a pipeline stage that needs most."""
+    """Bytes of the rank of a pipeline stage that needs the most."""
 
     stage: int
     states: StateBytes
@@ -96,7 +99,7 @@ class MemoryEstimate(NamedTuple):
 def estimate_memory(
     recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode
 ) -> tuple[MemoryEstimate, ...]:
-    """The estimate of every pipeline stage."""
+    """Return the estimate of every pipeline stage."""
     buffers = StateBuffers.from_recipe(recipe, layout, traits, code)
     rollout = estimate_rollout(recipe, layout.world) if recipe.rl is not None else RolloutBytes()
     return tuple(
@@ -111,7 +114,7 @@ def estimate_memory(
 
 
 def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValue[int]) -> str | None:
-    """A warning where the job fits by numbers but leaves little for what is not counted."""
+    """Return a warning where the job fits by numbers but leaves little for what is not counted."""
     worst = max((estimate.total for estimate in stages), default=0)
     if device.value is None or not device.value * (1 - HEADROOM) < worst <= device.value:
         return None
@@ -158,9 +161,7 @@ class BufferSpan(NamedTuple):
 
 
 class ParameterBuffer(NamedTuple):
-    """One buffer of one model chunk, whose every bucket is divided equally between `ranks` data-parallel
-    ranks.
-    """
+    """One buffer of one model chunk; each bucket is divided equally between `ranks` data-parallel ranks."""
 
     ranks: int
     spans: tuple[BufferSpan, ...]
@@ -175,10 +176,10 @@ class ParameterBuffer(NamedTuple):
         *,
         is_divided: bool = True,
     ) -> Self:
-        """The buffer of these parameters (in registration order); `bucket_size` None: all in one bucket.
+        """Return the buffer of these parameters, in registration order; `bucket_size` None: one bucket.
 
         A bucket closes once it holds `bucket_size` elements. An embedding that two stages share has a bucket
-        of its own. Only what is `is_divided` between ranks is padded.
+        of its own. Only a buffer that is divided between ranks (`is_divided`) is padded.
         """
         multiple, start_multiple = (
             (math.lcm(ranks, BUCKET_MULTIPLE), PARAMETER_MULTIPLE) if is_divided else (1, 1)
@@ -211,9 +212,10 @@ class ParameterBuffer(NamedTuple):
         return self.buckets[-1][1] if self.buckets else 0
 
     def find_share_changes(self) -> Iterator[tuple[int, int, int]]:
-        """What a rank keeps optimizer state for beyond the rank before it: (rank, elements, tensors).
+        """Yield where the part of a rank differs from that of the rank before it: (rank, elements, tensors).
 
-        Nothing is counted rank by rank: between the ends of a tensor all keep alike, however many they are.
+        The part is what the rank keeps optimizer state for. Ranks are not counted one by one: between the
+        ends of a tensor all keep the same, however many they are.
         """
         bucket = 0
         for span in self.spans:
@@ -232,7 +234,7 @@ class ParameterBuffer(NamedTuple):
 
 
 class StateBuffers(NamedTuple):
-    """The buffers of every stage, from which any rank's bytes follow."""
+    """The buffers of every stage, which determine the bytes of every rank."""
 
     layout: RankLayout
     stages: tuple[tuple[tuple[ParameterBuffer, ParameterBuffer], ...], ...]  # stage, chunk, (dense, expert)
@@ -244,7 +246,7 @@ class StateBuffers(NamedTuple):
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode) -> Self:
-        """The buffers of a recipe on this code of megatron-core, with a backend's layers."""
+        """Return the buffers of a recipe for this code of megatron-core, with a backend's layers."""
         stages = tuple(
             tuple(_build_buffers(recipe, layout, chunk, traits, code) for chunk in chunks)
             for chunks in layout.stages
@@ -264,23 +266,23 @@ class StateBuffers(NamedTuple):
         )
 
     def compute_rank_bytes(self, rank: int) -> StateBytes:
-        """The bytes of one rank."""
+        """Return the bytes of one rank."""
         pp = self.layout.find_axis("pp")
         stage, rank_in_stage = pp.find_rank_in_group(rank), rank % pp.stride
         *_, sizes = (sizes for first, *sizes in self._list_shares(stage) if first <= rank_in_stage)
         return self._compute_bytes(stage, *sizes)
 
     def compute_largest_bytes(self, stage: int) -> StateBytes:
-        """The bytes of the rank of a stage that needs most: the padding falls on the others."""
+        """Return the bytes of the rank of a stage that needs the most: the padding falls on the others."""
         candidates = (self._compute_bytes(stage, *sizes) for _, *sizes in self._list_shares(stage))
         return max(candidates, key=lambda states: states.total)
 
     def _count_elements(self, stage: int) -> int:
-        """The sizes of a stage's buffers together, padding included."""
+        """Return the sum of the sizes of a stage's buffers, padding included."""
         return sum(buffer.elements for buffers in self.stages[stage] for buffer in buffers)
 
     def _list_shares(self, stage: int) -> list[tuple[int, int, int]]:
-        """(rank, elements, tensors) that ranks of a stage keep optimizer state for, from that rank on."""
+        """Return (rank, elements, tensors) of optimizer state that a stage's ranks keep from that rank on."""
         if not self.optimizer.use_distributed_optimizer:
             spans = [span for buffers in self.stages[stage] for buffer in buffers for span in buffer.spans]
             return [(0, sum(span.parameter.elements for span in spans), len(spans))]
@@ -321,7 +323,7 @@ class StateBuffers(NamedTuple):
 
 
 def _count_frozen_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
-    """The elements of a chunk's weights that have no gradient."""
+    """Return the number of elements of a chunk's weights without a gradient."""
     chunk_arguments = recipe.architecture, recipe.parallel, chunk, traits
     learning = {parameter.name for parameter in list_trained_parameters(*chunk_arguments, recipe.model)}
     return sum(
@@ -332,7 +334,7 @@ def _count_frozen_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTrait
 
 
 def _count_fp8_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) -> int:
-    """The elements of a chunk's weights that FP8 products take; 0 without any."""
+    """Return the number of elements of a chunk's weights that FP8 products take; 0 without FP8."""
     if recipe.model.fp8 is None:
         return 0
     chunk_parameters = list_parameters(recipe.architecture, recipe.parallel, chunk, traits)
@@ -342,7 +344,7 @@ def _count_fp8_elements(recipe: Recipe, chunk: ModelChunk, traits: LayerTraits) 
 def _build_buffers(
     recipe: Recipe, layout: RankLayout, chunk: ModelChunk, traits: LayerTraits, code: MegatronCode
 ) -> tuple[ParameterBuffer, ParameterBuffer]:
-    """(dense, expert) buffers of one chunk; either may be empty."""
+    """Return the (dense, expert) buffers of one chunk; either may be empty."""
     parallel, ranks = recipe.parallel, layout.find_axis_size("dp") * layout.find_axis_size("cp")
     has_etp_groups = recipe.model.lora is not None or code.has(
         EXPERT_GROUPS_BY_ETP
@@ -362,9 +364,10 @@ def _build_buffers(
 
 
 def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -> int | None:
-    """Elements of a bucket: only the first chunk of the first stage has several, and only with overlap.
+    """Return the number of elements of a bucket; None: one bucket.
 
-    Elsewhere the pipeline hides the reduction anyway (DistributedDataParallel.__init__).
+    Only the first chunk of the first stage has several buckets, and only with overlap. Elsewhere the pipeline
+    hides the reduction (DistributedDataParallel.__init__).
     """
     options = recipe.distributed
     if not options.overlap_grad_reduce or chunk.stage > 0 or chunk.index > 0:
@@ -373,10 +376,10 @@ def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -
 
 
 def splits_shared_embedding(parameters: Sequence[Parameter], ranks: int) -> bool:
-    """Whether megatron-core with that defect lays the shared embedding across a boundary of buckets.
+    """Return whether a defect of megatron-core puts the shared embedding across a boundary of buckets.
 
-    There the bucket in front is closed at a multiple of lcm(ranks, 128), but the embedding still starts where
-    the parameters ended, if that is a multiple of `ranks` (param_and_grad_buffer.py; mended in 0.13.0).
+    The bucket in front is closed at a multiple of lcm(ranks, 128). The embedding still starts where the
+    parameters ended, if that is a multiple of `ranks` (param_and_grad_buffer.py; mended in 0.13.0).
     """
     start = 0
     for parameter in reversed(parameters):

@@ -1,4 +1,4 @@
-"""A plan as it is shown: JSON values for programs, text for people."""
+"""A plan as JSON values for programs and as text for people."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LABEL_WIDTH = 13
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan, but for the commands that run it."""
+    """Return the plan as JSON values, without the commands that run it."""
     return {
         "schema": SCHEMA,
         "recipe": plan.recipe.dump(),
@@ -73,7 +73,7 @@ def _build_axes_json(layout: RankLayout) -> dict[str, Any]:
 
 
 def _build_balancing_json(recipe: Recipe) -> dict[str, Any] | None:
-    """How experts are balanced; None where there are none."""
+    """Return the settings that balance experts; None where the model has none."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
         return None
@@ -86,7 +86,7 @@ def _build_balancing_json(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _pair_stages(plan: Plan) -> Iterator[tuple[tuple[ModelChunk, ...], MemoryEstimate]]:
-    """What each pipeline stage holds, and its memory."""
+    """Return the chunks of each pipeline stage with its memory."""
     return zip(plan.layout.stages if plan.layout else (), plan.memory, strict=True)
 
 
@@ -110,7 +110,7 @@ def _build_stage_json(chunks: tuple[ModelChunk, ...], memory: MemoryEstimate) ->
 
 
 def to_text(plan: Plan, run_command: str, start_text: str) -> str:
-    """The plan in sections; the problems come last, where they are read."""
+    """Return the plan in sections; the problems come last, where they are read."""
     sections: list[tuple[str, list[str]]] = [
         ("job", [f"{plan.recipe.name}: {plan.recipe.task} on {plan.hardware.backend}"]),
         ("model", [_format_model(plan.size)]),
@@ -157,7 +157,7 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
 
 
 def _format_validation(recipe: Recipe) -> str:
-    """What is evaluated on."""
+    """Return the text about the data of validation."""
     share, named = recipe.data.validation, ", ".join(recipe.data.validation_sets)
     held_out = (
         f"{100 * share:g} % of the data is held out (data.validation)" if share else "no data is held out"
@@ -207,7 +207,7 @@ def _format_model(size: ModelSize) -> str:
 
 
 def _format_step(plan: Plan) -> str:
-    """Tokens and work of a step, and how long it takes at least where that can be said."""
+    """Return the tokens and FLOPs of a step, and its shortest time where the device's peak is known."""
     work = f"up to {plan.step_tokens:,} tokens, {_format_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
     work += " beside the vision tower's" if plan.recipe.architecture.vision else ""
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
@@ -224,7 +224,7 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
 
 
 def _format_training_length(plan: Plan) -> str:
-    """How long the job is, as far as that is known before its data is read."""
+    """Return the length of the job, as far as it is known before its data is read."""
     train = plan.recipe.train
     if train.epochs is not None:
         return f"{train.epochs:g} epochs: `check` tokenises the data, and then says how many steps they are"
@@ -252,19 +252,19 @@ def build_settings_json(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def format_settings(recipe: Recipe) -> list[str]:
-    """Return the same for people, a line for each."""
+    """Return the settings of a recipe for people, a line for each."""
     settings = list(list_settings(recipe.dump(), recipe.origins))
     width = max(len(setting.key) for setting in settings)
     return [f"{item.key:<{width}}  {_format_value(item.value)}  ({item.origin})" for item in settings]
 
 
 def _format_value(value: Any) -> str:
-    """Return a value as a recipe has it."""
+    """Return a value in the form of a recipe."""
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
 
 
 def _format_exports(plan: Plan) -> Iterator[str]:
-    """What the run writes for others, if anything."""
+    """Yield the text about the exports of the run, if there are any."""
     checkpoint, train = plan.recipe.checkpoint, plan.recipe.train
     if checkpoint.export is None:
         return
@@ -282,7 +282,7 @@ def _format_exports(plan: Plan) -> Iterator[str]:
 
 
 def format_disk(disk: DiskUsage, directory: Path) -> str:
-    """What a run leaves on the disk where it lives, and whether that has the room."""
+    """Return the text about the disk that a run needs, and whether its file system has the room."""
     needed = f"{format_bytes(disk.checkpoints)} of checkpoints, {format_bytes(disk.checkpoint)} each"
     if disk.exports:
         needed += f", {format_bytes(disk.exports)} of exports"
@@ -297,7 +297,7 @@ def format_disk(disk: DiskUsage, directory: Path) -> str:
 
 
 def _format_decimal(amount: float, prefixes: str) -> str:
-    """A number for people, by thousands: 30.5 B, 12.0 T; the prefix stands last."""
+    """Return a number for people, by thousands: 30.5 B, 12.0 T; the prefix stands last."""
     power = 0
     while amount >= 999.95 and power < len(prefixes):
         amount, power = amount / 1000, power + 1
@@ -323,7 +323,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
 
 
 def _format_experts(recipe: Recipe) -> Iterator[str]:
-    """How experts are balanced, where there are any."""
+    """Yield how experts are balanced, where the model has any."""
     moe, chosen = recipe.architecture.moe, recipe.model.moe
     if moe is None:
         return
@@ -356,7 +356,7 @@ def _format_chunk(chunk: ModelChunk) -> str:
 
 
 def _format_memory(plan: Plan) -> Iterator[str]:
-    """One line per stage: what its fullest rank needs."""
+    """Yield one line per stage with the memory of its fullest rank."""
     for stage in plan.memory:
         states, activations = stage.states, stage.activations
         parts = [

@@ -1,4 +1,4 @@
-"""The plan: everything that a job will be on a machine with a megatron-core, and every reason against it."""
+"""The plan of a job on a machine with a megatron-core, and every problem that stops it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,7 +63,7 @@ class MegatronVersion(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All that will happen. `layout` is None, and `memory` empty, where the ranks cannot be laid out."""
+    """Everything that is decided about a job; `layout` is None, and `memory` empty, without a layout."""
 
     recipe: Recipe
     hardware: Hardware
@@ -90,18 +90,18 @@ class Plan(NamedTuple):
 
     @property
     def exit_code(self) -> ExitCode:
-        """What a command that was asked to run this should end with."""
+        """The exit code of a command that was asked to run this plan."""
         codes = {problem.code for problem in self.problems}
         return next((code for code in _CODE_ORDER if code in codes), ExitCode.OK)
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens that a step can train on: samples may be shorter, and packs not full."""
+        """The largest number of tokens of a step: samples may be shorter, and packs may not be full."""
         return self.recipe.train.global_batch_size * self.recipe.data.sequence_length
 
     @property
     def step_flops(self) -> int:
-        """FLOPs of such a step, if every sample is one sequence (see `ModelSize`)."""
+        """FLOPs of a step with `step_tokens` tokens, if every sample is one sequence (see `ModelSize`)."""
         sample_flops = self.size.count_training_flops([self.recipe.data.sequence_length])
         return self.recipe.train.global_batch_size * sample_flops
 
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
 
     @property
     def export_bytes(self) -> int:
-        """Bytes of one export at most; 0 where none is asked for."""
+        """Bytes of one export at most; 0 where the recipe has no export."""
         return self.size.count_export_bytes(self.recipe.model.dtype, self.recipe.checkpoint.export)
 
     @property
@@ -122,26 +122,26 @@ class Plan(NamedTuple):
 
     @property
     def patch_plan(self) -> "PatchPlan":
-        """What will be patched in the target, of which there must be a tree. Raises PatchError."""
-        # Who only asks for a plan does not read megatron's sources: that takes as long as all the rest.
+        """The patches of the target, which must have a source tree. Raise PatchError without one."""
+        # A plan alone does not read megatron's sources: that takes as long as all the rest.
         from bundle.patches.plan import build_patch_plan
 
         return build_patch_plan(self.patches)
 
     def refuse(self) -> None:
-        """Raises what `refuse` does."""
+        """Raise the error of the gravest problem; see the function `refuse`."""
         refuse(self.recipe, self.problems)
 
 
 def refuse(recipe: Recipe, problems: Sequence[Problem]) -> None:
-    """Raises the gravest problem's error with all problems in it; does nothing when there is none."""
+    """Raise the gravest problem's error with all problems in it; do nothing where there is none."""
     for code, error in _ERROR_BY_CODE.items():
         if any(problem.code is code for problem in problems):
             raise error(f"recipe {recipe.name} cannot run here", [problem.text for problem in problems])
 
 
 def with_kernel(features: frozenset[str], attention: str) -> frozenset[str]:
-    """A job's features with the attention kernel that it gets."""
+    """Return a job's features with the attention kernel that it gets."""
     return features - {"attention-auto"} | {f"attention-{attention}"}
 
 
@@ -158,12 +158,12 @@ def build_plan(
     weights: str = "",
     other_packages: Packages | None = None,
 ) -> Plan:
-    """The plan of a recipe; what is None comes from the recipe and from this machine.
+    """Return the plan of a recipe; arguments that are None come from the recipe and from this machine.
 
-    `hardware_name` is a machine to plan for instead of this one, `mcore` a version or a tree instead of what
-    is installed, `other_packages` the packages of another place, `extra_problems` problems and `weights` what
-    the model begins with, that were found elsewhere. Raises
-    UsageError and EnvironmentUnfit where there is nothing to plan with.
+    `hardware_name` is a machine to plan for instead of this one. `mcore` is a version or a tree instead of
+    the installed megatron-core. `other_packages` are the packages of another place. `extra_problems` and
+    `weights` (the description of the first weights) were found elsewhere. Raise UsageError and
+    EnvironmentUnfit where a plan is not possible.
     """
     hardware, notes = choose_hardware(recipe.backend, backend, hardware_name)
     can = capabilities.find_capabilities(hardware.backend, recipe.features)
@@ -198,10 +198,10 @@ def assemble_plan(
     extra_problems: Sequence[Problem] = (),
     installed: Packages | None = None,
 ) -> Plan:
-    """The plan for a machine and a megatron-core that are known, with every problem in it.
+    """Return the plan for a machine and a megatron-core that are known, with every problem in it.
 
-    `nodes` and `per_node` override the recipe, `extra_problems` are problems that somebody else found,
-    `installed` are the packages there, where they are known.
+    `nodes` and `per_node` override the recipe. `extra_problems` were found elsewhere. `installed` are the
+    packages of the machine, where they are known.
     """
     can = capabilities.find_capabilities(hardware.backend, recipe.features)
     code = MegatronCode(megatron.release, patch_survey.core.root)
@@ -263,7 +263,10 @@ def assemble_plan(
 
 
 def _note_ignored_keys(recipe: Recipe) -> str:
-    """Which keys of the model's config a user may take for settings, and the recipe has its own for."""
+    """Return a note about ignored keys of the model's config that look like settings; "" for none.
+
+    The recipe has its own keys for them.
+    """
     names = sorted(name for name in IGNORED_KEYS if recipe.model.config.get(name))
     if not names:
         return ""
@@ -274,7 +277,10 @@ def _note_ignored_keys(recipe: Recipe) -> str:
 
 
 def _describe_delta_nets(recipe: Recipe, can: Capabilities) -> str:
-    """What computes gated delta nets where that depends on what ranks can import."""
+    """Return a note about the code that computes gated delta nets, where it depends on the packages.
+
+    The packages are those that ranks can import.
+    """
     if recipe.architecture.delta_net is None or can.backend == "cpu" or not can.has_delta_nets:
         return ""
     return (
@@ -284,7 +290,10 @@ def _describe_delta_nets(recipe: Recipe, can: Capabilities) -> str:
 
 
 def _describe_emulation(can: Capabilities, installed_packages: Packages | None) -> str:
-    """What a device of this backend has met, and in which versions: another one is not covered by them."""
+    """Return a note about the runs on this backend's devices and the versions of these runs.
+
+    The runs do not cover other versions.
+    """
     if can.emulated_device is None:
         return ""
     from bundle.environment import compatibility  # a table that few plans ask
@@ -321,7 +330,7 @@ def _describe_emulation(can: Capabilities, installed_packages: Packages | None) 
 
 
 def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVersion) -> str:
-    """Which MindSpeed a job goes through, and what of that was ever run."""
+    """Return a note about the MindSpeed that a job uses, and about which parts of it were ever run."""
     branch = mindspeed.find_branch(megatron.version) if recipe.backend_options.mindspeed else None
     if branch is None or can.emulated_device is None:
         return ""
@@ -337,7 +346,7 @@ def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVer
 
 
 def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey: Survey) -> str:
-    """Whose triton a megatron-core imports where that is not the one of the same name."""
+    """Return a note about the triton that a megatron-core imports, where another package provides it."""
     brings = packages.get_triton_distribution(can.backend)
     imports, evidence = packages.detect_triton_requirement(patch_survey.core.root, megatron.release)
     if brings == "triton" or not imports:
@@ -351,12 +360,12 @@ def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey:
 def choose_hardware(
     recipe_backend: str, backend: str | None, hardware_name: str | None
 ) -> tuple[Hardware, tuple[str, ...]]:
-    """The hardware to plan for and what is odd about it.
+    """Return the hardware to plan for, and notes about it.
 
     `recipe_backend` is the recipe's backend, `backend` and `hardware_name` are the flags --backend and
-    --hardware. A named machine wins over the recipe's backend, since the question is then what would happen
-    there. Raises UsageError for flags that contradict each other, EnvironmentUnfit where this machine does
-    not have the backend.
+    --hardware. A named machine wins over the recipe's backend, because the plan is then for that machine.
+    Raise UsageError for flags that contradict each other, EnvironmentUnfit where this machine does not have
+    the backend.
     """
     if hardware_name is None:
         try:
@@ -378,7 +387,7 @@ def choose_hardware(
 
 
 def _count_devices(recipe: Recipe, hardware: Hardware, nodes: int) -> int:
-    """All devices of a node; on the cpu, the fewest ranks that fit the layout."""
+    """Return the number of devices of a node; on the cpu, the fewest ranks that fit the layout."""
     if hardware.backend == "cpu":
         return -(-recipe.parallel.minimal_world // nodes)
     return len(hardware.devices)
@@ -391,7 +400,7 @@ def _choose_megatron(
     allowed_drift: Sequence[str],
     other_packages: Packages | None,
 ) -> tuple[MegatronVersion, Survey]:
-    """The megatron-core that is named, installed or else the default, and the decisions about it."""
+    """Return the megatron-core that is named, installed or else the default, and the decisions about it."""
     local_packages, review_table = packages.detect(), megatron_core.load_review_table()
     if mcore:
         megatron_subject, origin = megatron_core.find_named_core(mcore, review_table), "--mcore"
@@ -423,7 +432,7 @@ def _choose_megatron(
 
 
 def _check_minor(megatron_subject: MegatronCore, review_table: ReviewTable) -> None:
-    """Raises UsageError for a mere version of a minor that nobody has reviewed: there may be none such."""
+    """Raise UsageError for a version without a source tree whose minor nobody reviewed: it may not exist."""
     known_minors = [
         minor for reference in review_table.references if (minor := packages.parse_minor_version(reference))
     ]

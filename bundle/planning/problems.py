@@ -1,4 +1,4 @@
-"""Every reason why a job cannot run as it is asked for, with what to change and the exit code it deserves."""
+"""Every reason why a job cannot run as requested, with its remedy and its exit code."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from bundle.recipe import Recipe
 
 SHARED_EMBEDDING_PATCH = "shared-embedding-bucket"  # the patch; MindSpeed may own what it wraps
 BF16_CAPABILITY = (8, 0)  # Transformer Engine's support matrix
-# Modules that discard their output ask a name of Transformer Engine whether there is FP8.
+# Modules that discard their output look up a name of Transformer Engine to see whether there is FP8.
 DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateManager", "0.13")
 SHARED_EXPERTS_RECOMPUTATION = SourcePredicate(
     "transformer/transformer_config.py", '"shared_experts"', "0.14"
@@ -36,11 +36,11 @@ STANDALONE_MTP = SourcePredicate(
 
 
 BLOCKWISE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
-# Before it no release recomputes these beside FP8; 0.12 does not refuse them.
+# Earlier releases do not recompute these together with FP8; 0.12 does not refuse them.
 FP8_RECOMPUTATION = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
 )
-# Before it uniform recomputation asks for layers that the last unit of a chunk has not.
+# In earlier releases uniform recomputation asks for layers that the last unit of a chunk lacks.
 SHORTER_UNIT = (
     SourcePredicate("transformer/transformer_block.py", "chunk_end = min(", "0.17"),
     SourcePredicate("recompute.py", "chunk_end = min(", "0.18"),
@@ -48,7 +48,7 @@ SHORTER_UNIT = (
 
 
 class MegatronFeature(NamedTuple):
-    """What a family needs that not every supported megatron-core has, and what tells one that has it."""
+    """A feature that a family needs and some supported megatron-core lacks, with the predicate that tells."""
 
     description: str
     predicate: SourcePredicate
@@ -66,30 +66,30 @@ _NUMBER_PATTERN = r"\.\d+|\d+$"
 
 
 class Problem(NamedTuple):
-    """One violation: the recipe's (2), the machine's (3) or the patches' (4)."""
+    """One violation: of the recipe (2), the machine (3) or the patches (4)."""
 
     code: ExitCode
     text: str
 
 
 def find_missing_feature(family: str, code: MegatronCode) -> MegatronFeature | None:
-    """What a family needs and this megatron-core has not; None: it computes the family."""
+    """Return the feature that a family needs and this megatron-core lacks; None: it computes the family."""
     need = FEATURE_BY_FAMILY.get(family)
     return None if need is None or code.has(need.predicate) else need
 
 
 def to_recipe_problem(text: str) -> Problem:
-    """The recipe asks for something that cannot be done, wherever it runs."""
+    """Return the problem of a recipe that asks for something that no machine can do."""
     return Problem(ExitCode.USAGE, text)
 
 
 def to_hardware_problem(text: str) -> Problem:
-    """This machine cannot run it; another one could."""
+    """Return the problem of a machine that cannot run the job, while another one could."""
     return Problem(ExitCode.ENVIRONMENT_UNFIT, text)
 
 
 def find_environment_problems(can: Capabilities, environment: Sequence[EnvVariable]) -> Iterator[Problem]:
-    """Variables of a rank that do not go together."""
+    """Yield the conflicts between the environment variables of a rank."""
     values = {variable.name: variable.value for variable in environment}
     yield from (to_recipe_problem(f"environment: {reason}") for reason in can.list_conflicts(values))
 
@@ -97,7 +97,7 @@ def find_environment_problems(can: Capabilities, environment: Sequence[EnvVariab
 def find_backend_problems(
     recipe: Recipe, can: Capabilities, hardware: Hardware, code: MegatronCode
 ) -> Iterator[Problem]:
-    """What this backend, these devices and this code of megatron-core cannot do for a recipe."""
+    """Yield what this backend, these devices and this megatron-core cannot do for a recipe."""
     refused = can.list_attention_refusals(recipe, hardware.generation.value)
     yield from (to_recipe_problem(f"model.attention: {reason}") for reason in refused)
     yield from (
@@ -139,7 +139,7 @@ def find_backend_problems(
 
 
 def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]:
-    """What a release does not build of a layout string."""
+    """Yield the parts of a layout string that a release does not build."""
     layout = recipe.parallel.layout
     if not layout:
         return
@@ -164,9 +164,9 @@ def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]
 def find_mindspeed_problems(
     recipe: Recipe, can: Capabilities, code: MegatronCode, installed: Packages | None
 ) -> Iterator[Problem]:
-    """What is against MindSpeed's layers, where a recipe asks for them; `installed`.
+    """Yield the problems of MindSpeed's layers, where a recipe asks for them.
 
-    Packages, where known.
+    `installed` are the packages, where they are known.
     """
     if not recipe.backend_options.mindspeed:
         return
@@ -205,7 +205,7 @@ def find_mindspeed_problems(
 def _check_installed_mindspeed(
     key: str, release: str, branch: mindspeed.MindSpeedBranch, installed: Packages, root: Path | None
 ) -> Iterator[Problem]:
-    """Why the MindSpeed that is there is not this megatron-core's, or cannot be imported beside it."""
+    """Yield why the installed MindSpeed does not fit this megatron-core or cannot be imported with it."""
     package = installed.find_package("mindspeed")
     install = f"install it at {branch.commit[:12]}, the head of {branch.branch}"
     if package is None:
@@ -245,7 +245,7 @@ def _find_optimizer_problems(recipe: Recipe, can: Capabilities) -> Iterator[Prob
 def find_layout_problems(
     recipe: Recipe, can: Capabilities, layout: RankLayout, decisions: Sequence[Decision]
 ) -> Iterator[Problem]:
-    """What does not fit where the layout puts it: FP8's multiples, and buckets where no patch mends them."""
+    """Yield what does not fit the layout: multiples of FP8, and buckets where no patch mends them."""
     if recipe.model.fp8 is not None:
         yield from _find_fp8_weight_problems(recipe, can, layout, recipe.model.fp8.scaling)
         if not recipe.data.packed:  # a pack is padded
@@ -260,7 +260,7 @@ def find_layout_problems(
 
 
 def find_patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
-    """A known trap is the recipe's problem, a patch that cannot be applied is its own."""
+    """Yield the problems of patches: a known trap is the recipe's, a patch that cannot be applied its own."""
     for decision in decisions:
         if decision.stops:
             code = ExitCode.USAGE if decision.action is PatchAction.TRAP else ExitCode.PATCHES
@@ -268,7 +268,7 @@ def find_patch_problems(decisions: Sequence[Decision]) -> Iterator[Problem]:
 
 
 def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]:
-    """Too few devices, ones that are not for training, or more ranks than a machine can start."""
+    """Yield the problems of too few devices, of devices that cannot train, and of too many ranks."""
     present = len(hardware.devices)
     if per_node > MOST_RANKS_PER_NODE:
         yield to_recipe_problem(
@@ -286,7 +286,7 @@ def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]
 def find_memory_problems(
     recipe: Recipe, stages: Sequence[MemoryEstimate], hardware: Hardware, per_node: int
 ) -> Iterator[Problem]:
-    """Every stage that does not fit its devices; on the cpu, ranks that do not fit the host together."""
+    """Yield every stage that does not fit its devices; on the cpu, ranks that together exceed the host."""
     if not stages:
         return
     worst = max(stages, key=lambda stage: stage.total)
@@ -315,7 +315,7 @@ def find_memory_problems(
 
 
 def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
-    """What would shrink the larger part of a stage, of what is not done yet.
+    """Return what would shrink the larger part of a stage and is not done yet.
 
     More stages keep as many activations: each holds less of more micro-batches.
     """
@@ -335,7 +335,7 @@ def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
 
 
 def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
-    """What megatron-core recomputes only with other layers, or only from some release on."""
+    """Yield what megatron-core recomputes only with other layers, or only from some release on."""
     recompute = recipe.model.recompute
     if recompute is not None and recompute.method == "uniform":
         yield from _find_unit_problems(recipe, recompute.layers or 1, code)
@@ -361,7 +361,7 @@ def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: Megatr
 
 
 def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterator[Problem]:
-    """Units of uniform recomputation that do not fit into a chunk, or beside MTP layers."""
+    """Yield units of uniform recomputation that do not fit into a chunk, or together with MTP layers."""
     key, a = "model.recompute.layers", recipe.architecture
     if a.mtp_layers and unit > 1 and code.has(MTP_RECOMPUTATION):
         yield to_recipe_problem(
@@ -385,7 +385,7 @@ def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterat
 def _find_fp8_weight_problems(
     recipe: Recipe, can: Capabilities, layout: RankLayout, scaling: Scaling
 ) -> Iterator[Problem]:
-    """Weights whose sizes FP8 products do not take; one of several layers is named once."""
+    """Yield the weights whose sizes FP8 products do not take; a weight of several layers is named once."""
     multiple = SCALINGS[scaling]
     refused = {
         (re.sub(_NUMBER_PATTERN, "", tensor.name), tensor.shape)

@@ -1,4 +1,4 @@
-"""What the rewards of task rl need of this machine before ranks start: files, functions in them, packages."""
+"""The checks of the rewards of task rl on this machine before ranks start: files, functions, packages."""
 
 import ast
 import importlib.util
@@ -15,7 +15,7 @@ _SOURCE_BYTES = 2**24
 
 
 def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield what is missing for the rewards of a recipe, and for answers of files; no file is executed."""
+    """Yield what the rewards of a recipe, and answers from files, lack here; no file is executed."""
     answers = recipe.rl.rollout.path if recipe.rl else None
     if answers is not None and not files.is_file(Path(answers) / "step-00000000.jsonl"):
         yield to_recipe_problem(
@@ -65,7 +65,7 @@ def _list_functions(module: ast.Module) -> list[str]:
 
 
 def _list_names(module: ast.Module) -> set[str]:
-    """Return what a module may define, in branches of it, too."""
+    """Return the names that a module may define, those in its branches too."""
     names = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,7 @@
-"""Memory of a rollout engine: weights, cache of keys and values, logits on a device; versions in files."""
+"""Memory of a rollout engine on a device, and of the versions of the weights in files.
+
+On the device it has weights, a cache of keys and values, and logits.
+"""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +30,7 @@ _SERVER_BYTES = 5 * 2**30
 class RolloutBytes(NamedTuple):
     """Bytes of a rank: of the weights, and the larger peak of a sync and of sampling (`transient`).
 
-    `overhead` is what a server of the run has beside its tensors.
+    `overhead` is the memory that a server of the run uses besides its tensors.
     """
 
     weights: int = 0
@@ -62,7 +65,7 @@ def has_own_servers(recipe: Recipe) -> bool:
 
 
 def find_sharing_obstacle(backend: str, environment: Mapping[str, str]) -> str | None:
-    """Return what keeps a server from opening the trainer's memory; None: nothing."""
+    """Return what keeps a server from opening the trainer's memory; None where nothing does."""
     if backend != "cuda":
         return f"backend {backend}"
     segments = "expandable_segments:True"
@@ -81,25 +84,25 @@ def choose_transport(recipe: Recipe, backend: str, environment: Mapping[str, str
 
 
 def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
-    """Return the bytes that keys and values of so many tokens take on a device."""
+    """Return the bytes of the keys and values of this number of tokens on a device."""
     assert recipe.rl is not None
     values = tokens * _count_cache_values(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
     return -(-values // (recipe.rl.rollout.tp if has_own_servers(recipe) else 1))
 
 
 def count_weights_folder_bytes(recipe: Recipe) -> int:
-    """Return the bytes of the versions that lie in the folder of a sync at once."""
+    """Return the bytes of the versions of the weights that are in the folder of a sync at once."""
     return _VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
 
 
 def _count_weights(architecture: Architecture) -> int:
-    """Return how many values all published tensors have."""
+    """Return the number of values of all published tensors."""
     tensors = Tensors(architecture)
     return sum(math.prod(shape) for tensor in tensors for _, shape in tensor.list_published_shapes())
 
 
 def _count_cache_values(architecture: Architecture) -> int:
-    """Return how many values the cache of transformers has for one token, in all layers together."""
+    """Return the number of values in transformers' cache for one token, in all layers together."""
     mla = architecture.mla
     if mla is not None:  # the compressed keys and values, and the rotary key that all heads share
         return architecture.num_layers * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)

@@ -1,4 +1,4 @@
-"""How a trainer and a server of rollouts share the memory of a device."""
+"""The division of a device's memory between a trainer and a server of rollouts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class DeviceShare(NamedTuple):
     server: int  # bytes of the server's weights
 
     def find_problems(self) -> Iterator[Problem]:
-        """Yield what does not fit."""
+        """Yield the problems of a share that does not fit."""
         key, states, device = "rl.rollout.mem_fraction_static", *map(format_bytes, (self.states, self.device))
         if self.least > self.most:
             yield to_hardware_problem(
@@ -71,7 +71,7 @@ def find_transport_problems(
 
 
 def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:
-    """Return the estimates with the cache that a server of that share has while answers are sampled."""
+    """Return the estimates with the cache that a server of that share holds while answers are sampled."""
     if share is None:
         return tuple(stages)
     cache = max(0, int(share.chosen * share.device) - share.server)

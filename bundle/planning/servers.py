@@ -1,4 +1,4 @@
-"""What this machine lacks for rollouts by servers, before ranks start: packages, and room for weights."""
+"""The checks for rollouts by servers on this machine before ranks start: packages, and room for weights."""
 
 import importlib.metadata
 import importlib.util

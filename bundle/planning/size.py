@@ -1,24 +1,25 @@
-"""The size of a model: its parameters as one rank holds them, how many there are, active ones, floating-point
-operations (FLOPs) of training, bytes of checkpoints and the disk for them.
+"""The size of a model: parameters, FLOPs of training, bytes of checkpoints and of the disk for them.
 
-Parameters are read from the table of the model's tensors (`bundle.architectures.tensors`), which tests hold
-against what megatron-core creates, and against Transformer Engine's layers on an H200.
+Parameters are counted as one rank holds them, in total, and active ones. They are read from the table of the
+model's tensors (`bundle.architectures.tensors`). Tests compare it with what megatron-core creates, and with
+Transformer Engine's layers on an H200.
 
-FLOPs of a forward pass are those of the model's matrix products, 2 for each multiply-add:
+FLOPs (floating-point operations) of a forward pass are those of the model's matrix products, 2 for each
+multiply-add:
 
-- a weight matrix once for each token; of routed experts the `topk` that a token goes through; the output
-  layer once for each loss, the main one and MTP's; the embedding is a look-up;
-- in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs, each of as
-  many multiply-adds as all heads of a key and of a value are wide; in a layer with a window of w each query
-  meets the last w of these keys;
-- a gated delta net has a state of keys times values for each head of values, and a token reads it for its
-  key, adds to it and reads it for its query, whatever came before.
+- a weight matrix counts once for each token; routed experts count as the `topk` that a token goes through;
+- the output layer counts once for each loss, the main one and MTP's; the embedding is a look-up;
+- in every layer a query meets the keys up to its own position: n tokens make n (n + 1) / 2 pairs. A pair
+  has as many multiply-adds as all heads of a key and of a value are wide. In a layer with a window of w each
+  query meets the last w of these keys;
+- a gated delta net has a state of keys times values for each head of values. A token reads it for its key,
+  adds to it and reads it for its query, whatever came before.
 
-The backward pass takes twice as many; as many for weights that are frozen, which have no gradient. Norms,
-rotations, softmax and all else that goes element by element is not counted, nor are adapters, padding (of the
-vocabulary too) and what recomputation does again. This is what model FLOPs utilisation (MFU) is computed from
-(Chowdhery et al., "PaLM", 2022, appendix B), but for causality, which that leaves out. A vision tower is
-among the parameters, and not in these FLOPs: what it computes follows from images (`bundle.planning.tower`).
+The backward pass takes twice as many, and as many for frozen weights, which have no gradient. Norms,
+rotations, softmax and other operations by element are not counted. Adapters, padding (of the vocabulary too)
+and recomputation are not counted either. Model FLOPs utilisation (MFU) is computed from this number
+(Chowdhery et al., "PaLM", 2022, appendix B, which leaves causality out). A vision tower is among the
+parameters, and not in these FLOPs: what it computes follows from images (`bundle.planning.tower`).
 """
 
 import functools
@@ -56,7 +57,7 @@ FP8_WEIGHTS = re.compile(r"(linear_\w+|eh_proj)\.weight\d*$")
 
 
 class Parameter(NamedTuple):
-    """One tensor of one rank. `shape` is local; `cut` says of what part."""
+    """One tensor of one rank; `shape` is local, and `cut` says which part of the whole it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +75,7 @@ class Parameter(NamedTuple):
 def list_parameters(
     architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits
 ) -> tuple[Parameter, ...]:
-    """The parameters of one rank's model chunk, in the order in which megatron-core registers them.
+    """Return the parameters of one rank's model chunk, in the order in which megatron-core registers them.
 
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
@@ -119,8 +120,10 @@ def list_parameters(
 def list_trained_parameters(
     architecture: Architecture, parallel: Parallel, chunk: ModelChunk, traits: LayerTraits, model: Model
 ) -> tuple[Parameter, ...]:
-    """Those that have gradients and optimizer state: beside frozen weights the chunk's adapters, or all but
-    what is frozen of a tower."""
+    """Return the parameters of a chunk that have gradients and optimizer state.
+
+    With LoRA these are the chunk's adapters; else all parameters except the frozen parts of a tower.
+    """
     lora = model.lora
     if lora is None:
         chunk_parameters = list_parameters(architecture, parallel, chunk, traits)
@@ -148,7 +151,7 @@ def _list_expert_numbers(architecture: Architecture, parallel: Parallel) -> Sequ
 
 
 def _compute_local_shape(shape: Sequence[int], tensor_cut: Cut | None, parallel: Parallel) -> tuple[int, ...]:
-    """One rank's part of a shape."""
+    """Return one rank's part of a shape."""
     local = list(shape)
     if tensor_cut is not None:
         local[tensor_cut.dim] //= parallel.tp if tensor_cut.axis == "tp" else parallel.etp
@@ -160,7 +163,7 @@ _COUNTING_TRAITS = LOCAL_LAYERS
 
 
 class ModelSize(NamedTuple):
-    """Parameters of a model, rows of padding aside; FLOPs of a forward pass."""
+    """Parameters of a model without rows of padding, and FLOPs of a forward pass."""
 
     parameters: int  # without MTP layers
     active_parameters: int  # of these, what a token has to do with: not the experts that it is not sent to
@@ -178,22 +181,25 @@ class ModelSize(NamedTuple):
     flops_per_windowed_pair: int = 0  # over all layers with a window
 
     def count_training_flops(self, lengths: Iterable[int]) -> int:
-        """FLOPs of training on sequences of these lengths, forward and backward."""
+        """Return the FLOPs of training on sequences of these lengths, forward and backward."""
         length_list = list(lengths)
         pairs = sum(map(count_pairs, length_list))
         windowed = sum(count_pairs(length, self.window) for length in length_list)
         return self.count_step_flops(sum(length_list), pairs, windowed)
 
     def count_step_flops(self, tokens: int, pairs: int, windowed_pairs: int) -> int:
-        """Return the same from sums over sequences: tokens, and `count_pairs` without and with the window."""
+        """Return the FLOPs of training from sums over sequences.
+
+        The sums are the tokens, and `count_pairs` without and with the window.
+        """
         weight_factor = 2 if self.adapter_parameters else 3
         attention_flops = pairs * self.flops_per_pair + windowed_pairs * self.flops_per_windowed_pair
         return weight_factor * tokens * self.flops_per_token + 3 * attention_flops
 
     def count_checkpoint_bytes(self, dtype: str, optimizer: Optimizer) -> int:
-        """Bytes of a checkpoint: the weights in `dtype` (bf16, fp32), an fp32 copy, the optimizer's state.
+        """Return the bytes of a checkpoint: weights in `dtype` (bf16, fp32), an fp32 copy, optimizer state.
 
-        A copy of what is fp32 itself is there where the optimizer's state is divided between ranks.
+        Weights that are fp32 themselves have a copy where the optimizer's state is divided between ranks.
         """
         is_bf16 = dtype == "bf16"
         in_fp32 = len(optimizer.state_names) + (is_bf16 or optimizer.use_distributed_optimizer)
@@ -203,7 +209,7 @@ class ModelSize(NamedTuple):
         )
 
     def count_export_bytes(self, dtype: str, kind: str | None) -> int:
-        """Bytes of an export (checkpoint.export) of a model in `dtype`; of one in FP8 the most."""
+        """Return the bytes of an export (checkpoint.export) of a model in `dtype`; in FP8 the upper limit."""
         parameters = (
             self.adapter_parameters
             if kind == "peft"
@@ -215,16 +221,16 @@ class ModelSize(NamedTuple):
 
 
 def count_pairs(length: Any, window: int = 0) -> Any:
-    """Return how many pairs of a query and a key a sequence has, a key being among the last `window`.
+    """Return the number of pairs of a query and a key in a sequence; a key is among the last `window`.
 
-    A window of 0 is none. `length` is a number, or a numpy array of them.
+    A `window` of 0 means none. `length` is a number, or a numpy array of them.
     """
     beyond = (length - window) * (length > window) if window else 0
     return length * (length + 1) // 2 - beyond * (beyond + 1) // 2
 
 
 def compute_model_size(architecture: Architecture, model: Model | None = None) -> ModelSize:
-    """The size of a model, of which is trained what `model` says; None: all of it."""
+    """Return the size of a model; `model` says what is trained, None: all of it."""
     moe, hidden, vocabulary = architecture.moe, architecture.hidden_size, architecture.vocab_size
     experts, chosen = (moe.num_experts, moe.topk) if moe else (1, 1)
     # Each of `experts` ranks holds one of them, and the rest of the model.
@@ -264,19 +270,19 @@ def compute_model_size(architecture: Architecture, model: Model | None = None) -
 
 
 def _count_state_products(net: DeltaNet | None) -> int:
-    """The multiply-adds of a token in the states of all gated delta nets."""
+    """Return the multiply-adds of a token in the states of all gated delta nets."""
     if net is None:
         return 0
     return 3 * sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
 def _count_values(tensors: Iterable[Parameter], experts: int) -> int:
-    """The values of these tensors, each expert's in as many experts."""
+    """Return the number of values of these tensors; an expert's tensor counts `experts` times."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
 
 
 class DiskUsage(NamedTuple):
-    """Bytes that a run leaves, and those that are free where it lives."""
+    """The bytes that a run leaves, and the bytes that are free where it lives."""
 
     checkpoint: int
     checkpoints: int  # of those that stay and one more, which is being written
@@ -286,15 +292,15 @@ class DiskUsage(NamedTuple):
 
     @property
     def is_sufficient(self) -> bool:
-        """Whether they fit."""
+        """True if the checkpoints and exports fit."""
         return self.checkpoints + self.exports - self.written <= self.free
 
 
 def estimate_disk(recipe: Recipe, directory: Path, checkpoints: int = 0, exports: int = 0) -> DiskUsage:
-    """The disk of the run that would live in `directory`, which need not be there yet.
+    """Return the disk usage of the run that would live in `directory`, which need not exist yet.
 
-    So many checkpoints and exports of it are there already. Of epochs that are no steps yet, one export is
-    counted.
+    `checkpoints` and `exports` are the numbers of those that it has already. Where epochs are not yet known
+    as steps, one export is counted.
     """
     size, checkpoint = compute_model_size(recipe.architecture, recipe.model), recipe.checkpoint
     checkpoint_bytes = size.count_checkpoint_bytes(recipe.model.dtype, recipe.optimizer)

@@ -1,12 +1,12 @@
 """Floating-point operations (FLOPs) of training a vision tower, which follow from the images that it sees.
 
 They are counted as the decoder's are (`bundle.planning.size`): matrix products, 2 for each multiply-add. A
-weight meets every patch once, a projector's every embedding. In a block each patch meets all patches of its
-image (of a video: of its own time), in one with windows those of its own window, of which the last in height
-and in width may be smaller.
+weight meets every patch once, a projector's weight every embedding. In a block each patch meets all patches
+of its image (in a video: those of its own time). In a block with windows it meets the patches of its window;
+the last windows in height and in width may be smaller.
 
-The backward pass takes twice as many for what is trained, as many for frozen weights that a gradient goes
-through, and none where nothing before is trained; none goes to pixels.
+The backward pass takes twice as many for trained weights, and as many for frozen weights that a gradient goes
+through. It takes none where nothing before is trained, and none goes to pixels.
 """
 
 import math
@@ -21,7 +21,7 @@ _PIXEL_INPUT, _LOOKUP_TABLE = ".patch_embed.", ".pos_embed."
 
 
 class TowerFlops(NamedTuple):
-    """FLOPs of a forward and a backward pass, for one of each, and what tells how many there are."""
+    """FLOPs of both passes for one patch, one embedding and one pair, and the tower that counts them."""
 
     patch_flops: int
     embedding_flops: int
@@ -29,7 +29,10 @@ class TowerFlops(NamedTuple):
     vision: VisionArchitecture
 
     def count_training_flops(self, grids: Any) -> int:
-        """For images of these patches, a numpy array [images, 3] in time, height and width."""
+        """Return the FLOPs of training on images with these patches.
+
+        `grids` is a numpy array [images, 3] in time, height and width.
+        """
         v = self.vision
         times, sides = grids[:, 0], grids[:, 1:]
         full = sum(number in v.full_layers or not v.window_size for number in range(v.num_layers))
@@ -48,7 +51,7 @@ class TowerFlops(NamedTuple):
 
 
 def compute_tower_flops(architecture: Architecture, model: Model) -> TowerFlops | None:
-    """What the tower of a model costs, of which is trained what `model` says; None where there is none."""
+    """Return the FLOPs of a model's tower, by the parts that `model` trains; None without a tower."""
     vision = architecture.vision
     if vision is None:
         return None
