@@ -1,6 +1,6 @@
-"""What an accelerator can, as data with reasons: layers, kernels, FP8, masks, environment, its names.
+"""The abilities of an accelerator as data with reasons: layers, kernels, FP8, masks, environment, names.
 
-Everything that may be known about a backend without torch; `backends` holds what needs it.
+These are the facts about a backend that are known without torch; `backends` holds the code that needs torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ MaskForm = Literal["none", "valid"]
 
 
 class LayerTraits(NamedTuple):
-    """What a backend builds its layers and its optimizer from, as far as tensors and memory depend on it."""
+    """Properties of a backend's layers and optimizer on which tensors and memory depend."""
 
     fused_norms: bool  # the norm before a projection is part of that projection
     grouped_experts: bool  # one module for the first matrices of all local experts, one for the second
@@ -49,13 +49,16 @@ class AttentionKernel(NamedTuple):
     explain_device_refusal: Callable[[str, str, int, int], str | None] | None = None
 
     def compute_pack_limit(self, cp: int) -> int | None:
-        """How many sequences a pack may hold on `cp` ranks, each of which calls with two chunks of each."""
+        """Return the number of sequences that a pack may hold on `cp` ranks.
+
+        With several ranks each one calls the kernel with two chunks of every sequence.
+        """
         return self.most_sequences and self.most_sequences // (2 if cp > 1 else 1)
 
     def list_refusals(self, recipe: "Recipe", generation: str | None = None) -> list[str]:
-        """Why this kernel does not take a job's attention on such a device, all reasons; empty if it does.
+        """Return all reasons why this kernel does not take a job's attention on a device; empty if it does.
 
-        `generation` None: the device is not known, and nothing is said against it.
+        `generation` None: the device is not known, and no reason refers to it.
         """
         width, value_width = recipe.architecture.head_dims
         layout = "thd" if recipe.data.packed else "bshd"
@@ -91,7 +94,7 @@ class AttentionKernel(NamedTuple):
     def list_shape_refusals(
         self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int
     ) -> tuple[str, ...]:
-        """Why this kernel does not take such an attention, all reasons; empty if it does."""
+        """Return all reasons why this kernel does not take such an attention; empty if it does."""
         dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
         if layout not in self.layouts:
             return (
@@ -120,7 +123,7 @@ class Fp8Scaling(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The highest rate of dense matrix products of a device, as its vendor has it."""
+    """The highest rate of dense matrix products of a device, as its vendor publishes it."""
 
     device: str  # as its driver names it (hardware.Device.name)
     bf16: float  # FLOP/s
@@ -128,7 +131,7 @@ class Peak(NamedTuple):
 
 
 class SchedulerResource(NamedTuple):
-    """What schedulers call a device, unless a cluster has its own name for it."""
+    """The names that schedulers have for a device, unless a cluster has its own name for it."""
 
     kubernetes: str  # the extended resource, as the vendor's device plugin registers it
     slurm: str  # the option of sbatch that asks for N of them on a node, {} in the place of N
@@ -138,7 +141,7 @@ class SchedulerResource(NamedTuple):
 
 
 class EnvVariable(NamedTuple):
-    """An environment variable of every rank, and why it has this value."""
+    """An environment variable of every rank, and the reason for its value."""
 
     name: str
     value: str
@@ -150,16 +153,16 @@ class EnvVariable(NamedTuple):
 
 
 class VariableConflict(NamedTuple):
-    """Values that do not go together, by a predicate of what a rank is started with, and why."""
+    """Values that conflict, by a predicate over a rank's environment, and the reason."""
 
     applies_to: Callable[[Mapping[str, str]], bool]
     reason: str
 
 
 class ModelMask(NamedTuple):
-    """The mask that a model is given: none, or valid: bool [b, s] over whole sequences, True = token.
+    """The mask that a model gets: none, or valid: bool [b, s] over whole sequences, True = token.
 
-    What post-processing reads is another matter (sequences.masks.Masks), and so is what a kernel is given.
+    The masks of post-processing are different ones (sequences.masks.Masks), and so are those of a kernel.
     """
 
     model: Literal["text", "vlm"]
@@ -169,14 +172,14 @@ class ModelMask(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """What `auto` stands for, and why."""
+    """The kernel that `auto` means, and the reason."""
 
     value: str
     why: str
 
 
 class KernelPreference(NamedTuple):
-    """A kernel, or `auto` itself, that `auto` stands for in some jobs on some devices."""
+    """A kernel, or `auto` itself, that `auto` means in some jobs on some devices."""
 
     kernel: str
     applies_to: (
@@ -186,7 +189,7 @@ class KernelPreference(NamedTuple):
 
 
 class DeviceOperator(NamedTuple):
-    """An operation that the accelerator's own operator computes, where a recipe leaves it in."""
+    """An operation that the accelerator's own operator computes, unless a recipe leaves it out."""
 
     name: str  # in the recipe's `operators`
     implementation: str  # the code that runs
@@ -196,7 +199,7 @@ class DeviceOperator(NamedTuple):
 
 
 class EmulatedDevice(NamedTuple):
-    """A device that tests have a stand-in for: what is known of it holds for versions of one package."""
+    """A device that tests emulate; what is known about it holds for the versions of one package."""
 
     package: str
     device: str  # in words
@@ -226,15 +229,15 @@ class Capabilities(NamedTuple):
     emulated_device: EmulatedDevice | None = None  # where it was tested on what stands in for the device
 
     def find_kernel(self, name: str) -> AttentionKernel:
-        """The attention kernel of that name; `auto`: the one that is taken where nobody chooses."""
+        """Return the attention kernel of that name; for `auto` the kernel that is the default."""
         kernel_name = self.auto_attention.value if name == "auto" else name
         return next(kernel for kernel in self.kernels if kernel.name == kernel_name)
 
     def choose_attention(self, recipe: "Recipe", generation: str | None) -> KernelChoice:
-        """The kernel that a job gets on such a device, which its plan says and its ranks are given.
+        """Return the kernel of a job on such a device, which its plan shows and its ranks use.
 
-        `auto` is a preferred kernel, then the only one that takes the job, where there is only one, then the
-        backend's choice: on cuda `auto` itself, see `list_attention_refusals` for jobs that no kernel takes.
+        `auto` is a preferred kernel, or the only one that takes the job, or else the backend's choice. On
+        cuda that choice is `auto` itself. See `list_attention_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
             return KernelChoice(recipe.model.attention, "the recipe says so")
@@ -251,12 +254,12 @@ class Capabilities(NamedTuple):
         )
 
     def choose_layer_traits(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
-        """The layers as this job gets them on such a device: by its attention kernel."""
+        """Return the traits of the layers that this job gets on such a device, by its attention kernel."""
         unfused = self.choose_attention(recipe, generation).value == "unfused"
         return self.layers._replace(keeps_scores=unfused and self.layers.fused_kernels)
 
     def list_attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
-        """Why the kernel that is asked for does not take this job; with `auto`, why none of them does."""
+        """Return why the requested kernel does not take this job; with `auto`, why none of them does."""
         kernel_name = recipe.model.attention
         candidates = [kernel for kernel in self.kernels if kernel_name in ("auto", kernel.name)]
         if not candidates:
@@ -266,13 +269,13 @@ class Capabilities(NamedTuple):
         return [reason for reasons in refusals for reason in reasons] if all(refusals) else []
 
     def uses_operator(self, recipe: "Recipe", name: str) -> bool:
-        """Whether this job has an operation computed by the accelerator's own operator."""
+        """Return whether the accelerator's own operator computes an operation of this job."""
         requested = recipe.model.operators
         is_available = name in [available.name for available in self.list_operators(recipe)]
         return is_available and (requested is None or name in requested)
 
     def list_operators(self, recipe: "Recipe") -> list[DeviceOperator]:
-        """The operators for operations that this job has, left in or not."""
+        """Return the operators for operations of this job, those that the recipe leaves out too."""
         features = recipe.features
         return [
             operator
@@ -281,18 +284,18 @@ class Capabilities(NamedTuple):
         ]
 
     def list_operator_refusals(self, recipe: "Recipe") -> list[str]:
-        """The operators that are asked for and that there are none of."""
+        """Return a refusal for each requested operator that this backend does not have."""
         offered = [operator.name for operator in self.operators]
         has = f"it has {', '.join(offered)}" if offered else "leave the key out"
         unknown = [name for name in recipe.model.operators or () if name not in offered]
         return [f"{self.backend} has no operator {name}; {has}" for name in unknown]
 
     def find_mask(self, model: str, layout: str) -> ModelMask:
-        """The mask that a model of this kind takes in this layout."""
+        """Return the mask that a model of this kind takes in this layout."""
         return next(mask for mask in self.masks if (mask.model, mask.layout) == (model, layout))
 
     def explain_fp8_refusal(self, scaling: Scaling, format: Format, generation: str | None) -> str | None:
-        """Why FP8 cannot be had like this; None if it can. `generation` None: the device is not known."""
+        """Return why this FP8 is not available; None if it is. `generation` None: the device is unknown."""
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
         if not offered:
@@ -308,11 +311,14 @@ class Capabilities(NamedTuple):
         return None
 
     def find_peak(self, device: str) -> Peak | None:
-        """The highest rate of the device of that name; None where nobody read it."""
+        """Return the highest rate of the device of that name; None where nobody read it."""
         return next((peak for peak in self.peaks if peak.device == device), None)
 
     def find_resource(self, generation: str) -> SchedulerResource | None:
-        """What schedulers call a device of this generation, "" where nobody knows it; None: not at all."""
+        """Return the schedulers' names of a device of this generation; None if schedulers do not count it.
+
+        `generation` is "" where it is unknown.
+        """
         matches = (resource for resource in self.resources if generation in resource.generations)
         return next(
             matches, next((resource for resource in self.resources if not resource.generations), None)
@@ -329,9 +335,9 @@ class Capabilities(NamedTuple):
     ) -> tuple[EnvVariable, ...]:
         """Return the environment of a rank of a job with these features.
 
-        Of two values of one variable that the job needs, the later one in the table counts. `generation` and
-        `cores_per_rank` are None where nobody knows the device or the node. `overrides` are the values of the
-        recipe's `environment`, which are taken instead; None leaves one out.
+        If the job needs two values of one variable, the later one in the table counts. `generation` and
+        `cores_per_rank` are None where the device or the node is unknown. `overrides` are the values of the
+        recipe's `environment`, which replace those of the table; None leaves a variable out.
         """
         table = (*self.environment, self._choose_threads(cores_per_rank), *COMMON_VARIABLES)
         needed = [v for v in table if v.features <= features and (nodes == 1 or not v.is_single_node)]
@@ -344,7 +350,7 @@ class Capabilities(NamedTuple):
         return tuple(by_name.values())
 
     def _choose_threads(self, cores_per_rank: float | None) -> EnvVariable:
-        """Return the threads of a rank's own work on the host."""
+        """Return the variable with the number of threads of a rank's own work on the host."""
         limit = self.thread_limit
         if limit == 1:
             reason = "ranks share the cores of the node, and a sum is the same on a machine with more of them"
@@ -358,11 +364,11 @@ class Capabilities(NamedTuple):
         return EnvVariable("OMP_NUM_THREADS", str(threads), reason, is_overridable=True)
 
     def list_conflicts(self, environment: Mapping[str, str]) -> list[str]:
-        """What does not go together in such an environment."""
+        """Return the reasons why values of such an environment conflict."""
         return [conflict.reason for conflict in self.conflicts if conflict.applies_to(environment)]
 
 
-# Of ranks on every backend.
+# Variables of ranks on every backend.
 COMMON_VARIABLES = (
     EnvVariable(
         "GLOO_SOCKET_IFNAME",
@@ -378,7 +384,7 @@ CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron reads it on eve
 
 
 def find_capabilities(backend: str, features: frozenset[str] = frozenset()) -> Capabilities:
-    """What a backend (cpu, cuda, ascend) offers to a job with these features."""
+    """Return what a backend (cpu, cuda, ascend) offers to a job with these features."""
     from bundle.capabilities.ascend import ASCEND, MINDSPEED
     from bundle.capabilities.cpu import CPU
     from bundle.capabilities.cuda import CUDA

@@ -1,4 +1,4 @@
-"""What the ascend backend offers: torch-npu's operators in megatron's local layers, HCCL. Met no NPU yet."""
+"""The ascend backend: torch-npu's operators in megatron's local layers, and HCCL. It never ran on an NPU."""
 
 from collections.abc import Mapping
 
@@ -177,7 +177,7 @@ MINDSPEED = ASCEND._replace(
         plain_sgd=True,
         source="MindSpeed's layers and AdamW; what they keep is not measured: no device",
     ),
-    # Norms, experts and AdamW have no others there.
+    # MindSpeed's norms, experts and AdamW have no alternatives.
     operators=tuple(
         operator for operator in ASCEND.operators if operator.name in ("swiglu", "rotary", "permute")
     ),
@@ -196,8 +196,8 @@ MINDSPEED = ASCEND._replace(
 _ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _EXPERTS = "megatron.core.transformer.moe.moe_utils"
 
-# What is replaced beside what torch-npu's transfer_to_npu replaces, as "module:attribute", and why; in torch
-# before megatron is imported.
+# Replacements besides those of torch-npu's transfer_to_npu, as "module:attribute", and why. Names in torch
+# are replaced before megatron is imported.
 FACADE = {
     "torch:compile": "megatron's jit_fuser: transfer_to_npu breaks inductor (torch 2.13: get_gpu_type has no"
     " cache_clear); megatron's functions run eagerly, everybody else's are compiled",
@@ -220,11 +220,11 @@ FACADE = {
     f"{_EXPERTS}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
 }
 
-# Those of them that stand beside MindSpeed's replacements. Of torch the one that core_r0.15.3 has without a
-# device, which torch 2.13 names.
+# The replacements that stay with MindSpeed's own. Of those in torch it is the one that core_r0.15.3 lacks and
+# that torch 2.13 asks for.
 MINDSPEED_FACADE = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
 
-# What MindSpeed replaces on every machine and has to give back, by the names that it registers.
+# Functions that MindSpeed replaces on every machine and that are restored, by the names that it registers.
 RESTORED_FUNCTIONS = {
     f"{_ROPE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15 turns no"
     " pack",

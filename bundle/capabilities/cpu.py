@@ -1,4 +1,4 @@
-"""What the cpu backend offers: every layout over gloo, with the refusals of Transformer Engine's kernels."""
+"""The cpu backend: every layout over gloo, with the refusals of Transformer Engine's kernels."""
 
 from bundle.capabilities import (
     CONNECTIONS_VARIABLE,
@@ -62,10 +62,8 @@ CPU = Capabilities(
     ),
 )
 
-# What the facade replaces while it is installed, as "module:attribute", and why: all that megatron-core 0.12
-# .. 0.19 asks of torch on the way of a training step or a checkpoint and that torch answers wrongly or with
-# an exception where there is no GPU. Nothing else: is_available(), device_count() and the memory figures
-# tell the truth already.
+# The facade's replacements, as "module:attribute", and why: names that training steps and checkpoints of
+# megatron-core 0.12 .. 0.19 use and that fail or answer wrongly without a GPU. All other names are correct.
 FACADE = {
     "torch.cuda:current_device": "every buffer and every random state is placed on it: it is the cpu",
     "torch.cuda:device": "tensor_parallel.random enters it to seed a device",

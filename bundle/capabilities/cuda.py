@@ -1,4 +1,4 @@
-"""What the cuda backend offers: Transformer Engine's layers, attention kernels and FP8 scalings; NCCL."""
+"""The cuda backend: Transformer Engine's layers, attention kernels and FP8 scalings; NCCL."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ def _parse_capability(generation: str) -> tuple[int, ...]:
 
 
 def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width: int) -> str | None:
-    """Why cuDNN, through Transformer Engine, does not train with such heads on a device."""
+    """Return why cuDNN, through Transformer Engine, does not train with such heads on a device."""
     capability = _parse_capability(generation)
     if layout == "thd" and capability < (9, 0):
         return f"takes packs from compute capability 9.0 on; this device is {generation}"
@@ -105,7 +105,7 @@ _ONE_QUEUE_REASON = (
 
 
 def _has_narrow_values_on_hopper(recipe: "Recipe", generation: str | None) -> bool:
-    """Whether packed values are narrower than their keys, on Hopper and on no more than one rank."""
+    """Return whether packed values are narrower than their keys, on Hopper and with cp 1."""
     hopper = generation is not None and generation.startswith("9.")
     return hopper and recipe.parallel.cp == 1 and _has_narrow_values(recipe)
 
