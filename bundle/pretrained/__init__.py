@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face directory: what its files say that they hold, and whether that is the model.
+"""The weights of a Hugging Face directory: what its files hold, and whether it fits the model.
 
-Headers alone are read here. safetensors holds numbers and their names, so nothing of it is ever run; weights
-in pickles are refused.
+Only headers are read here. safetensors holds numbers and their names, and nothing of it is ever executed.
+Weights in pickles are refused.
 """
 
 from bundle.pretrained.directory import PretrainedWeights, StoredTensor, find_weights

@@ -1,8 +1,8 @@
-"""The safetensors of a directory, found as transformers finds them, and every tensor that they say they hold.
+"""The safetensors files of a directory, found as transformers finds them, and the tensors in their headers.
 
-A file is 8 bytes of length, a JSON object (the header), then the data (github.com/huggingface/safetensors):
-offsets count from the end of the header, and the tensors cover the data without holes. An FP8 tensor, as
-DeepSeek-V3 is published, has a second one behind its name: of each block the number to multiply it by.
+A file is 8 bytes of length, a JSON object (the header), then the data (github.com/huggingface/safetensors).
+Offsets count from the end of the header, and the tensors cover the data without holes. An FP8 tensor, as
+DeepSeek-V3 is published, has a second one with a suffix: for each block the number to multiply it by.
 """
 
 import json
@@ -34,9 +34,8 @@ DTYPE_BYTES = {
 DTYPE_BYTES |= {"U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _METADATA = "__metadata__"
 FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
-# Two numbers of 4 bits in a byte, and of 32 in a row one exponent: how gpt-oss has its experts (OCP's MX
-# formats, v1.0). A stack [n, columns, rows] lies in files as [n, rows, columns / 32, 16] bytes and as many
-# scales.
+# gpt-oss' experts: two 4-bit numbers a byte, one exponent for 32 in a row (OCP's MX formats, v1.0). A stack
+# [n, columns, rows] is in files as [n, rows, columns / 32, 16] bytes, with a scale for every 16 bytes.
 MXFP4, MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX, MX_SIZE = "MXFP4", "_blocks", "_scales", 32
 _TIKTOKEN_PATTERNS = ("tiktoken.model", "*.tiktoken")
 _OTHER_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
@@ -54,7 +53,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def as_stored(self) -> "StoredTensor":
-        """The tensor as the file's header has it."""
+        """The tensor as the file's header describes it."""
         if not self.is_transposed:
             return self
         count, rows, columns = self.shape
@@ -62,9 +61,10 @@ class StoredTensor(NamedTuple):
 
 
 class PretrainedWeights(NamedTuple):
-    """The tensors of a directory by their published names. `scale_block`: rows and columns of one FP8 scale.
+    """The tensors of a directory by their published names; `scale_block`: rows and columns of one FP8 scale.
 
-    A stack in MXFP4 is an entry by its own name, of its blocks' bytes, beside these and its scales.
+    A stack in MXFP4 is an additional entry under its own name, with the bytes of its blocks. Its blocks and
+    its scales have entries too.
     """
 
     directory: Path
@@ -73,12 +73,12 @@ class PretrainedWeights(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What all of them take in the files."""
+        """The size of all tensors in the files [bytes]."""
         return sum(entry.stop - entry.start for entry in self._file_tensors)
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold them, in order."""
+        """The files that hold the tensors, in order."""
         return sorted({entry.file for entry in self.entries.values()})
 
     @property
@@ -90,10 +90,10 @@ class PretrainedWeights(NamedTuple):
 
 
 def find_weights(directory: Path) -> PretrainedWeights | None:
-    """The weights of a directory; None where it holds none in any form.
+    """Return the weights of a directory; None where it holds none in any form.
 
-    Raises UsageError with everything that is wrong with the index and the files' headers, and for weights
-    that are not safetensors.
+    Raise UsageError with every error in the index and the files' headers, and for weights that are not
+    safetensors.
     """
     if not files.is_directory(directory):
         raise UsageError(f"{directory} is no directory")
@@ -128,7 +128,7 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
 
 
 def explain_tiktoken_tokenizer(directory: Path) -> str | None:
-    """Why the tokenizer of a directory is none that can be read, where its files are tiktoken's."""
+    """Return why a directory's tokenizer cannot be read, where its files are tiktoken's; else None."""
     paths = sorted(path for pattern in _TIKTOKEN_PATTERNS for path in directory.glob(pattern))
     if not paths or files.is_file(directory / "tokenizer.json"):
         return None
@@ -140,7 +140,10 @@ def explain_tiktoken_tokenizer(directory: Path) -> str | None:
 
 
 def limit_violations(violations: list[str], most: int = 100) -> list[str]:
-    """The violations, of which there may be one for each tensor of a large model: at most so many lines."""
+    """Return at most `most` violations and the number of the others.
+
+    There may be one for each tensor of a large model.
+    """
     more = len(violations) - most
     return violations if more <= 0 else [*violations[:most], f"and {more} more"]
 
@@ -158,7 +161,7 @@ def _refuse_other_formats(directory: Path) -> None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by the index."""
+    """Return the file of each tensor, by the index."""
     weight_map = files.read_json_object(path, limit=LARGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{path}: has no weight_map that names files")
@@ -182,9 +185,9 @@ def _find_misplaced(indexed: Mapping[str, str], tensors: Mapping[str, StoredTens
 
 
 def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file by its name; reads the header alone.
+    """Return every tensor of a file by its name; only the header is read.
 
-    Raises UsageError with every reason why it is no whole safetensors file.
+    Raise UsageError with every reason why the file is not a complete safetensors file.
     """
     tensors, reasons = {}, []
     try:
@@ -217,13 +220,13 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
 
 
 def quote_name(name: str) -> str:
-    """A tensor's name, or a file's, as a message may show it."""
+    """Return the name of a tensor or a file as a message may show it."""
     text = files.to_printable(name)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no object of unique names."""
+    """Return the header. Raise ValueError where it is not a JSON object of unique names."""
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -241,7 +244,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
 
 
 def _parse_tensor(path: Path, value: Any, begin: int) -> StoredTensor:
-    """Raises ValueError for what describes no tensor."""
+    """Return the tensor that a header describes. Raise ValueError where it describes none."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -262,7 +265,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Iterator[str]:
-    """Where the tensors do not lie one behind the other up to the end of the file."""
+    """Yield where the tensors do not follow each other without a gap up to the end of the file."""
     position = begin
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > size:
@@ -275,6 +278,6 @@ def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Itera
 
 
 def count_blocks(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks a matrix has, down and across; the last ones may be smaller."""
+    """Return the number of blocks of a matrix, down and across; the last ones may be smaller."""
     rows, columns = (-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
     return rows, columns

@@ -1,4 +1,4 @@
-"""Whether a directory's tensors are those of a recipe's model or adapters: names, shapes, kinds of number."""
+"""The comparison of a directory's tensors with a recipe's model or adapters: names, shapes, types."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,9 +40,9 @@ _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
-    """The weights that the recipe's model begins with; None: random ones.
+    """Return the weights that the recipe's model begins with; None: random ones.
 
-    Raises UsageError with every reason why they cannot be loaded.
+    Raise UsageError with every reason why they cannot be loaded.
     """
     model = recipe.model
     if model.path is None or model.weights == "random":
@@ -66,9 +66,9 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
 def find_model_weights(
     directory: Path, config: Mapping[str, Any], architecture: Architecture
 ) -> PretrainedWeights:
-    """The weights of a directory, which must be those of a model with all of its published tensors.
+    """Return the weights of a directory, which must be those of a model with all of its published tensors.
 
-    `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raises
+    `config` is the directory's own; `architecture` says how many of its MTP layers there must be. Raise
     UsageError with every reason why they are not.
     """
     _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
@@ -82,10 +82,10 @@ def find_model_weights(
 
 
 def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeights:
-    """The weights of a directory, which must be those that the recipe's model could begin with.
+    """Return the weights of a directory, which must be weights that the recipe's model could begin with.
 
-    Raises UsageError with every reason why they cannot be loaded, and with what its config says of another
-    model. How many layers for MTP that names is its own matter.
+    Raise UsageError with every reason why they cannot be loaded, and with every difference of its config from
+    the recipe's. The number of its MTP layers may differ.
     """
     config = read_config(directory)
     architecture = from_config(config, str(directory / "config.json"))
@@ -105,8 +105,9 @@ def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeight
 
 
 def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_class: str) -> None:
-    """Raises UsageError where a config names a class without a language model's head, as
-    `expected_class` has.
+    """Raise UsageError where a config names a class without the head of a language model.
+
+    `expected_class` is a class with such a head, for the message.
     """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
@@ -119,9 +120,9 @@ def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_clas
 
 
 def open_weights(directory: Path) -> PretrainedWeights | None:
-    """The weights of a directory, of whatever model they are; None where it is no Hugging Face directory.
+    """Return the weights of a directory, of any model; None where it is not a Hugging Face directory.
 
-    Raises UsageError with everything that cannot be read.
+    Raise UsageError with everything that cannot be read.
     """
     if not has_weights(directory):
         return None
@@ -147,7 +148,7 @@ def open_weights(directory: Path) -> PretrainedWeights | None:
 
 
 def _to_published_layout(weights: PretrainedWeights, config: Mapping[str, Any]) -> PretrainedWeights:
-    """The weights with all stacks as they are published, where the config is of a family that we know."""
+    """Return the weights with all stacks in the published order, where the config's family is known."""
     family = config.get("model_type")
     if (
         not isinstance(family, str)
@@ -179,9 +180,9 @@ def _match_weights(
 
 
 def read_published_names(directory: Path) -> Iterator[str]:
-    """Yield the names of a directory's weights; of quantised ones once, whatever lies beside their numbers.
+    """Yield the names of a directory's weights; a quantised one is named once, without its scales.
 
-    There are none where the directory holds no weights that can be read.
+    Nothing is yielded where the directory holds no weights that can be read.
     """
     with suppress(UsageError):
         weights = find_weights(directory)
@@ -191,7 +192,10 @@ def read_published_names(directory: Path) -> Iterator[str]:
 
 
 def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str]) -> None:
-    """Raises UsageError for copies (by name: the original's) that differ from their original."""
+    """Raise UsageError for copies that differ from their original.
+
+    `copies`: the name of each copy -> the name of its original.
+    """
     tensors = weights.entries
     unequal = [
         f"{copy} is published once more as a copy of {original}, and differs from it"
@@ -222,7 +226,7 @@ def _are_equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def describe_weights(recipe: Recipe, pretrained: PretrainedWeights | None) -> str:
-    """What the model begins with, for people; `pretrained` is what `find_recipe_weights` has returned."""
+    """Return a description of the first weights; `pretrained` is the result of `find_recipe_weights`."""
     if pretrained is not None:
         return str(pretrained)
     path, weights = recipe.model.path, recipe.model.weights
@@ -231,14 +235,17 @@ def describe_weights(recipe: Recipe, pretrained: PretrainedWeights | None) -> st
 
 
 def build_published_table(recipe: Recipe) -> Tensors:
-    """The table of what the config says is published: with its own MTP layers, however many are trained."""
+    """Return the table of the published tensors by the config: with its own MTP layers.
+
+    The number of MTP layers that are trained does not matter.
+    """
     return Tensors(from_config(recipe.model.config, "model.config"), recipe.parallel.tp)
 
 
 def _find_mismatches(
     weights: PretrainedWeights, table: Tensors, mtp_depths: int, mtp_remedy: str
 ) -> Iterator[str]:
-    """Everything that is wrong; `mtp_depths` MTP layers are trained, and those beyond them may be there."""
+    """Yield every mismatch; `mtp_depths` MTP layers are trained, and more of them may be in the files."""
     entries, copies = weights.entries, table.map_copies()
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set(copies)
@@ -297,9 +304,9 @@ def _find_misfit(
 
 
 def _mark_transposed_stacks(weights: PretrainedWeights, table: Tensors) -> PretrainedWeights:
-    """The weights with all stacks as they are published, if they lie turned in these files.
+    """Return the weights with all stacks in the published order, if they are transposed in these files.
 
-    A square matrix does not say it; of a layer's two at most one is square.
+    A square matrix does not tell the order; at most one of a layer's two is square.
     """
     shapes = {
         name: shape
@@ -324,7 +331,7 @@ def summarize_names(names: Iterable[str]) -> Iterator[str]:
 
 
 def _summarize_similar_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The first of the names that differ in numbers alone (layers, experts), and how many more there are."""
+    """Yield the first of the names that differ only in numbers (layers, experts), and a count of the rest."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)
@@ -336,7 +343,7 @@ def _summarize_similar_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _with_quantization(
     weights: PretrainedWeights, config: Mapping[str, Any]
 ) -> tuple[PretrainedWeights, list[str]]:
-    """The weights with what is known of how they are quantised, and what is against that."""
+    """Return the weights with the facts about their quantisation, and the violations of these."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return weights, []
@@ -356,7 +363,7 @@ def _with_quantization(
 
 
 def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """What pairs of blocks and scales are together, by its own name, and which of these do not fit."""
+    """Return the stacks that pairs of blocks and scales form, by name, and the pairs that do not fit."""
     stacks, violations = {}, []
     for stored, entry in entries.items():
         if not stored.endswith(MX_BLOCKS_SUFFIX):
@@ -383,12 +390,12 @@ def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, S
 
 
 def _list_companion_suffixes(entry: StoredTensor | None) -> tuple[str, ...]:
-    """The suffixes of what a tensor has beside it."""
+    """Return the suffixes of the tensors that belong to a tensor."""
     return (MX_BLOCKS_SUFFIX, MX_SCALES_SUFFIX) if entry is not None and entry.dtype == MXFP4 else ()
 
 
 def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
-    """The matrices in model.lora.path; None: new ones. Raises UsageError with every reason against them."""
+    """Return the matrices in model.lora.path; None: new ones. Raise UsageError with all mismatches."""
     lora = recipe.model.lora
     if lora is None or lora.path is None:
         return None
@@ -400,7 +407,7 @@ def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
 
 
 def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -> Iterator[str]:
-    """Everything that is wrong; PEFT knows no MTP layers, and an adapter may be without theirs."""
+    """Yield every mismatch; PEFT knows no MTP layers, and an adapter may lack theirs."""
     lora = recipe.model.lora
     assert lora is not None
     expected: dict[str, tuple[int, ...]] = {}

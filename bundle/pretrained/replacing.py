@@ -1,6 +1,7 @@
-"""A directory that is written whole or not at all, in the place of what has its name, where that may be.
+"""Replacement of a directory as a whole or not at all, where overwriting is allowed.
 
-Beside what is written lies a list of it: what is replaced unasked holds nothing else.
+The directory gets a list of the files that were written. A directory with other files is replaced only on
+request.
 """
 
 import os
@@ -16,9 +17,9 @@ MANIFEST = ".written-by-mcore-bundle"  # the files of a directory that was writt
 
 
 def refuse_overwrite(directory: Path, sources: Iterable[Path], *, force: bool) -> None:
-    """Raises UsageError where writing `directory` would take what is read, or what was not written here.
+    """Raise UsageError where writing `directory` would overwrite a source or files not written here.
 
-    `force` has a directory of anybody's replaced, but no source.
+    `force` allows to replace any directory, but not a source.
     """
     destination = _resolve_destination(directory)
     for source in sources:
@@ -36,11 +37,12 @@ def refuse_overwrite(directory: Path, sources: Iterable[Path], *, force: bool) -
 
 @contextmanager
 def replace_directory(directory: Path) -> Iterator[Path]:
-    """An empty folder to write into, which becomes `directory` when the block ends without an error.
+    """Yield an empty folder, which becomes `directory` when the block ends without an error.
 
-    Of a link what it names is replaced. Whoever is killed before the end leaves `.NAME.partial`, which the
-    next one removes; between the two renames at the end what was there is `.NAME.before`, and gets its name
-    back. Raises JobFailed, and UsageError for what is no directory or cannot be replaced.
+    If `directory` is a link, its target is replaced. A process that is killed before the end leaves
+    `.NAME.partial`, which the next call removes. Between the two renames at the end the earlier directory is
+    `.NAME.before`; the next call gives it its name back. Raise JobFailed, and UsageError where `directory` is
+    not a directory or cannot be replaced.
     """
     destination = _resolve_destination(directory)
     partial, previous = (
@@ -68,7 +70,7 @@ def replace_directory(directory: Path) -> Iterator[Path]:
 
 
 def _resolve_destination(directory: Path) -> Path:
-    """Where it is, links followed. Raises UsageError for what no directory can be put in the place of."""
+    """Return the path with links followed. Raise UsageError where no directory can take its place."""
     try:
         destination = directory.resolve()
         if destination.exists() and not destination.is_dir():
@@ -90,6 +92,6 @@ def _list_foreign_files(directory: Path) -> list[str]:
 
 
 def _list_files(directory: Path) -> list[str]:
-    """All files below it and links of any kind, relative and sorted."""
+    """Return all files below a directory and links of any kind, relative and sorted."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(directory).as_posix() for path in paths)

@@ -1,5 +1,6 @@
-"""Writes a directory as the Hub has them: safetensors of bounded size, their index, the config, and whatever
-else belongs to a model.
+"""Writes a directory in the form of the Hub: safetensors of bounded size, their index, config and tokenizer.
+
+Other files of a model, such as processors and code, are copied too.
 """
 
 import json
@@ -32,15 +33,15 @@ from bundle.recipe import Recipe
 _log = logging.getLogger(__name__)
 
 LARGEST_FILE = 5 * 10**9  # bytes of tensors, as transformers divides them
-# What is copied from where a model came from, beside its tokenizer: no weights, nothing that names them.
+# Files that are copied from a model's source besides its tokenizer: no weights, nothing that names them.
 _GENERATION = "generation_config.json"
 _EXTRA_PATTERNS = (_GENERATION, "*processor_config.json", "*.py")
-# A tokenizer's files, of one directory all or none: parts of two would be a third one.
+# A tokenizer's files, all from one directory: parts of two tokenizers would make a third one.
 _TOKENIZER_FILES = (
     *TOKENIZER_PATTERNS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "tokenization*.py",
 )  # fmt: skip
-# In which the linear layers are written; with fp8 all others are bf16.
+# The formats of the linear layers; with fp8 all other layers are bf16.
 WeightFormat = Literal["bf16", "fp32", "fp8"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 FP8_BLOCK = (128, 128)  # rows and columns of one FP8 scale
@@ -49,11 +50,11 @@ _DTYPES: dict[WeightFormat, str] = {"bf16": "bfloat16", "fp32": "float32", "fp8"
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """What a directory says of a model beside its weights.
+    """The description of a model in a directory, besides its weights.
 
-    `config` is the published one with what was changed in it; tokenizer and chat template are those of the
-    directory `tokenizer`, and what else belongs to it, such as processors and code, is in
-    `extra_directories`. It began with the weights in `source`; None: with random ones.
+    `config` is the published one with the changes. The tokenizer and the chat template are those of the
+    directory `tokenizer`. Other files, such as processors and code, are in `extra_directories`. Training
+    began with the weights in `source`; None: with random ones.
     """
 
     config: Mapping[str, Any]
@@ -65,9 +66,9 @@ class PublishedModel:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "PublishedModel":
-        """What the recipe's model was published as, with the tokenizer that it is trained with.
+        """Return the published form of the recipe's model, with the tokenizer that it is trained with.
 
-        Trained on bytes, it keeps the one that it was published with.
+        A model that is trained on bytes keeps the tokenizer that it was published with.
         """
         kind, _, tokenizer_path = recipe.data.tokenizer.partition(":")
         model = Path(hub.find_local_path(recipe.model.path)) if recipe.model.path else None
@@ -94,7 +95,7 @@ class PublishedModel:
 
     @property
     def missing_tokenizer_reason(self) -> str | None:
-        """Why it would be written without a tokenizer; None where there is one, or none was named."""
+        """The reason why the directory would lack a tokenizer; None where there is one or none was named."""
         if self.tokenizer is None or has_tokenizer(self.tokenizer):
             return None
         return f"{self.tokenizer} {'holds no tokenizer' if self.tokenizer.is_dir() else 'is no directory'}"
@@ -117,7 +118,7 @@ class OutputTensor:
 def split_into_files(
     tensors: Iterable[OutputTensor], max_bytes: int = LARGEST_FILE
 ) -> Iterator[list[OutputTensor]]:
-    """The tensors of one file after the other, in their order; a larger tensor has a file of its own."""
+    """Yield the tensors of one file after the other, in their order; a larger tensor has its own file."""
     file_tensors: list[OutputTensor] = []
     size = 0
     for tensor in tensors:
@@ -131,13 +132,13 @@ def split_into_files(
 
 
 class SafetensorsWriter:
-    """A safetensors file that is written tensor by tensor, in the order that was given.
+    """A safetensors file that is written tensor by tensor, in the given order.
 
     All methods raise JobFailed where it cannot be written.
     """
 
     def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
-        """Writes the header."""
+        """Write the header."""
         header_fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in tensors:
@@ -156,33 +157,33 @@ class SafetensorsWriter:
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def append(self, values: bytes | memoryview) -> None:
-        """The values of the next tensor."""
+        """Write the values of the next tensor."""
         self._remaining -= len(values)
         with files.convert_write_errors(self._path):
             self._file.write(values)
 
     def close(self) -> None:
-        """Puts the file on the disk; all tensors must be in it."""
+        """Flush the file to the disk; all tensors must be in it."""
         assert self._remaining == 0, f"{self._remaining} bytes of the announced tensors were not written"
         with files.convert_write_errors(self._path), self._file as file:
             file.flush()
             os.fsync(file.fileno())
 
     def discard(self) -> None:
-        """Lets go of a file that could not be written."""
+        """Close a file that could not be written."""
         with suppress(OSError):
             self._file.close()
 
 
 def build_file_names(count: int) -> list[str]:
-    """What transformers calls the files of a model of so many."""
+    """Return the names that transformers gives to the files of a model with `count` files."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_index(directory: Path, tensors_by_file: Mapping[str, Sequence[OutputTensor]]) -> None:
-    """The index of these files; none where there is one alone."""
+    """Write the index of these files; a single file has none."""
     if len(tensors_by_file) > 1:
         weight_map = {tensor.name: file for file, tensors in tensors_by_file.items() for tensor in tensors}
         total = sum(tensor.bytes for tensors in tensors_by_file.values() for tensor in tensors)
@@ -192,7 +193,7 @@ def write_index(directory: Path, tensors_by_file: Mapping[str, Sequence[OutputTe
 
 
 def write_config(directory: Path, model: PublishedModel, weight_format: WeightFormat) -> None:
-    """The config as it was published, in the words that it had, of the model as it was trained."""
+    """Write the published config in its own words, changed for the model as it was trained."""
     architecture = model.architecture
     names = PUBLISHED_NAMES[architecture.model_type]
     config = {**names.config_defaults, **model.config}
@@ -208,14 +209,17 @@ def write_config(directory: Path, model: PublishedModel, weight_format: WeightFo
 
 
 def is_exported_in_fp8(name: str) -> bool:
-    """Whether an FP8 export has this tensor of the table in FP8: the linear layers, without routers."""
+    """Return whether an FP8 export has this tensor of the table in FP8.
+
+    These are the weights of the linear layers, without those of routers and of a tower.
+    """
     path, _, kind = name.rpartition(".")
     linear = path.rpartition(".")[2].startswith("linear_") and kind == "weight"
     return linear and not name.startswith(TOWER_PREFIX)
 
 
 def _build_quantization_config(tensors: Iterable[Tensor]) -> dict[str, Any]:
-    """The `quantization_config` of a model whose tensors these are, as loaders know it."""
+    """Return the `quantization_config` of a model with these tensors, as loaders read it."""
     unquantized = [
         name.removesuffix(".weight")
         for tensor in tensors
@@ -240,10 +244,10 @@ def write_remaining_files(
     tensors_by_file: Mapping[str, Sequence[OutputTensor]],
     end_tokens: Iterable[int] = (),
 ) -> None:
-    """Writes all that belongs to these files of tensors: their index, the config, the tokenizer.
+    """Write the files that belong to these files of tensors: their index, the config, the tokenizer.
 
-    Where there is no tokenizer any more it says so: the weights are worth having. What is generated ends with
-    `end_tokens` too.
+    Where the tokenizer is missing it logs a warning, because the weights alone are useful. Generation also
+    ends at `end_tokens`.
     """
     write_index(directory, tensors_by_file)
     write_config(directory, model, weight_format)
@@ -256,7 +260,10 @@ def write_remaining_files(
 
 
 def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
-    """Has a model stop where it was trained to: a base model's config knows the end of a document alone."""
+    """Add the tokens that end trained turns to the config of generation.
+
+    A base model's config has only the token that ends a document.
+    """
     path, key = directory / _GENERATION, "eos_token_id"
     generation_config = files.read_json_object(path) if path.exists() else {}
     previous = generation_config.get(key, files.read_json_object(directory / "config.json").get(key))
@@ -267,7 +274,7 @@ def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
 
 
 def _write_template(directory: Path, text: str) -> None:
-    """Has the tokenizer write chats by this template, wherever a release of transformers looks for it."""
+    """Write this chat template into every file in which a release of transformers looks for it."""
     files.write_text(directory / CHAT_TEMPLATE_FILE, text)
     for name in (TOKENIZER_CONFIG, "chat_template.json"):  # the latter of a processor
         path = directory / name
@@ -276,9 +283,10 @@ def _write_template(directory: Path, text: str) -> None:
 
 
 def copy_extra_files(model: PublishedModel, directory: Path) -> None:
-    """The tokenizer with its chat template; then what else belongs to the model, of one name the first one's.
+    """Copy the tokenizer with its chat template, then the other files of the model.
 
-    What the tokenizer's directory does not have of a tokenizer is not there.
+    If two directories have a file of one name, the first one's is copied. Files of a tokenizer are copied
+    from the tokenizer's directory alone.
     """
     if model.tokenizer is not None:
         _copy_files(model.tokenizer, _TOKENIZER_FILES, directory)
