@@ -1,1 +1,1 @@
-"""Sequences of a micro-batch as the tensors that a model takes on one rank, and the way back."""
+"""Conversion of a micro-batch's sequences to the tensors that a model takes on one rank, and back."""

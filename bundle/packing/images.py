@@ -1,7 +1,7 @@
-"""Images of a micro-batch: where they stand in its sequences, and what positions they give to all tokens.
+"""Images of a micro-batch: their places in its sequences, and the positions that they give to all tokens.
 
-Host integers, for all images at once: no step looks at one image at a time. Videos are images of several
-patches in time.
+Both are host integers, computed for all images at once: no step handles one image at a time. Videos are
+images of several patches in time.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from bundle.recipe.alignment import Alignment
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """All images and videos of a micro-batch, in order, at least one: blank, where no token stands for it.
+    """All images and videos of a micro-batch, in order, at least one: a blank one where no token needs it.
 
-    `pixels` [patches, values of a patch], in the order of transformers' image processors. `grids` int64
+    `pixels` [patches, values of a patch] are in the order of transformers' image processors. `grids` int64
     [images, 3] are the patches of each in time, height and width; they stay on the host, where towers read
-    them. `index` [tokens] is the row of the tower's output that stands in the place of a token, -1: none.
-    `positions` [tokens, 3] are those of all tokens in time, height and width. Tokens are concatenated, and
-    after `pack` as the model takes them.
+    them. `index` [tokens] is the row of the tower's output that takes the place of a token, -1: none.
+    `positions` [tokens, 3] are those of all tokens in time, height and width. Tokens are concatenated; after
+    `pack` they are in the model's form.
     """
 
     pixels: Tensor
@@ -43,10 +43,10 @@ class ImageInputs:
         vision: VisionArchitecture,
         seconds: NDArray[np.float64] | None = None,
     ) -> "ImageInputs":
-        """Those of concatenated sequences [tokens], in the order in which these name them.
+        """Return the images of concatenated sequences [tokens], in the order in which their tokens name them.
 
-        `seconds` [images] are from one patch of a video to the next, 0 of an image; None: all are images.
-        Raises JobFailed where there are more or fewer places for images than images are.
+        `seconds` [images] is the time from one patch of a video to the next, 0 for an image; None: all are
+        images. Raise JobFailed where the number of places for images differs from the number of embeddings.
         """
         tokens = (vision.image_token, vision.video_token)
         places = np.flatnonzero(np.isin(ids, [token for token in tokens if token is not None]))
@@ -65,15 +65,15 @@ class ImageInputs:
         return cls(pixels, *map(torch.from_numpy, (grids, index, counted)))
 
     def to(self, device: torch.device | str) -> "ImageInputs":
-        """The same with all that a model reads there on a device."""
+        """Return a copy with the tensors that a model reads on a device moved to it."""
         tensors = (x.to(device, non_blocking=True) for x in (self.pixels, self.index, self.positions))
         pixels, index, counted = tensors
         return ImageInputs(pixels, self.grids, index, counted)
 
     def pack(self, packing: Packing) -> "ImageInputs":
-        """As a model takes them on this rank: `index` [b, s / cp], `compute_positions` [3, b, s / cp].
+        """Return the inputs of a model on this rank: `index` [b, s / cp], `positions` [3, b, s / cp].
 
-        In thd positions [3, 1, t] are those of all ranks' rows, of which attention takes its own.
+        In thd the positions [3, 1, t] are those of all ranks' rows; attention takes its own.
         """
         index = packing.pack(self.index, fill=-1)
         if packing.layout == "thd" and packing.alignment.cp > 1:
@@ -84,7 +84,10 @@ class ImageInputs:
 def _split_frames(
     sizes: Ints, seconds: NDArray[np.float64] | None, vision: VisionArchitecture
 ) -> tuple[Ints, NDArray[np.float32]]:
-    """What counts positions as one image each, and by how much these count on from one patch to the next."""
+    """Return the grids that count positions as one image each, and their steps in time.
+
+    The step is the difference in position from one patch to the next in time.
+    """
     if vision.has_separate_frames:
         frames = sizes[:, 0]
         sizes = np.repeat(sizes, frames, 0) * (0, 1, 1) + (1, 0, 0)
@@ -96,13 +99,13 @@ def _split_frames(
 
 
 def compute_positions(lengths: Ints, places: Ints, sizes: Ints, paces: NDArray[np.float32]) -> Ints:
-    """The positions [tokens, 3] in time, height and width, as Qwen2-VL counts them.
+    """Return the positions [tokens, 3] in time, height and width, as Qwen2-VL counts them.
 
-    Of concatenated sequences of `lengths`, whose tokens at `places` are those of images of `sizes`
+    `lengths` are those of the concatenated sequences. The tokens at `places` belong to images of `sizes`
     [images, 3], in time, height and width after merging. Text counts on in all three. An image begins at the
-    next number and counts up from there in its own three, in time by its pace [images], rounded down, as in
-    Qwen2.5-VL; what follows goes on behind the largest number of all three, as the models were trained
-    (transformers 4, Qwen's own code, SGLang). transformers 5.3 and later leave time out there.
+    next number and counts up from there in its own three. In time it counts by its pace [images], rounded
+    down, as in Qwen2.5-VL. The text after it goes on behind the largest number of all three, as the models
+    were trained (transformers 4, Qwen's own code, SGLang). transformers 5.3 and later leave time out there.
     """
     begins = compute_starts(lengths)
     alone = concatenate_ranges(np.zeros_like(lengths), lengths)  # places in the own sequence

@@ -1,8 +1,8 @@
-"""Packing sequences for one context-parallel rank, and the way back; shards of what is not packed.
+"""Packing of sequences for one context-parallel rank, and back; shards of tensors that are not packed.
 
-What a rank holds is a few runs: stretches of consecutive rows of one sequence. Everything about a pack is
-arithmetic on them, host integers only, then one `repeat` to the length of the pack: no step looks at one
-sequence at a time. `lengths` are the real tokens of every sequence; a tail is one more sequence with 0.
+A rank holds a few runs: stretches of consecutive rows of one sequence. Everything about a pack is computed
+from them with host integers, then by one `repeat` to the length of the pack: no step handles one sequence at
+a time. `lengths` are the real tokens of every sequence; a tail is one more sequence with 0.
 """
 
 from collections.abc import Sequence
@@ -30,29 +30,29 @@ class Runs:
     rows: Ints
 
     def concatenate_ranges(self, first: Ints) -> Ints:
-        """Numbers for every row that begin at `first[run]` and count up within each run."""
+        """Return numbers for every row that begin at `first[run]` and count up within each run."""
         return concatenate_ranges(first, self.rows)
 
 
 def compute_starts(lengths: Ints) -> Ints:
-    """Where each of these stretches begins when they follow each other."""
+    """Return where each of these stretches begins when they follow each other."""
     return np.cumsum(lengths) - lengths
 
 
 def concatenate_ranges(first: Ints, rows: Ints) -> Ints:
-    """first[i], first[i]+1, ... (rows[i] of them) for each i, one after the other."""
+    """Return first[i], first[i]+1, ... (rows[i] of them) for each i, one after the other."""
     numbers: Ints = np.repeat(first - compute_starts(rows), rows)
     numbers += np.arange(len(numbers))
     return numbers
 
 
 def interleave(first: Ints, second: Ints) -> Ints:
-    """first[0], second[0], first[1], second[1], ..."""
+    """Return first[0], second[0], first[1], second[1], ..."""
     return np.ravel((first, second), order="F")
 
 
 def compute_runs(padded: Ints, cp: int, rank: int) -> Runs:
-    """The runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
+    """Return the runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
     sequence = np.arange(len(padded), dtype=np.int64)
     if cp == 1:
         return Runs(sequence, np.zeros_like(padded), padded)
@@ -62,9 +62,10 @@ def compute_runs(padded: Ints, cp: int, rank: int) -> Runs:
 
 
 def build_pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:
-    """For every row, the token that it takes, and where it takes none (None: every row takes one); [t/cp].
+    """Return for every row the token that it takes, and a mask of the rows that take none; [t/cp].
 
-    A row takes the token `roll` places further in its own sequence.
+    A row takes the token `roll` places further in its own sequence. The mask is None where every row takes
+    one.
     """
     real = _count_real_rows(runs, lengths, roll)
     index = runs.concatenate_ranges(compute_starts(lengths)[runs.sequence] + runs.start + roll)
@@ -76,7 +77,7 @@ def build_pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArra
 
 
 def build_unpack_index(shards: Sequence[Runs], lengths: Ints) -> Ints:
-    """For every token, its row when the shards of all ranks follow each other; [tokens]."""
+    """Return for every token its row when the shards of all ranks follow each other; [tokens]."""
     columns = zip(*((runs.sequence, runs.start, runs.rows) for runs in shards), strict=True)
     runs = Runs(*(np.concatenate(column) for column in columns))
     order = np.argsort(compute_starts(lengths)[runs.sequence] + runs.start, kind="stable")
@@ -84,7 +85,7 @@ def build_unpack_index(shards: Sequence[Runs], lengths: Ints) -> Ints:
 
 
 def _count_real_rows(runs: Runs, lengths: Ints, roll: int) -> Ints:
-    """How many rows of each run, its first ones, take a token."""
+    """Return how many rows of each run take a token; these are its first rows."""
     left: Ints = lengths[runs.sequence] - runs.start - roll
     taken: Ints = np.minimum(np.maximum(left, 0), runs.rows)  # which types differ between numpy 1 and 2
     return taken
@@ -92,11 +93,12 @@ def _count_real_rows(runs: Runs, lengths: Ints, roll: int) -> Ints:
 
 @dataclass(frozen=True)
 class Packing:
-    """The plan of one micro-batch: made once from host lengths, then used for every tensor of it.
+    """The plan of one micro-batch: built once from host lengths, then used for every tensor of it.
 
     Tensors come in and go out *concatenated*: [tokens, ...], the sequences one after the other, unpadded.
-    Packed, they are what a model takes on this rank: [1, t/cp, ...] in thd, [b, s/cp, ...] in bshd. Each
-    direction is one gather, whatever the number of sequences; nothing is read back from the device.
+    Packed, they are in the form that a model takes on this rank: [1, t/cp, ...] in thd, [b, s/cp, ...] in
+    bshd. Each direction is one gather, whatever the number of sequences; nothing is read back from the
+    device.
     """
 
     padding: Padding
@@ -114,9 +116,9 @@ class Packing:
         length: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "Packing":
-        """The packing of sequences with these lengths (host ints) for a rank of its context-parallel group.
+        """Return the packing of sequences with these lengths (host ints) for a context-parallel rank.
 
-        `length` forces the padded extent (`Alignment.pad`). Raises JobFailed if they cannot be packed.
+        `length` forces the padded extent (`Alignment.pad`). Raise JobFailed if they cannot be packed.
         """
         if rank is None and alignment.cp > 1:
             raise JobFailed(
@@ -127,11 +129,11 @@ class Packing:
         return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
 
     def pack(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
-        """This rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
+        """Return this rank's packed rows of a concatenated tensor [tokens, ...]: shape [*self.shape, ...].
 
         `roll` takes the value `roll` tokens later in the same sequence: 1 makes labels from ids, 1 + d those
-        of MTP depth d. `fill` stands where there is none, in padding and at the end of a rolled sequence: a
-        number, or a tensor that broadcasts to the result.
+        of MTP depth d. `fill` is the value of rows without a token, in padding and at the end of a rolled
+        sequence: a number, or a tensor that broadcasts to the result.
         """
         if x.shape[0] != self.padding.tokens:
             raise JobFailed(
@@ -142,7 +144,7 @@ class Packing:
         return self._fill_blanks(x.index_select(0, index), blank, fill)
 
     def spread(self, values: Tensor, *, fill: float | Tensor = 0) -> Tensor:
-        """This rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
+        """Return this rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
         if values.shape[0] != len(self.padding.lengths):
             raise JobFailed(
                 f"A tensor of shape {list(values.shape)} is not one value for each of this micro-batch's"
@@ -153,7 +155,7 @@ class Packing:
         return self._fill_blanks(values.index_select(0, index), self._gather(0)[1], fill)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """The concatenated tensor [tokens, ...] of packed rows, those of all ranks: [cp·b, s/cp, ...].
+        """Return the concatenated tensor [tokens, ...] of the packed rows of all ranks: [cp·b, s/cp, ...].
 
         All ranks' shards follow each other in the first dimension, as all_gather_into_tensor leaves them.
         """
@@ -166,22 +168,22 @@ class Packing:
         return x.flatten(0, 1).index_select(0, self._unpack_index)
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One view for each sequence of a concatenated tensor."""
+        """Return one view for each sequence of a concatenated tensor."""
         views: tuple[Tensor, ...] = x.split(self.padding.lengths)
         return views
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
-        """The sum of a concatenated tensor [tokens, ...] over each sequence: [b, ...]."""
+        """Return the sum of a concatenated tensor [tokens, ...] over each sequence: [b, ...]."""
         empty = x.new_zeros(len(self.padding.lengths), *x.shape[1:])
         return empty.index_add(0, self._owner, x)
 
     def repeat(self, values: Tensor) -> Tensor:
-        """The concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
+        """Return the concatenated tensor [tokens, ...] of one value for each sequence [b, ...]."""
         return values.index_select(0, self._owner)
 
     @property
     def layout(self) -> Layout:
-        """thd or bshd."""
+        """The layout of packed tensors: thd or bshd."""
         return self.alignment.layout
 
     @property
@@ -192,7 +194,7 @@ class Packing:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The place of every row in its own sequence, padding counted on; int64, `shape`."""
+        """The place of every row in its own sequence, counting on over padding; int64, `shape`."""
         return self._to_tensor(self._runs.concatenate_ranges(self._runs.start)).view(self.shape)
 
     @cached_property
@@ -206,8 +208,8 @@ class Packing:
     def unsharded(self) -> "Packing":
         """The same sequences as rows [b, s] of one length, whole on every rank.
 
-        It is what a vision-language model takes, in thd too: it looks for its image tokens in such rows and
-        packs by itself. In bshd the rows are as long as ours, so that ids, labels and masks fit.
+        A vision-language model takes this form, in thd too: it looks for its image tokens in such rows and
+        packs by itself. In bshd the rows are as long as those of this packing, and ids, labels and masks fit.
         """
         count, extent = len(self.padding.lengths), max(self.padding.padded_lengths)
         rows = Padding(self.padding.lengths, (extent,) * count, 0)
@@ -249,7 +251,7 @@ class Packing:
         return {}
 
     def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
-        """`build_pack_index` on the device, made once for each roll."""
+        """Return `build_pack_index` on the device, computed once for each roll."""
         if roll < 0:
             raise JobFailed(f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more.")
         if roll not in self._gathers:
@@ -279,10 +281,10 @@ class Packing:
 
 
 def shard(x: Tensor, cp: int, rank: int) -> Tensor:
-    """The chunks rank and 2·cp-1-rank of the 2·cp of a tensor [b, s, ...]: [b, s/cp, ...].
+    """Return the chunks rank and 2·cp-1-rank of the 2·cp of a tensor [b, s, ...]: [b, s/cp, ...].
 
-    A causal mask makes late rows dearer than early ones; pairing them gives every rank the same work. It is
-    the order that Megatron's attention expects (megatron.core.utils.get_batch_on_this_cp_rank).
+    With a causal mask late rows cost more than early ones; pairing them gives every rank the same work.
+    Megatron's attention expects this order (megatron.core.utils.get_batch_on_this_cp_rank).
     """
     if cp == 1:
         return x
@@ -297,9 +299,9 @@ def shard(x: Tensor, cp: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Masks:
-    """What a micro-batch knows of its padding.
+    """The masks of a micro-batch's padding.
 
-    `model` goes into the model: None, or bool [b, s] over whole sequences, True = token. `valid` stays with
+    `model` goes into the model: None, or bool [b, s] over whole sequences, True = token. `valid` belongs to
     the rows that come out, for post-processing, whatever the model was given: bool, `Packing.shape`, True =
     token. A backend that gives its models no mask must not take it from post-processing too.
     """
@@ -309,5 +311,5 @@ class Masks:
 
 
 def build_masks(packing: Packing, mask: ModelMask) -> Masks:
-    """The masks of a packing for a model that takes `mask` (Capabilities.find_mask)."""
+    """Return the masks of a packing for a model that takes `mask` (Capabilities.find_mask)."""
     return Masks(packing.unsharded.valid if mask.form == "valid" else None, packing.valid)

@@ -10,7 +10,7 @@ from torch import Tensor
 class VisualInputs:
     """The images and videos of a prompt, in order: `patches` [n, values] of all of them, `grids` [images, 3].
 
-    `seconds` [images] are from one patch of a video to the next; 0 of an image.
+    `seconds` [images] is the time from one patch of a video to the next; 0 for an image.
     """
 
     patches: Tensor
@@ -20,7 +20,7 @@ class VisualInputs:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, those of images and videos as many as their embeddings, and what these show."""
+    """Token ids and the images of a prompt; an image has as many token ids as embeddings."""
 
     ids: Sequence[int]
     visual_inputs: VisualInputs | None = None
