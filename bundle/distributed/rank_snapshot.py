@@ -1,4 +1,4 @@
-"""Where this rank stands, of Python's stacks and torch's record of collectives, for who looks into a hang."""
+"""The state of this rank for the analysis of a hang: Python's stacks and torch's record of collectives."""
 
 import os
 import pickle
@@ -16,8 +16,8 @@ import typing_extensions
 from bundle.launch.hang import Collective, RankSnapshot
 from bundle.launch.outcomes import get_node_name
 
-# Where a rank stands is told by what calls these, megatron or us; the last is what torch calls for a facade.
-# typing_extensions wraps what torch has marked as deprecated, of its collectives too.
+# The callers of these show what a rank does; torch calls _TORCH_FUNCTION for a facade. typing_extensions
+# wraps functions that torch has marked as deprecated, collectives too.
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
     str(Path(torch.__file__).parent),
@@ -27,13 +27,13 @@ _LIBRARIES = (
 _TORCH_FUNCTION = "__torch_function__"
 
 
-# Of NCCL's groups, and of all others; a build has what it has of them.
+# The recorders of NCCL's groups, and of all others; a build may lack either.
 _RECORDER_NAMES = ("_dump_nccl_trace", "_dump_fr_trace")
 _RECORD_ENTRIES = "2000"  # calls that a recorder keeps: newer builds' own default, where older ones keep none
 
 
 def enable_flight_recorder() -> None:
-    """Has torch record the collectives of this process; called before the first group is made."""
+    """Make torch record the collectives of this process; call this before the first group is made."""
     newer = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
     os.environ.setdefault(
         "TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", _RECORD_ENTRIES
@@ -41,7 +41,7 @@ def enable_flight_recorder() -> None:
 
 
 def read_flight_records() -> list[bytes]:
-    """Returns torch's records of this process's collectives (pickles for its analyzer), NCCL's first."""
+    """Return torch's records of this process's collectives (pickles for its analyzer), NCCL's first."""
     bindings = torch._C._distributed_c10d
     recorders = [getattr(bindings, name) for name in _RECORDER_NAMES if hasattr(bindings, name)]
     # Finding the source lines of the frames takes seconds, and the stacks are in the other file.
@@ -49,7 +49,7 @@ def read_flight_records() -> list[bytes]:
 
 
 def take_snapshot(rank: int, doing: str, seconds: float, records: Sequence[bytes]) -> RankSnapshot:
-    """Returns where this rank stands; `records` is what `read_flight_records` returned."""
+    """Return the state of this rank; `records` is what `read_flight_records` returned."""
     entries = [entry for record in records for entry in _read_entries(record)]
     called = [entry for entry in entries if not entry.get("is_p2p")]
     # The first that is not over holds up those behind it. Gloo retires what is over, and says no more of it.
@@ -83,7 +83,7 @@ def _build_collective(entry: dict[str, Any]) -> Collective:
 
 
 def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    """The group of a call as all of its ranks name it, and its ranks."""
+    """Return the name that all ranks have for the group of a call, and the group's ranks."""
     name, described = entry["process_group"]
     groups = {group_name: group for group, group_name in dist.distributed_c10d._world.pg_names.items()}
     ranks = tuple(dist.get_process_group_ranks(groups[name])) if name in groups else ()
@@ -93,7 +93,7 @@ def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def _find_innermost_frame() -> str:
-    """The innermost frame of the main thread that is no library's; of a library where there is no other."""
+    """Return the innermost frame of the main thread outside libraries, or else a library's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = []
     while frame is not None:

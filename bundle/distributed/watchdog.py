@@ -1,4 +1,4 @@
-"""Ends a rank that makes no progress, and leaves what a person needs to find out why."""
+"""Ends a rank that makes no progress, and writes the files that show why."""
 
 import faulthandler
 import os
@@ -16,19 +16,20 @@ from bundle.errors import ExitCode, JobFailed
 from bundle.launch import hang, outcomes
 
 _LINGER_SECONDS = 3.0
-# From the end of a patience to the end of the process: looking, writing stacks and records, lingering.
+# Seconds from the end of a patience to the end of the process: noticing, writing files, lingering.
 _ENDING_SECONDS = 60
-# How often the limit is looked at: it changes with every patience.
+# Seconds between two checks of the limit, which changes with every patience.
 _LOOK_SECONDS = 1.0
 # Reading a corpus, writing or reading a large checkpoint: all take longer than any collective should.
 PATIENCE_SECONDS = 3600
 
 
 def compute_collective_timeout(seconds: int) -> int:
-    """Returns how long a collective waits where the watchdog allows `seconds`: longer than that ever does.
+    """Return the timeout of a collective where the watchdog allows `seconds`; it is always longer.
 
-    The watchdog knows what hangs and how long it may take. A collective would fail inside a patience already,
-    and as one failure among others. It may begin before the patience in which another rank hangs.
+    The watchdog knows what hangs and how long it may take. A collective with a shorter timeout would fail
+    within a patience, and as one failure among others. It may begin before the patience in which another rank
+    hangs.
     """
     return seconds + max(PATIENCE_SECONDS, seconds) + _ENDING_SECONDS
 
@@ -36,9 +37,9 @@ def compute_collective_timeout(seconds: int) -> int:
 class Watchdog:
     """Ends this process with 6 when `report_progress` was not called for `seconds`; a context manager.
 
-    Before that it writes the stacks of all threads, torch's record of collectives and where this rank stands
-    into `directory`; so do the other ranks of the node, whatever their patience. It has to end the process
-    itself: a rank inside a collective runs no Python that an exception could reach.
+    Before that it writes the stacks of all threads, torch's record of collectives and the state of this rank
+    into `directory`. The other ranks of the node do the same, whatever their own limit. It has to end the
+    process itself: a rank inside a collective runs no Python that an exception could reach.
     """
 
     def __init__(self, seconds: float, directory: Path, rank: int, local_rank: int) -> None:
@@ -50,12 +51,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def report_progress(self, doing: str) -> None:
-        """Says that there is progress and what comes next, such as "step 12"."""
+        """Record that there is progress, and what comes next, such as "step 12"."""
         self._last = (time.monotonic(), doing)
 
     @contextmanager
     def extend_patience(self, doing: str, seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
-        """Allows at least `seconds` for what is done inside, such as "saving step 12"."""
+        """Allow at least `seconds` for the work of the block, such as "saving step 12"."""
         earlier_patience = self._patience
         self._patience = max(seconds, earlier_patience)
         self.report_progress(doing)
@@ -97,7 +98,10 @@ class Watchdog:
 
 
 def dump_hang(directory: Path, rank: int, doing: str, seconds: float) -> Path:
-    """Returns the file with the stacks of all threads; beside it lie its standing and torch's record."""
+    """Write the stacks of all threads and return their file.
+
+    The snapshot of the rank and torch's records of collectives are written to the same directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stacks = directory / f"hang-rank-{rank}.txt"
     with stacks.open("w", encoding="utf-8") as file:
@@ -111,6 +115,6 @@ def dump_hang(directory: Path, rank: int, doing: str, seconds: float) -> Path:
 
 
 def show_stacks_on_request() -> None:
-    """Makes SIGUSR1 print all stacks on stderr, and a crash in native code print them too."""
+    """Make SIGUSR1 print all stacks on stderr, and a crash in native code print them too."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True, chain=False)

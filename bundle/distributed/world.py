@@ -1,4 +1,4 @@
-"""The ranks as one: where they meet and agree, the group of all; what they do, fail to do or end together."""
+"""All ranks together: where they meet and agree, the group of all, and how they fail or end together."""
 
 import gc
 import json
@@ -24,17 +24,17 @@ from bundle.launch import outcomes
 from bundle.launch.outcomes import format_ranks
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
-# In the folder of a launch on one node: where its rank 0 listens.
+# The file with rank 0's port in the folder of a launch on one node.
 PORT_FILE = "port"
 
 
 def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
-    """Returns the store of this job; torchrun's agent serves it, or else rank 0 does.
+    """Return the store of this job; torchrun's agent serves it, or else rank 0 does.
 
     A one-node job's store listens on loopback only: whoever reaches a store can stop the job or worse. Where
-    our launcher started it, on a port that rank 0 is given and tells the others: torchrun's MASTER_PORT was
-    free when it looked, and may be anybody's by now.
-    Raises LaunchUnavailable when the meeting point cannot be reached within `timeout`.
+    our launcher started the job, rank 0 gets a free port and tells it to the others. torchrun's MASTER_PORT
+    was free when torchrun looked, and may be in use by now. Raise LaunchUnavailable when the meeting point
+    cannot be reached within `timeout`.
     """
     assert rendezvous.is_rank and rendezvous.port is not None, "only a rank meets other ranks"
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -68,7 +68,7 @@ def open_store(rendezvous: Rendezvous, timeout: timedelta) -> Store:
 
 
 def choose_world_folder(store: Store, rank: int, logs: Path) -> Path:
-    """Returns the folder in `logs` of what concerns all ranks of this launch: each launch has its own."""
+    """Return the folder in `logs` for what concerns all ranks of this launch: each launch has its own."""
     if rank == 0:
         store.set("world", secrets.token_hex(4))
     return logs / f"world-{store.get('world').decode()}"
@@ -77,7 +77,7 @@ def choose_world_folder(store: Store, rank: int, logs: Path) -> Path:
 def initialize(
     rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
 ) -> None:
-    """Makes the default process group; `collectives` is the backend's name for torch.distributed."""
+    """Create the default process group; `collectives` is the backend's name for torch.distributed."""
     rank_snapshot.enable_flight_recorder()
     dist.init_process_group(
         collectives,
@@ -92,12 +92,12 @@ def initialize(
 
 
 def get_default_store() -> Store:
-    """Returns the store of the default process group, which has no time limit of a collective."""
+    """Return the store of the default process group, which has no time limit of a collective."""
     return dist.distributed_c10d._get_default_store()
 
 
 def destroy() -> None:
-    """Ends all process groups after everybody has come here; safe when there is none.
+    """End all process groups after all ranks have called this; safe when there is none.
 
     A process that exits with a group alive may abort while its threads end, which looks like a crash.
     """
@@ -109,7 +109,7 @@ def destroy() -> None:
 
 
 def _wait_for_port(path: Path, timeout: timedelta) -> int:
-    """The port that rank 0 wrote down. Raises OSError where there is none within `timeout`."""
+    """Return the port that rank 0 wrote down. Raise OSError where there is none within `timeout`."""
     deadline = time.monotonic() + timeout.total_seconds()
     while (port := files.read_text(path)) is None:
         if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(body: Callable[[], T]) -> list[T]:
-    """What `body` returned on each rank; if it raised on any, all raise the same."""
+    """Return what `body` returned on each rank; if it raised on any, all raise the same error."""
     result, error, code = None, None, ExitCode.JOB_FAILED
     try:
         result = body()
@@ -159,16 +159,19 @@ def run_on_all_ranks(body: Callable[[], T]) -> list[T]:
 
 
 def run_on_rank_0(body: Callable[[], T]) -> T:
-    """On every rank what `body` returned on rank 0, which alone runs it; raises like `run_on_all_ranks`."""
+    """Return on every rank what `body` returned on rank 0, the only one to run it.
+
+    Raise the same errors as `run_on_all_ranks`.
+    """
     answers: list[Any] = run_on_all_ranks(lambda: body() if dist.get_rank() == 0 else None)
     return cast(T, answers[0])
 
 
 class StopRequest:
-    """Takes SIGTERM and Ctrl-C from now on; the loop asks between steps, where a checkpoint is possible."""
+    """Takes SIGTERM and Ctrl-C from now on; the loop checks between steps, where a checkpoint is possible."""
 
     def __init__(self, device: torch.device) -> None:
-        """Installs the handlers (main thread only); flags are exchanged on `device`."""
+        """Install the handlers (main thread only); flags are exchanged on `device`."""
         self.device = device
         self.is_requested = False
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,7 +180,7 @@ class StopRequest:
         self.is_requested = self.is_requested or outcomes.is_stop_requested()
 
     def agree_to_stop(self) -> bool:
-        """Returns whether any rank was asked to stop; a collective: all ranks stop at the same step."""
+        """Return whether any rank was asked to stop; a collective: all ranks stop at the same step."""
         flag = torch.tensor([int(self.is_requested)], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -193,9 +196,10 @@ _MOST_SHOWN = 60  # characters of a value in a message: digests are recognised b
 def share_decision(
     store: Store, rank: int, world_size: int, decide: Callable[[], str], timeout: timedelta
 ) -> str:
-    """Returns what rank 0 decided, which alone does; every rank raises the BundleError that it ended in.
+    """Return the text that rank 0 decided; on other ranks `decide` is not called.
 
-    Raises LaunchUnavailable where rank 0 says nothing within `timeout`.
+    Every rank raises the BundleError of rank 0. Raise LaunchUnavailable where rank 0 does not answer within
+    `timeout`.
     """
     if rank == 0:
         try:
@@ -227,11 +231,11 @@ def agree_on_fields(
     timeout: timedelta,
     unfit: Sequence[str] = (),
 ) -> None:
-    """Returns when every rank came with the same `fields`: names, each with a digest or a short value.
+    """Wait until every rank came with the same `fields`: names, each with a digest or a short value.
 
-    Raises EnvironmentUnfit on every rank, naming the fields that differ, or what makes any rank `unfit`, and
-    the ranks; or LaunchUnavailable naming the ranks that did not come within `timeout`, or where this rank
-    has been here before.
+    Raise EnvironmentUnfit on every rank, with the fields that differ, or with what makes any rank `unfit`,
+    and with the ranks. Raise LaunchUnavailable with the ranks that did not come within `timeout`, or where
+    this rank has been here before.
     """
     if store.check([f"agreement/{rank}"]):
         raise LaunchUnavailable(
@@ -266,7 +270,7 @@ def agree_on_fields(
 
 
 def find_disagreements(fields_by_rank: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns one line per field on which ranks differ; `said[r]` is what rank r came with."""
+    """Return one line per field on which ranks differ; `fields_by_rank[r]` are the fields of rank r."""
     lines = []
     for name in sorted({name for fields in fields_by_rank for name in fields}):
         holders: dict[str | None, list[int]] = {}
@@ -279,7 +283,7 @@ def find_disagreements(fields_by_rank: Sequence[Mapping[str, str]]) -> list[str]
 
 
 def merge_complaints(lines_by_rank: Sequence[Sequence[str]]) -> list[str]:
-    """Returns one line per complaint with the ranks that have it; `said[r]` is what rank r has."""
+    """Return one line per complaint with the ranks that have it; `lines_by_rank[r]` are those of rank r."""
     holders: dict[str, list[int]] = {}
     for rank, lines in enumerate(lines_by_rank):
         for line in lines:
@@ -288,7 +292,10 @@ def merge_complaints(lines_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _wait_for_readers(store: Store, key: str, readers: int) -> None:
-    """Returns when the other ranks have read the bad news, or had time to: rank 0 may serve the store."""
+    """Wait until the other ranks have read a failure, at most `_READING_SECONDS`.
+
+    Rank 0 may serve the store, and must not end before they have read it.
+    """
     deadline = time.monotonic() + _READING_SECONDS
     while store.add(f"{key}/read", 0) < readers and time.monotonic() < deadline:
         time.sleep(0.05)
