@@ -220,8 +220,8 @@ FACADE = {
     f"{_EXPERTS}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
 }
 
-# The replacements that stay with MindSpeed's own. Of those in torch it is the one that core_r0.15.3 lacks and
-# that torch 2.13 asks for.
+# The replacements that stay beside MindSpeed's. Of those in torch it is get_device_capability, which
+# core_r0.15.3 has without the argument `device` that torch 2.13 passes.
 MINDSPEED_FACADE = tuple(target for target in FACADE if target not in ("torch:compile", "torch:Tensor.type"))
 
 # Functions that MindSpeed replaces on every machine and that are restored, by the names that it registers.
