@@ -1,7 +1,7 @@
 """Version-adapted access to the real megatron-core, 0.12 to the newest.
 
-What a release names differently is settled here, by what its signatures accept, never by its version number.
-Private names are reached through their module at call time, so that an applied patch is always met.
+Differences between releases are settled here, by what their signatures accept, never by the version number.
+Private names are reached through their module at call time, because a patch may have replaced them.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 
 @lru_cache(maxsize=256)
 def _read_parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of the parameters; None when the function takes any keyword."""
+    """Return the names of the parameters; None when the function takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
@@ -20,15 +20,15 @@ def _read_parameters(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Whether `function` has a parameter of this name (or takes any keyword)."""
+    """Return whether `function` has a parameter of this name (or takes any keyword)."""
     names = _read_parameters(function)
     return names is None or name in names
 
 
 def filter_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-    """The keywords that `function` accepts here.
+    """Return the keywords that `function` accepts here.
 
-    Only for keywords that mean nothing to a release that lacks them (`vp_stage` before 0.13). What changes
-    the result must be passed plainly, so that a release without it fails by name.
+    Use it only for keywords that mean nothing to a release that lacks them (`vp_stage` before 0.13). A
+    keyword that changes the result must be passed plainly: a release without it then fails by name.
     """
     return {name: value for name, value in keywords.items() if accepts(function, name)}

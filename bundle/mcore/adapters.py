@@ -1,13 +1,13 @@
 """The low-rank product beside one of megatron's linear layers, with that layer's own communication.
 
-A column-parallel layer: A is whole on every rank, B has the rank's rows; a row-parallel one: A has its
-columns, B is whole. What ranks exchange is as narrow as the adapter. Under sequence parallelism a rank sees a
-part of the tokens, and has that part of the gradient of what is whole: megatron sums these over tp, by its
-own mark.
+In a column-parallel layer A is whole on every rank, and B has the rank's rows. In a row-parallel one A has
+the rank's columns, and B is whole. The tensors that ranks exchange are as narrow as the adapter. Under
+sequence parallelism a rank sees a part of the tokens, and has that part of the gradient of a whole matrix.
+Megatron sums these over tp, by its own mark.
 
-An expert's layers exchange nothing themselves: the dispatcher brings all tokens to every
-expert-tensor-parallel rank and adds up what the ranks make of them, forward and backward. There each rank has
-its addend of the gradient of what is whole, and they are summed here.
+An expert's layers exchange nothing themselves. The dispatcher brings all tokens to every
+expert-tensor-parallel rank and adds up the ranks' outputs, forward and backward. There each rank has its
+addend of the gradient of a whole matrix, and the addends are summed here.
 
 Dropout follows PEFT: each pair drops values of its own input, in training only. Ranks that see the same input
 drop the same values; ranks that see parts of it drop others.
@@ -29,16 +29,17 @@ from bundle.mcore.groups import fork_random
 
 
 class LowRankPair(NamedTuple):
-    """A [rank, in] and B [out, rank] of one weight, as much of them as this rank has."""
+    """A [rank, in] and B [out, rank] of one weight, or this rank's parts of them."""
 
     a: torch.nn.Parameter
     b: torch.nn.Parameter
 
 
 class Adapter(torch.nn.Module):
-    """What low-rank pairs add to the output of one linear layer, or of one that is all experts of a rank.
+    """The product of low-rank pairs that is added to the output of one linear layer.
 
-    The output holds several published weights' outputs: `repeats` times one piece of each, `widths` wide.
+    The layer may be one weight or all experts of a rank. The output holds several published weights' outputs:
+    `repeats` times one piece of each, `widths` wide.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Adapter(torch.nn.Module):
         is_expert: bool,
         sequence_parallel: bool,
     ) -> None:
-        """`pairs_by_expert`: for each weight of the layer its pairs, None where a published weight has none.
+        """Register the pairs of the layer.
 
-        All have
-        one rank. `dim` of the weights is cut between `group`'s ranks."""
+        `pairs_by_expert`: for each weight of the layer its pairs, None where a published weight has none. All
+        have one rank. `dim` of the weights is cut between `group`'s ranks.
+        """
         super().__init__()
         self._pairs: list[list[LowRankPair | None]] = [list(pairs) for pairs in pairs_by_expert]
         for expert_index, pairs in enumerate(self._pairs):
@@ -73,9 +75,9 @@ class Adapter(torch.nn.Module):
         self._sequence_parallel = sequence_parallel and not is_expert
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """[..., out], as much of it as the layer gives for the same `x` [..., in].
+        """Return the product [..., out], in the same part that the layer returns for the same `x` [..., in].
 
-        `counts`: how many rows each expert has, where there are several; they lie one behind the other.
+        `counts`: the number of rows of each expert, where there are several; they lie one behind the other.
         """
         multiply = _make_multiply(x, counts)
         a = torch.cat([self._stack_matrices("a", number) for number in self._adapted_indices], 1)
@@ -95,7 +97,7 @@ class Adapter(torch.nn.Module):
         return torch.cat(pieces, -1).flatten(-2)
 
     def compute_delta_weight(self, expert: int) -> Tensor:
-        """What is added to the weight of that number: [out, in] in fp32, as much as this rank has."""
+        """Return what is added to this expert's weight: [out, in] in fp32, this rank's part."""
         template = next(pair for pair in self._pairs[expert] if pair is not None)
         parts = []
         for width, pair in zip(self._widths, self._pairs[expert], strict=True):
@@ -118,12 +120,12 @@ class Adapter(torch.nn.Module):
         return torch.cat([multiply(rows, part) for rows, part in zip(inputs, parts, strict=True)], -1)
 
     def _fork_random(self) -> AbstractContextManager[None]:
-        """Return the random state of dropout, in which ranks that see the same input are alike."""
+        """Return the random state of dropout, which is the same on ranks that see the same input."""
         is_same_input = self._dim != 1 and not self._sequence_parallel
         return fork_random(is_expert=self._is_expert, is_same=is_same_input)
 
     def _stack_matrices(self, matrix: str, number: int) -> Tensor:
-        """A or B of one published weight: [experts, ...]; zeros for an expert that has none."""
+        """Return A or B of one published weight: [experts, ...]; zeros for an expert that has none."""
         matrices = [pair and getattr(pair, matrix) for pair in (pairs[number] for pairs in self._pairs)]
         template = next(item for item in matrices if item is not None)
         if len(matrices) == 1:
@@ -131,7 +133,7 @@ class Adapter(torch.nn.Module):
         return torch.stack([torch.zeros_like(template) if item is None else item for item in matrices])
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """What the other ranks have of the narrow product, as the layer itself has its input or output."""
+        """Return the narrow product after the exchange with the other ranks that the layer itself makes."""
         if self._is_expert or self._dim is None or self._group.size() == 1:
             return low
         mappings: Any = tensor_parallel
@@ -152,7 +154,10 @@ class Adapter(torch.nn.Module):
 
 
 def _make_multiply(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """How rows like those of `x` are multiplied by weights [experts, out, in], each by its expert's."""
+    """Return a function that multiplies rows like those of `x` by weights [experts, out, in].
+
+    Each row is multiplied by the weight of its expert.
+    """
     if counts is None:
         return lambda rows, weights: F.linear(rows, weights[0])
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda)
@@ -170,10 +175,11 @@ def _make_multiply(x: Tensor, counts: Sequence[int] | None) -> Callable[[Tensor,
 
 
 def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
-    """Has a linear layer give what the adapter adds as well: torch's, or megatron's, whose is (output, bias).
+    """Make a linear layer also return what the adapter adds.
 
-    A layer that is all experts of a rank is told how many rows each has. Where Transformer Engine has folded
-    the norm into the layer, that is asked for the normalized input.
+    The layer is torch's, or megatron's, which returns (output, bias). A layer that is all experts of a rank
+    is told how many rows each has. Where Transformer Engine has folded the norm into the layer, the layer is
+    asked to return the normalized input.
     """
     has_folded_norm = hasattr(layer, "return_layernorm_output")
     if has_folded_norm:
@@ -195,9 +201,9 @@ def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
 
 
 def require_output_grad(embedding: torch.nn.Module) -> None:
-    """Has the output of a frozen embedding ask for its gradient.
+    """Make the output of a frozen embedding ask for its gradient.
 
-    Recomputation gives no gradient to the weights inside of it where no input asks for one.
+    Recomputation gives no gradient to the weights inside it where no input asks for one.
     """
 
     def require_grad(_: torch.nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -207,9 +213,9 @@ def require_output_grad(embedding: torch.nn.Module) -> None:
 
 
 def attach_placeholder_gradient(embedding: torch.Tensor) -> None:
-    """Has the first and the last stage add up a zero in the place of a frozen embedding's gradient.
+    """Make the first and the last stage add up a zero in the place of a frozen embedding's gradient.
 
-    0.12 adds up that of an embedding that both hold without asking whether it has one.
+    0.12 adds up the gradient of an embedding that both hold without checking whether it has one.
     """
     frozen: Any = embedding
     frozen.main_grad = embedding.new_zeros(1)
@@ -224,12 +230,12 @@ def set_parallel_attributes(
     sequence_parallel: bool,
     allreduce: bool,
 ) -> None:
-    """Tells megatron what it asks of a parameter: who has which part, and who sums its gradient.
+    """Set the attributes by which megatron knows the parts of a parameter and who sums its gradient.
 
     `is_cut`: each rank of `group` has a part of its own. `allreduce`: whether its gradient is summed over dp
-    x cp rather than between the ranks that have the same experts. The norm of the gradient counts what is
-    whole on all ranks of tp at their first one. That says nothing of an expert's, which are counted by
-    `shared`.
+    x cp rather than between the ranks that have the same experts. The norm of the gradient counts a parameter
+    that is whole on all ranks of tp at the first of them. That does not apply to an expert's parameters,
+    which are counted by `shared`.
     """
     marked: Any = parameter
     marked.allreduce = allreduce
@@ -253,7 +259,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def sum_gradient_in_backward(parameter: Tensor, group: ProcessGroup) -> Tensor:
-    """The parameter itself; its gradient is the sum of the gradients of all ranks of the group."""
+    """Return the parameter; its gradient becomes the sum of the gradients of all ranks of the group."""
     if group.size() == 1:
         return parameter
     summed: Tensor = _SummedGradient.apply(parameter, group)

@@ -1,6 +1,6 @@
 """Models and optimizer in megatron's distributed checkpoint format, which any layout can load.
 
-And states of any other form, written and read as megatron's own callers do.
+States of any other form are written and read as megatron's own callers do.
 """
 
 import inspect
@@ -29,25 +29,25 @@ from bundle.mcore import filter_keywords, unpickling
 from bundle.mcore.gpt import set_current_chunk
 from bundle.mcore.groups import get_dp_cp_group
 
-# Of the forms that any layout can load, the newest that a release writes: 0.15 came with the first.
+# Forms that any layout can load; a release writes the first that it has. 0.15 introduced the first one.
 _SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")
 
 
 def read_megatron_version() -> str:
-    """Returns what megatron-core calls itself; a checkpoint says which one wrote it."""
+    """Return the version that megatron-core states; a checkpoint records the version that wrote it."""
     return str(megatron.core.__version__)
 
 
 def choose_sharding_type() -> str:
-    """Returns the form in which this release writes optimizer state, loadable at any layout."""
+    """Return the form in which this release writes optimizer state, loadable at any layout."""
     newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
     return _SHARDINGS[0] if _SHARDINGS[0] in newer else _SHARDINGS[1]
 
 
 def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Writes models and optimizer into `directory`, which is there and empty. All ranks call it.
+    """Write models and optimizer into `directory`, which exists and is empty; all ranks call it.
 
-    Raises what megatron raises; when a rank cannot write, all ranks raise (0.12: rank 0 alone).
+    Raise what megatron raises. When a rank cannot write, all ranks raise (0.12: rank 0 alone).
     """
     with use_result_file(directory):
         dist_checkpointing.save(
@@ -63,7 +63,7 @@ class AsyncSave:
     def __init__(
         self, directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
     ) -> None:
-        """Starts to write the state as it is now. All ranks call it."""
+        """Start to write the present state; all ranks call it."""
         with use_result_file(directory):
             request = dist_checkpointing.save(
                 _collect_state(models, optimizer, choose_sharding_type()),
@@ -75,16 +75,16 @@ class AsyncSave:
         self._queue.schedule_async_request(request)
 
     def is_finished(self, *, wait: bool = False) -> bool:
-        """Returns whether all ranks have written all of it; a collective. Raises what writing raised."""
+        """Return whether all ranks have written all of it; a collective. Raise what writing raised."""
         return bool(self._queue.maybe_finalize_async_calls(blocking=wait))
 
 
 def load(
     directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, sharding_type: str
 ) -> None:
-    """Reads models and optimizer from `directory`, which was written with `sharding_type`.
+    """Read models and optimizer from `directory`, which was written with `sharding_type`.
 
-    Raises what megatron and torch raise, UnpicklingError for a file that holds more than data.
+    Raise what megatron and torch raise, and UnpicklingError for a file that holds more than data.
     """
     loaded = _load(directory, models, _collect_state(models, optimizer, sharding_type, is_loading=True))
     with _remove_steps_while_loading(optimizer):
@@ -102,13 +102,13 @@ def load(
 
 
 def load_weights(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Reads the models alone; a new optimizer takes up their weights. Raises what `load` does."""
+    """Read the models alone; a new optimizer takes their weights. Raise what `load` raises."""
     _load(directory, models, _collect_weights(models, _build_content_metadata(choose_sharding_type())))
     optimizer.reload_model_params()
 
 
 def _load(directory: Path, models: Sequence[torch.nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Fills the models with what the directory has of `state`; returns all of that."""
+    """Fill the models with the tensors of `state` in the directory, and return all of that state."""
     with unpickling.restrict_to_data():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
         for name, model in _name_models(models):
@@ -117,7 +117,7 @@ def _load(directory: Path, models: Sequence[torch.nn.Module], state: dict[str, A
 
 
 def _build_content_metadata(sharding_type: str) -> dict[str, Any]:
-    """What megatron's modules and optimizers are told of the form that is asked for."""
+    """Return the metadata that tells megatron's modules and optimizers the requested form."""
     return {
         "distrib_optim_sharding_type": sharding_type,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -127,7 +127,7 @@ def _build_content_metadata(sharding_type: str) -> dict[str, Any]:
 
 
 def _collect_weights(models: Sequence[torch.nn.Module], content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the models' tensors, each with its place in the whole."""
+    """Return the models' tensors, each with its place in the whole."""
     # Names as Megatron-LM gives them, so that its tools read our checkpoints.
     weights = {}
     for number, (name, model) in enumerate(_name_models(models)):
@@ -145,11 +145,11 @@ def _collect_state(
     *,
     is_loading: bool = False,
 ) -> dict[str, Any]:
-    """Returns the tensors of models and optimizer, each with its place in the whole.
+    """Return the tensors of models and optimizer, each with its place in the whole.
 
-    Of the optimizer nothing but its tensors and its step is kept: the settings of its parameter groups come
-    from the recipe, and how many groups and optimizers there are differs by layout (experts have their own
-    optimizer only with ep or etp above 1), which megatron cannot read across.
+    The optimizer keeps nothing but its tensors and its step. The settings of its parameter groups come from
+    the recipe. The number of groups and optimizers differs by layout (experts have their own optimizer only
+    with ep or etp above 1), and megatron cannot read across that.
     """
     _allocate_state(optimizer)
     content = _build_content_metadata(sharding_type)
@@ -160,7 +160,7 @@ def _collect_state(
     for index, part in enumerate(_list_optimizers(optimizer)):
         if isinstance(part, DistributedOptimizer):
             sharded_state = part.sharded_state_dict(state, is_loading=is_loading, **options)
-            # Before 0.15 each tensor comes with torch's step, which belongs to no place.
+            # Before 0.15 each tensor comes with torch's step, which has no place in the whole.
             tensors = {
                 name: {kind: tensor for kind, tensor in by_kind.items() if kind != "step"}
                 for name, by_kind in sharded_state["param_state"].items()
@@ -177,10 +177,10 @@ def _collect_state(
 def build_sharded_tensor(
     name: str, parameter: torch.Tensor, cut: tuple[int, int, int] | None, replica: tuple[int, int, int]
 ) -> Any:
-    """A parameter with its place in the whole, for a state that is written or read.
+    """Return a parameter with its place in the whole, for a state that is written or read.
 
-    `cut`: the dimension, which part of it this is, of how many; None: it is the whole. Of equal parts the one
-    whose `replica` is (0, 0, 0) is written.
+    `cut`: the dimension, the number of this part, and the number of parts; None: it is the whole. Among equal
+    parts the one whose `replica` is (0, 0, 0) is written.
     """
     offsets = () if cut is None else (cut,)
     return dist_checkpointing.ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
@@ -189,7 +189,7 @@ def build_sharded_tensor(
 def _shard_undivided_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """What an optimizer keeps that every data-parallel rank has whole, cut as its weights are."""
+    """Return the state of an optimizer that is whole on data-parallel ranks, cut as its weights are."""
     weights, _ = extract_sharded_tensors_and_factories(model_state)
     sharded_weights = {id(sharded.data): sharded for sharded in nested_values(weights)}
     return {
@@ -206,7 +206,7 @@ def _shard_undivided_state(
 def _iterate_weight_states(
     optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Each weight of an undivided optimizer and what it keeps for it: an fp32 copy of bf16, its state."""
+    """Yield each weight of an undivided optimizer and its tensors: an fp32 copy of bf16, its state."""
     pairs = zip(
         getattr(optimizer, "float16_groups", ()),
         getattr(optimizer, "fp32_from_float16_groups", ()),
@@ -228,7 +228,7 @@ def _iterate_weight_states(
 def _fill_optimizer_state(
     optimizer: MegatronOptimizer, tensors: dict[int, dict[str, torch.Tensor]], step: int
 ) -> None:
-    """Puts back what `_shard_undivided_state` named, and the step where the algorithm counts it."""
+    """Put back what `_shard_undivided_state` named, and the step where the algorithm counts it."""
     for number, (_, states) in enumerate(_iterate_weight_states(optimizer)):
         for kind, tensor in states.items():
             tensor.data.copy_(tensors[number][kind])
@@ -244,21 +244,22 @@ def _name_models(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.
 
 
 def _select_megatron_writer() -> dict[str, Any]:
-    """Returns what makes 0.17 and later write by themselves rather than by nvidia-resiliency-ext."""
+    """Return the option that makes 0.17 and later write without nvidia-resiliency-ext."""
     return filter_keywords(dist_checkpointing.save, async_strategy="mcore")
 
 
 def _list_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Returns the optimizers that are chained; one without parameters on this rank has no state."""
+    """Return the optimizers that are chained; one without parameters on this rank has no state."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Gives torch's Adam, and what is not divided, the state that they would make in their first step.
+    """Give torch's Adam, and undivided optimizers, the state that they would create in their first step.
 
-    Megatron asks a new optimizer for its step before it saves or loads anything, and fails where torch's Adam
-    (used without Transformer Engine and apex) has none yet: it is new, or every update was skipped so far.
+    Megatron asks a new optimizer for its step before it saves or loads anything. It fails where torch's Adam
+    (used without Transformer Engine and apex) has none yet: the optimizer is new, or every update was skipped
+    so far.
     """
     for part in _list_optimizers(optimizer):
         inner, config = part.optimizer, part.config
@@ -275,10 +276,10 @@ def _allocate_state(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def _remove_steps_while_loading(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Takes `step` out of torch's Adam while megatron fills in its tensors, and puts it back.
+    """Take `step` out of torch's Adam while megatron fills in its tensors, and put it back.
 
-    Megatron copies every tensor of the state from the checkpoint, where there is no step (KeyError); and it
-    gives all parameters one and the same step tensor, which every parameter would then advance.
+    Megatron copies every tensor of the state from the checkpoint, where there is no step (KeyError). It also
+    gives all parameters the same step tensor, which every parameter would then advance.
     """
     taken: list[tuple[dict[str, Any], torch.Tensor]] = []
 
@@ -319,10 +320,10 @@ class _ResultFile:
 
 @contextmanager
 def use_result_file(directory: Path) -> Iterator[None]:
-    """Has megatron's writers report by a file.
+    """Make megatron's writers report by a file.
 
-    Its own queue is a server process per rank: each starts Python and torch again (seconds), needs a main
-    module that can be imported twice, and stays behind when its rank is killed.
+    Megatron's own queue is a server process per rank. Each one starts Python and torch again (seconds), needs
+    a main module that can be imported twice, and stays behind when its rank is killed.
     """
     filesystem_async._results_queue = _ResultFile(directory.with_name(f".results-{dist.get_rank()}"))
     try:
@@ -332,18 +333,21 @@ def use_result_file(directory: Path) -> Iterator[None]:
 
 
 def write(state: dict[str, Any], directory: Path) -> None:
-    """Writes a state of sharded tensors and plain values into an existing, empty directory."""
+    """Write a state of sharded tensors and plain values into an existing, empty directory."""
     dist_checkpointing.save(state, str(directory))
 
 
 def write_in_parallel(state: dict[str, Any], directory: Path) -> None:
-    """Writes as `write` does, every rank its share of what all ranks hold, as Megatron-LM does by default."""
+    """Write as `write` does; every rank writes its share of what all ranks hold, Megatron-LM's default."""
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy())
     dist_checkpointing.save(state, str(directory), strategy)
 
 
 def build_flat_tensor(key: str, tensor: torch.Tensor, rank: int) -> Any:
-    """A tensor that all ranks hold, as one flat range of itself: optimizer state has this form to 0.15."""
+    """Return a tensor that all ranks hold, as one flat range of itself.
+
+    Optimizer state has this form up to 0.15.
+    """
     part = slice(0, tensor.numel())
     return dist_checkpointing.ShardedTensor.from_rank_offsets_flat(
         key, tensor.flatten(), tuple(tensor.shape), flattened_range=part, replica_id=rank
@@ -353,18 +357,18 @@ def build_flat_tensor(key: str, tensor: torch.Tensor, rank: int) -> Any:
 def build_optimizer_state(
     model: torch.nn.Module, optimizer: Any, sharding_type: str | None, *, is_loading: bool = False
 ) -> Any:
-    """The optimizer's sharded state in one of megatron's forms; None: in the one that is its default."""
+    """Return the optimizer's sharded state in one of megatron's forms; None: in its default form."""
     options = {} if sharding_type is None else {"metadata": {"distrib_optim_sharding_type": sharding_type}}
     return optimizer.sharded_state_dict(model.sharded_state_dict(), is_loading=is_loading, **options)
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The state of a directory, resharded to what `state` asks for, with the plain values."""
+    """Return the state of a directory, resharded to what `state` asks for, with the plain values."""
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     return loaded
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """The plain values alone."""
+    """Return the plain values alone."""
     common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
     return common

@@ -1,4 +1,4 @@
-"""What wrappers read while megatron runs, set by the engine around its calls."""
+"""Values that wrappers read while megatron runs; the engine sets them around its calls."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -36,22 +36,23 @@ class Slot(Generic[T]):
 
 
 def is_in_backward() -> bool:
-    """True inside a backward pass, where a forward function runs only as a recomputation."""
+    """Return whether a backward pass runs, in which a forward function runs only as a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True)
 class ForcedRoutes:
-    """What the routers of a model chunk must choose in one forward pass: experts [t, k] by layer.
+    """The experts [t, k] that the routers of a model chunk must choose in one forward pass, by layer.
 
-    `row_mask` [t] is True where they must, and the router chooses by itself in the others; None: in all rows.
+    `row_mask` [t] is True in rows where they must; in the others the router chooses itself. None: in all
+    rows.
     """
 
     experts: Mapping[int, torch.Tensor]
     row_mask: torch.Tensor | None = None
 
     def apply(self, layer: int, native_experts: torch.Tensor) -> torch.Tensor:
-        """The experts [t, k] of a layer whose router by itself chooses `native_experts`."""
+        """Return the experts [t, k] of a layer whose router itself chooses `native_experts`."""
         experts = self.experts[layer]
         if experts.shape != native_experts.shape:
             raise JobFailed(
@@ -67,11 +68,11 @@ class ForcedRoutes:
 
 
 class RouterChoices:
-    """What the routers chose in one run of a schedule, in its forward passes and again when recomputed.
+    """The choices of the routers in one run of a schedule, in its forward passes and when recomputed.
 
-    One object per run: whatever an interrupted run leaves behind goes with it. Routers are known by the
-    layers that they are given here, counted over the whole model; the others choose as they like. Choices
-    are kept as `dtype`, which can name every expert; for recomputation only where `has_backward`.
+    There is one object per run: what an interrupted run leaves behind goes with it. Routers are known by the
+    layers that they are given here, counted over the whole model; other routers choose freely. Choices are
+    kept as `dtype`, which can name every expert; for recomputation only where `has_backward`.
     """
 
     def __init__(self, layers: Mapping[object, int], dtype: torch.dtype, *, has_backward: bool) -> None:
@@ -82,7 +83,7 @@ class RouterChoices:
 
     @contextmanager
     def record_forward(self, forced: ForcedRoutes | None) -> Iterator[dict[int, torch.Tensor]]:
-        """The choices [t, k] of the forward pass inside, by layer: filled as they are made."""
+        """Yield the choices [t, k] of the forward pass inside, by layer: filled as they are made."""
         self._forced, self._chosen = forced, {}
         try:
             yield self._chosen
@@ -90,7 +91,7 @@ class RouterChoices:
             self._forced, self._chosen = None, {}
 
     def choose(self, router: object, native_experts: torch.Tensor) -> torch.Tensor:
-        """Returns the experts [t, k] to use where the router by itself chooses `native_experts`."""
+        """Return the experts [t, k] to use where the router itself chooses `native_experts`."""
         layer = self._layers.get(router)
         if layer is None:
             return native_experts

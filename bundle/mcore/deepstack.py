@@ -1,4 +1,4 @@
-"""Deepstack: what a vision tower gives for the decoder's first layers, added behind each of them."""
+"""Deepstack: a vision tower's features that are added behind the decoder's first layers."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from bundle.mcore import context
 
 
 class Deepstack:
-    """What is added behind the first layers of a model chunk, in the forward pass and when it is recomputed.
+    """The features that are added behind the first layers of a model chunk, also in recomputation.
 
-    Layers inside a checkpoint are differentiated there, from the checkpoint's inputs on, of which these are
-    none. So they add leaves, whose gradients go back to the tower at the decoder's input, behind which the
-    backward pass has seen all layers: one backward pass of the tower, recomputation or not.
+    Layers inside a checkpoint are differentiated from the checkpoint's inputs on, and the features are not
+    among these. Therefore the layers add leaves. The leaves' gradients go back to the tower at the decoder's
+    input, where the backward pass has seen all layers. The tower has one backward pass, with recomputation or
+    without.
     """
 
     def __init__(self) -> None:
@@ -25,12 +26,15 @@ class Deepstack:
         self._run: object | None = None
 
     def attach(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Adds behind each of these from now on; `begin_forward` says what."""
+        """Add behind each of these layers from now on what `begin_forward` gets."""
         for number, layer in enumerate(layers):
             layer.register_forward_hook(self._make_hook(number))
 
     def begin_forward(self, decoder_input: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """The decoder's input of the next forward pass, which adds one of `features` behind each layer."""
+        """Return the decoder's input of the next forward pass.
+
+        The pass adds one of `features` behind each layer.
+        """
         if (
             run := context.schedule_run.get()
         ) is not self._run:  # whatever an interrupted one has left goes with it
@@ -65,7 +69,7 @@ class Deepstack:
 
 
 class _GradientCarrier(torch.autograd.Function):
-    """The decoder's input as it is; on the way back what the leaves have got goes to what they stand for."""
+    """The decoder's input unchanged; in backward the gradients of the leaves go to their features."""
 
     @staticmethod
     def forward(ctx: Any, decoder_input: Tensor, leaves: Sequence[Tensor], *_: Tensor) -> Tensor:

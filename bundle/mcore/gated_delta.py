@@ -1,7 +1,7 @@
 """Gated delta nets, the linear attention of Qwen3-Next and Qwen3.5, in megatron-core's layers (since 0.16).
 
-Megatron's own specs of them are made with Transformer Engine alone. Here a layer's attention gives its
-projections and its norm to a net that takes its place, so that every backend has it of its own layers.
+Megatron builds its own specs of them with Transformer Engine alone. Here a layer's attention gives its
+projections and its norm to a net that takes its place. Therefore every backend builds it from its own layers.
 """
 
 import copy
@@ -25,7 +25,7 @@ _EPSILON = 1e-6  # of flash-linear-attention's l2norm
 
 
 def build_config_fields(net: DeltaNet) -> dict[str, Any]:
-    """The fields of a TransformerConfig that say it."""
+    """Return the fields of a TransformerConfig that describe the nets."""
     return {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": list(net.layers),
@@ -38,7 +38,7 @@ def build_config_fields(net: DeltaNet) -> dict[str, Any]:
 
 
 def read_delta_net(chunk: Any) -> DeltaNet | None:
-    """The nets of a model chunk, as its config says them; None where it has none."""
+    """Return the nets of a model chunk, as its config describes them; None where it has none."""
     config = getattr(chunk, "config", None)
     if config is None or getattr(config, "experimental_attention_variant", None) is None:
         return None
@@ -53,7 +53,7 @@ def read_delta_net(chunk: Any) -> DeltaNet | None:
 
 
 def with_attention_only(config: TransformerConfig) -> TransformerConfig:
-    """The same config of attention alone, of which releases from 0.19 on make specs, and of no other."""
+    """Return the config with attention alone: releases from 0.19 on make specs for no other."""
     if getattr(config, "experimental_attention_variant", None) is not None:
         config = copy.copy(config)
         config.experimental_attention_variant = None
@@ -61,7 +61,10 @@ def with_attention_only(config: TransformerConfig) -> TransformerConfig:
 
 
 def replace_attention(block: Any, net: DeltaNet, config: TransformerConfig, chunk: int | None) -> Any:
-    """The block spec of model chunk `chunk` (None without interleaving) with its nets for attention."""
+    """Return the block spec of model chunk `chunk` with its nets in place of attention.
+
+    `chunk` is None without interleaving.
+    """
     first = get_transformer_layer_offset(
         config, **filter_keywords(get_transformer_layer_offset, vp_stage=chunk)
     )
@@ -92,7 +95,7 @@ def _with_net(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _make_plain_norm(norm: type) -> type:
-    """The same norm, which multiplies by its weights whatever those of the model do."""
+    """Return the same norm, which multiplies by its weights whatever the model's norms do."""
 
     def build_norm(_: type, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:
         config = copy.copy(config)
@@ -105,10 +108,10 @@ def _make_plain_norm(norm: type) -> type:
 
 @cache
 def _choose_class() -> Any:
-    """Megatron's class; on the cpu and without flash-linear-attention by torch alone.
+    """Return megatron's class; on the cpu and without flash-linear-attention a subclass on torch alone.
 
-    That is what megatron computes where it is asked to be deterministic. It refuses to be built without those
-    kernels, which are a GPU's; of them the computation needs one norm.
+    Megatron computes that where it is asked to be deterministic. It refuses to be built without those
+    kernels, which need a GPU; the computation needs only a norm of them.
     """
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
@@ -136,13 +139,13 @@ def _choose_class() -> Any:
 
 
 def _normalize_l2(x: Tensor) -> Tensor:
-    """`x` over the root of the sum of its squares along the last dimension, which are added up in fp32."""
+    """Return `x` over the root of the sum of its squares along the last dimension, summed in fp32."""
     values = x.float()
     return (values * (values.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
 
 
 def build_small_delta_net(config: TransformerConfig) -> torch.nn.Module:
-    """A net of four heads by itself, of which this rank has its part: [s, b, h] -> [s, b, h]."""
+    """Return a net of four heads by itself; this rank has its part: [s, b, h] -> [s, b, h]."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 

@@ -1,6 +1,6 @@
-"""The configuration, the specs, the GPTModel and the loss of a model chunk, in whatever release is installed.
+"""The configuration, the specs, the GPTModel and the loss of a model chunk, for every supported release.
 
-And attention layers, each built by itself.
+It also builds single attention layers.
 """
 
 import copy
@@ -34,9 +34,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any]) -> TransformerConfig:
-    """The configuration of the whole model; `backend_options` are the backend's (fusions, grouped GEMM, FP8).
+    """Return the configuration of the whole model.
 
-    Raises whatever megatron-core raises for a combination that it refuses.
+    `backend_options` are the backend's (fusions, grouped GEMM, FP8). Raise whatever megatron-core raises for
+    a combination that it refuses.
     """
     architecture, model, parallel = recipe.architecture, recipe.model, recipe.parallel
     dtype = DTYPES[model.dtype]
@@ -95,14 +96,14 @@ def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any])
     if architecture.delta_net is not None:
         options |= gated_delta.build_config_fields(architecture.delta_net)
     if architecture.window is not None:
-        # Keys before the query's own; each layer says whether it has a window.
+        # The number of keys before the query's own; each layer says whether it has a window.
         options["window_size"] = (architecture.window - 1, 0)
         options["window_attn_skip_freq"] = list(architecture.windows)
     if architecture.moe is not None:
         options |= _build_expert_options(architecture.moe) | {
             "moe_router_bias_update_rate": model.moe.bias_update_rate,
         }
-        # 0.16 and later choose experts behind this; earlier ones behind the router itself.
+        # With this option 0.16 and later ask RouterReplay for experts; earlier releases ask the router.
         options |= filter_keywords(TransformerConfig, moe_enable_routing_replay=model.router_replay)
     kind = TransformerConfig
     if architecture.mla is not None:
@@ -123,10 +124,10 @@ def _build_gate_options(limit: float) -> dict[str, Any]:
 
 
 def _build_stage_options(parallel: Parallel) -> dict[str, Any]:
-    """The layout of the stages, or the lengths of the end stages.
+    """Return the layout of the stages, or the lengths of the end stages.
 
-    Of two stages one length says it all, and where both do megatron divides what is left by the stages
-    between, of which there are none (0.12; with interleaving, every release).
+    With two stages one length is enough. Where both are given, megatron divides the rest by the number of
+    stages between, which is 0 (0.12; with interleaving, every release).
     """
     if parallel.pipeline_model_parallel_layout is not None:
         return {"pipeline_model_parallel_layout": parallel.pipeline_model_parallel_layout}  # since 0.13
@@ -168,9 +169,10 @@ def _build_expert_options(moe: MoE) -> dict[str, Any]:
 
 
 def _build_mla_options(architecture: Architecture, mla: MLA, *, is_fused: bool) -> dict[str, Any]:
-    """Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale.
+    """Return the options of latent attention.
 
-    Frequencies are not among them (`mcore.rotary`): megatron is asked for plain positions, or for the class
+    Rotary settings are passed whole: their defaults changed in 0.14 and would change the softmax scale.
+    Frequencies are not among them (`mcore.rotary`). Megatron is asked for plain positions, or for the class
     of embedding that its fused kernel takes.
     """
     scaling = architecture.rope_scaling
@@ -185,7 +187,7 @@ def _build_mla_options(architecture: Architecture, mla: MLA, *, is_fused: bool) 
         "rotary_base": architecture.rotary_base,
         "rope_type": "yarn" if is_fused else "rope",
         "rotary_scaling_factor": scaling.factor if scaling else 1.0,
-        # The softmax is scaled by the first to 0.13, by the second from 0.14; with both alike, by no more.
+        # Up to 0.13 the first scales the softmax, from 0.14 the second; equal values add no other scaling.
         "mscale": softmax_mscale,
         "mscale_all_dim": softmax_mscale,
     }
@@ -197,14 +199,14 @@ _NORMS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_pr
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
-    """What megatron builds a chunk from: the decoder's block spec and the MTP layers', if there are any."""
+    """The specs from which megatron builds a chunk: the decoder's block spec and the MTP layers', if any."""
 
     decoder: Any
     mtp: Any | None
 
 
 def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_engine: bool) -> Specs:
-    """Megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""
+    """Return megatron's own specs of model chunk `chunk` (None without interleaving), all with attention."""
     config = gated_delta.with_attention_only(config)
     build_block = gpt_layer_specs.get_gpt_decoder_block_spec
     decoder = build_block(
@@ -235,7 +237,7 @@ def build_specs(config: TransformerConfig, chunk: int | None, *, transformer_eng
 
 
 def set_current_chunk(chunk: int | None) -> None:
-    """Tells megatron's global state which model chunk is being built or run; None without interleaving."""
+    """Tell megatron's global state which model chunk is being built or run; None without interleaving."""
     if chunk is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
 
@@ -249,7 +251,7 @@ def build_model(
     *,
     max_sequence_length: int,
 ) -> torch.nn.Module:
-    """The GPTModel of model chunk `chunk`, on the current device, with megatron's own random weights."""
+    """Return the GPTModel of model chunk `chunk`, on the current device, with megatron's random weights."""
     stage = chunk if groups.vpp > 1 else None
     decoder = specs.decoder
     if architecture.delta_net is not None:
@@ -297,9 +299,9 @@ def _give_usual_strides(_module: torch.nn.Module, _inputs: Any, hidden: torch.Te
 
 
 def _mark_sinks(built: torch.nn.Module) -> None:
-    """Has every rank's learned sinks counted in the norm of gradients: there is one for each of its heads.
+    """Make the norm of gradients count every rank's learned sinks: each of its heads has one.
 
-    What nothing marks as one rank's share is taken for a copy of the first rank's.
+    Megatron takes an unmarked parameter for a copy of the first rank's.
     """
     for name, parameter in built.named_parameters():
         if name.endswith(f".{SINKS}") and not getattr(parameter, "tensor_model_parallel", False):
@@ -307,9 +309,10 @@ def _mark_sinks(built: torch.nn.Module) -> None:
 
 
 def _clone_expert_outputs(built: torch.nn.Module) -> None:
-    """Gives each of megatron's local experts a result of its own, to which it adds its bias in place.
+    """Give each of megatron's local experts a result of its own, to which it adds its bias in place.
 
-    A layer that has nothing to reduce returns what autograd calls a view, and refuses to have changed.
+    A layer that has nothing to reduce returns what autograd calls a view, and autograd refuses the change in
+    place.
     """
     for name, module in built.named_modules():
         if re.search(r"\.local_experts\.\d+\.linear_fc2$", name):
@@ -317,10 +320,11 @@ def _clone_expert_outputs(built: torch.nn.Module) -> None:
 
 
 def _mark_expert_biases(built: torch.nn.Module) -> None:
-    """Has the biases of experts reduced and counted in the norm of gradients as their weights are.
+    """Make the biases of experts be reduced and counted in the norm of gradients as their weights are.
 
-    Megatron takes the bias of every row-parallel layer for a copy that tensor-parallel ranks share: under
-    sequence parallelism it adds up their gradients, and it counts the first rank's. They are other experts'.
+    Megatron takes the bias of every row-parallel layer for a copy that tensor-parallel ranks share. Under
+    sequence parallelism it adds up their gradients, and it counts the first rank's. But the biases belong to
+    different experts.
     """
     for name, parameter in built.named_parameters():
         if ".experts." in name and "bias" in name.rpartition(".")[2]:
@@ -332,11 +336,11 @@ def _mark_expert_biases(built: torch.nn.Module) -> None:
 def merge_images(
     model: Any, ids: torch.Tensor, images: torch.Tensor, features: Sequence[torch.Tensor], index: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The decoder's input [s, b, h] for tokens `ids` [b, s], and what `features` add to it.
+    """Return the decoder's input [s, b, h] for tokens `ids` [b, s], and the features to add to it.
 
-    Where `index` [b, s] is not negative, that row of `images` [n, h] stands in the token's place, and that of
-    `features` is what is added there. Under sequence parallelism those of this rank. Nothing is read back
-    from the device, and no shape depends on the numbers.
+    Where `index` [b, s] is not negative, that row of `images` [n, h] takes the token's place, and that row of
+    `features` is added there. Under sequence parallelism the results are this rank's part. Nothing is read
+    back from the device, and no shape depends on the numbers.
     """
     index = index.t()
     is_image, rows = (index >= 0).unsqueeze(-1), index.clamp(min=0)
@@ -352,9 +356,9 @@ def merge_images(
 
 
 def tie_head_to_mtp_embedding(built: Any) -> None:
-    """Leaves to a tied head behind the first stage the copy of the embedding that MTP has there.
+    """Let a tied head behind the first stage use the copy of the embedding that MTP has there.
 
-    Megatron allocates another one beside it, which no pass reads: it refuses to save a model that has it, and
+    Megatron allocates another one beside it, which no pass reads. It refuses to save a model that has it, and
     waits for its gradient where gradients are reduced in the backward pass. The copy is the head in passes
     that leave MTP out as well (`mcore.mtp.disable_mtp`), where megatron asks for the other.
     """
@@ -365,9 +369,9 @@ def tie_head_to_mtp_embedding(built: Any) -> None:
 
 
 def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
-    """Gives the norms between the projections of every attention of a new GPTModel their own epsilon.
+    """Set the epsilon of the norms between the projections of every attention of a new GPTModel.
 
-    Raises EnvironmentUnfit where megatron-core keeps them elsewhere.
+    Raise EnvironmentUnfit where megatron-core keeps them elsewhere.
     """
     for attention in chunk.modules():
         if isinstance(attention, MLASelfAttention):
@@ -384,13 +388,16 @@ def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
 
 
 def compute_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Megatron's loss [s, b] of this rank's columns of the logits [s, b, v / tp], in the current groups."""
+    """Return megatron's loss [s, b] of this rank's columns of the logits [s, b, v / tp].
+
+    The groups are the current ones.
+    """
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, smoothing)
     return loss
 
 
 def build_sink_attention(config: TransformerConfig) -> torch.nn.Module:
-    """The unfused attention of a layer, with the heads of this rank and a learned sink for each."""
+    """Return the unfused attention of a layer, with the heads of this rank and a learned sink for each."""
     config = copy.copy(config)
     config.softmax_type = "learnable"
     attention: torch.nn.Module = DotProductAttention(config, 1, AttnMaskType.causal, "self")
@@ -400,7 +407,7 @@ def build_sink_attention(config: TransformerConfig) -> torch.nn.Module:
 def build_cross_attention(
     config: TransformerConfig, tp: dist.ProcessGroup, cp: dist.ProcessGroup
 ) -> torch.nn.Module:
-    """A layer whose heads are shared out over `tp`, whatever the layout's own groups are (since 0.13)."""
+    """Return a layer whose heads are divided over `tp`, whatever the layout's own groups are (since 0.13)."""
     from megatron.core import process_groups_config
 
     kinds = ("ProcessGroupCollection", "ModelCommProcessGroups")  # the latter to 0.14

@@ -11,10 +11,10 @@ from torch.distributed import ProcessGroup
 
 from bundle.recipe import Parallel
 
-# Megatron tells tensor-parallel ranks apart by adding their number: stages are further apart than those.
+# Megatron adds the tensor-parallel rank to the seed: the seeds of stages are further apart than that.
 _STAGE_SEED_STRIDE = 100
-# Random states beside megatron's, and how far their seeds are from its own. The first is alike on the ranks
-# that cut the same experts, which see the same tokens; the others differ between the ranks that cut a layer.
+# Random states besides megatron's, and the offsets of their seeds. The first is the same on the ranks that
+# cut the same experts and see the same tokens; the others differ between the ranks that cut a layer.
 _SAME_EXPERTS, _SAME_EXPERTS_SEED = "same-experts-rng", 2**20
 _CUT_LAYERS, _CUT_LAYERS_SEED = "cut-layers-rng", 2**21
 _CUT_EXPERTS, _CUT_EXPERTS_SEED = "cut-experts-rng", 2**22
@@ -31,7 +31,10 @@ class ParallelGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """Where this rank stands. `dp` does not count context parallel ranks; `vpp` is 1 without interleaving."""
+    """The position of this rank in every dimension.
+
+    `dp` does not count context parallel ranks; `vpp` is 1 without interleaving.
+    """
 
     tp: ParallelGroup
     pp: ParallelGroup
@@ -42,19 +45,19 @@ class Groups:
     vpp: int
 
     def is_first_stage(self, chunk: int) -> bool:
-        """Whether model chunk `chunk` of this rank holds the embedding."""
+        """Return whether model chunk `chunk` of this rank holds the embedding."""
         return self.pp.rank == 0 and chunk == 0
 
     def is_last_stage(self, chunk: int) -> bool:
-        """Whether model chunk `chunk` of this rank holds the head."""
+        """Return whether model chunk `chunk` of this rank holds the head."""
         return self.pp.rank == self.pp.size - 1 and chunk == self.vpp - 1
 
 
 def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
-    """The groups of a new model-parallel state, seeded; torch.distributed must be up."""
+    """Create the model-parallel state with its seeds, and return its groups; torch.distributed must be up."""
     options: dict[str, Any] = {}
     if layout.mtp_rank != layout.pp - 1:
-        # Those that hold the embedding or the MTP layers' copy of it: the last has neither.
+        # The ranks with the embedding or the MTP layers' copy of it: the last stage has neither.
         options["get_embedding_ranks"] = lambda ranks: [ranks[0], ranks[layout.mtp_rank]]
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -71,7 +74,7 @@ def initialize(layout: Parallel, *, seed: int, timeout_seconds: int) -> Groups:
 
 
 def get_current_groups(vpp: int = 1) -> Groups:
-    """The groups that megatron-core holds now; `vpp` is the number of model chunks per rank."""
+    """Return the groups that megatron-core holds now; `vpp` is the number of model chunks per rank."""
 
     def to_parallel_group(group: ProcessGroup) -> ParallelGroup:
         return ParallelGroup(group.size(), group.rank(), group)
@@ -88,33 +91,33 @@ def get_current_groups(vpp: int = 1) -> Groups:
 
 
 def destroy() -> None:
-    """Forgets the groups, so that another layout can be set up in the same processes."""
+    """Remove the groups, after which another layout can be set up in the same processes."""
     parallel_state.destroy_model_parallel()
-    # 0.12 keeps it, and a rank that held position embeddings then looks for its group in the next layout.
+    # 0.12 keeps this value: a rank that held position embeddings would look for its group in the next layout.
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
 def get_dp_cp_group() -> ProcessGroup:
-    """The group over which gradients of dense parameters are reduced: dp x cp."""
+    """Return the group over which gradients of dense parameters are reduced: dp x cp."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def get_expert_dp_group() -> ProcessGroup:
-    """The ranks that hold the same part of the same experts."""
+    """Return the group of the ranks that hold the same part of the same experts."""
     return parallel_state.get_expert_data_parallel_group()
 
 
 def get_tp_cp_group() -> ProcessGroup:
-    """The ranks that hold the parts of one micro-batch under sequence parallelism: tp x cp."""
+    """Return the group of the ranks with the parts of one micro-batch under sequence parallelism: tp x cp."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 
 def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
-    """Begins megatron's random states of this rank, for a run that goes on after so many steps.
+    """Seed megatron's random states of this rank, for a run that goes on after `completed_steps`.
 
-    There is one for each kind of parallel region, for dropout and recomputation. They differ between pipeline
-    stages, whose layers would all drop the same values; and after another step they are others, so that the
-    masks of the first steps do not come again.
+    Each kind of parallel region has one, for dropout and recomputation. They differ between pipeline stages,
+    whose layers would otherwise all drop the same values. They also differ by the step, and the masks of the
+    first steps do not come again.
     """
     if completed_steps:
         digest = hashlib.sha256(f"{seed} after {completed_steps}".encode()).digest()
@@ -135,9 +138,9 @@ def seed_random_states(seed: int, *, completed_steps: int = 0) -> None:
 def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[None]:
     """Return a random state for dropout in a layer that ranks of tp, or of etp for an expert, have cut.
 
-    `is_same`: whether these ranks see the same input, so that they must draw the same values. Recomputation
-    and checkpoints restore the states. Under sequence parallelism layers run in a fork of megatron's own
-    state, and up to 0.15 a fork of that state inside it does not advance it: every step would draw alike.
+    `is_same`: whether these ranks see the same input and must draw the same values. Recomputation and
+    checkpoints restore the states. Under sequence parallelism layers run in a fork of megatron's own state.
+    Up to 0.15 a fork of that state inside it does not advance it: every step would draw the same values.
     """
     if is_expert:
         name = _SAME_EXPERTS if is_same else _CUT_EXPERTS
@@ -148,7 +151,7 @@ def fork_random(*, is_expert: bool, is_same: bool) -> AbstractContextManager[Non
 
 
 def get_random_states() -> dict[str, torch.Tensor]:
-    """Returns the state of each named generator, as bytes on the CPU."""
+    """Return the state of each named generator, as bytes on the CPU."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         name: (state.get_state() if isinstance(state, torch.Generator) else state).cpu()
@@ -157,7 +160,7 @@ def get_random_states() -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Puts back what `get_random_states` returned."""
+    """Put back what `get_random_states` returned."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     present = tracker.get_states()
     for name, state in states.items():

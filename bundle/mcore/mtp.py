@@ -1,4 +1,4 @@
-"""Multi-token prediction of a bare GPTModel: left out, or detached from the rest; megatron's record of it."""
+"""Multi-token prediction of a bare GPTModel: left out, or detached from the rest, and megatron's losses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @contextmanager
 def disable_mtp(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, this bare GPTModel has no multi-token prediction: no layer of it runs, labels may be absent.
+    """Disable multi-token prediction of this bare GPTModel: no layer of it runs, labels may be absent.
 
-    For one forward pass at a time: the configuration is that of all chunks of a virtual pipeline.
+    Use it for one forward pass at a time: the configuration is that of all chunks of a virtual pipeline.
     """
     config = model.config
     before = model.mtp_process, config.mtp_num_layers
@@ -24,9 +24,9 @@ def disable_mtp(model: torch.nn.Module) -> Iterator[None]:
 
 
 def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None:
-    """Keeps the gradient of the MTP losses out of the trunk below, or of both embeddings (input and output).
+    """Keep the gradient of the MTP losses out of the trunk, or of both embeddings (input and output).
 
-    In every release (0.19 has an option for both at once). On stages without MTP there is nothing to do.
+    It works in every release (0.19 has an option for both at once). On stages without MTP it does nothing.
     """
     block = getattr(model, "mtp", None)
     if block is None:
@@ -60,13 +60,13 @@ def detach_mtp(model: torch.nn.Module, *, trunk: bool, embeddings: bool) -> None
 
 
 def _detach_weight(layer: torch.nn.Module, weight: Tensor | None) -> Tensor:
-    """The head's weight (its own, or the embedding's if tied) as a constant."""
+    """Return the head's weight (its own, or the embedding's if tied) as a constant."""
     fixed: Tensor = (layer.weight if weight is None else weight).detach()
     return fixed
 
 
 class _DepthRows:
-    """What the block returns from 0.14 on: rows of the trunk, then those of each depth, cut by the model."""
+    """The block's result from 0.14 on: rows of the trunk, then those of each depth; the model cuts them."""
 
     def __init__(self) -> None:
         self._storage, self._first = -1, 0
@@ -109,19 +109,22 @@ class _TrunkGradient(torch.autograd.Function):
 
 
 def read_logged_losses() -> torch.Tensor:
-    """The loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
+    """Return the loss of each depth as this rank recorded it, [depths]; megatron averages it over dp x cp."""
     tracker = _get_tracker()
     losses: torch.Tensor = tracker["values" if "values" in tracker else "loss_values"]  # renamed in 0.19
     return losses.clone()
 
 
 def clear_logged_losses() -> None:
-    """Forgets what was recorded, and of how many depths: megatron keeps to those of the first model."""
+    """Remove the recorded losses and their number of depths: megatron keeps that of the first model."""
     _get_tracker().clear()
 
 
 def _get_tracker() -> dict[str, Any]:
-    """Imported late: patches are applied, and need this module, while megatron's own is being imported."""
+    """Return megatron's tracker of the MTP losses.
+
+    It is imported late: patches are applied, and need this module, while megatron's own is being imported.
+    """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker: dict[str, Any] = MTPLossLoggingHelper.tracker

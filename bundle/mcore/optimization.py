@@ -27,14 +27,17 @@ OFFLOAD_OPTIONS = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 
 
 
 def _finalize_model_grads(*args: Any, **keywords: Any) -> None:
-    """Megatron's own, looked up at each call: a patch may have replaced it after this module was imported."""
+    """Call megatron's own function, looked up at each call: a patch may replace it after this import."""
     distributed.finalize_model_grads(*args, **keywords)
 
 
 def wrap_data_parallel(
     recipe: Recipe, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """The chunks, wrapped for mixed precision and gradient reduction, the schedule's hooks on `config`."""
+    """Return the chunks, wrapped for mixed precision and gradient reduction.
+
+    The schedule's hooks are set on `config`.
+    """
     options = recipe.distributed
     if config.bf16:
         chunks = [_wrap_bf16(config, chunk) for chunk in chunks]
@@ -52,7 +55,7 @@ def wrap_data_parallel(
     ]
 
     def collect_callables(attribute: str) -> Any:
-        """One callable for one chunk, a list of them for several: the two forms that the schedules take."""
+        """Return one callable for one chunk, a list for several: the two forms that the schedules take."""
         callables = [getattr(chunk, attribute) for chunk in wrapped]
         return callables if len(callables) > 1 else callables[0]
 
@@ -64,11 +67,11 @@ def wrap_data_parallel(
 
 
 def _wrap_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """The chunk, wrapped, with parameters in bf16.
+    """Return the chunk, wrapped, with parameters in bf16.
 
-    Buffers stay as they are, where megatron rounds them once: the biases that steer routers, which are
-    published in fp32, and a tower's frequencies. What routers count begins at 0: the patch
-    `expert-bias-counts` is there for it.
+    Buffers that megatron would round once keep their type: the biases that steer routers, which are published
+    in fp32, and a tower's frequencies. The counts of routers begin at 0; the patch `expert-bias-counts`
+    handles them.
     """
     before = dict(chunk.named_buffers())
     wrapped = Float16Module(config, chunk)
@@ -80,7 +83,7 @@ def _wrap_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Modu
 
 
 def gather_weights(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gives every rank the weights of the last step, where that is left to the next forward pass."""
+    """Give every rank the weights of the last step, where that is left to the next forward pass."""
     if recipe.distributed.overlap_param_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
@@ -89,7 +92,7 @@ def gather_weights(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) ->
 def build_optimizer(
     recipe: Recipe, chunks: Sequence[DistributedDataParallel], **megatron_options: Any
 ) -> MegatronOptimizer:
-    """The recipe's optimizer; `megatron_options` own options go with it as they are."""
+    """Return the recipe's optimizer; `megatron_options` are passed on unchanged."""
     options, dtype = recipe.optimizer, DTYPES[recipe.model.dtype]
     config = OptimizerConfig(
         optimizer=options.name,
@@ -114,10 +117,10 @@ def build_optimizer(
 
 @contextmanager
 def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, megatron's groups of parameters are divided by learning rates, on every rank alike.
+    """Divide megatron's groups of parameters by learning rates inside the block, on every rank alike.
 
-    The recipe's own comes first. By `lr_mult` megatron knows a group when it loads a checkpoint, in every
-    release; how it can be asked for several differs by release.
+    The recipe's own rate comes first. By `lr_mult` megatron identifies a group when it loads a checkpoint, in
+    every release. The way to ask for several groups differs by release.
     """
     vision, default_rate, original = recipe.model.vision, recipe.optimizer.lr, optimizers._get_param_groups
     rates = dict.fromkeys(
@@ -153,10 +156,10 @@ def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataPa
 
 
 def _build_state_options(options: Optimizer) -> dict[str, Any]:
-    """In which types the optimizer's state is kept, and where.
+    """Return the types in which the optimizer's state is kept, and where.
 
-    Never as `store_param_remainders`, the 16 bits of an fp32 weight that bf16 lacks: megatron writes them
-    into a checkpoint that any layout can load, and fails when it reads them (seen with 0.16.1 on a GPU).
+    `store_param_remainders`, the 16 bits of an fp32 weight that bf16 lacks, is never used. Megatron writes
+    them into a checkpoint that any layout can load, and fails when it reads them (seen with 0.16.1 on a GPU).
     """
     if not options.use_precision_aware_optimizer:
         return {}
@@ -169,10 +172,10 @@ def _build_state_options(options: Optimizer) -> dict[str, Any]:
 
 
 def fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Has torch's Adam update each tensor by one kernel, whatever a checkpoint says of the run that wrote it.
+    """Make torch's Adam update each tensor by one kernel, whatever the run that wrote a checkpoint used.
 
-    The kernel counts steps on the parameters' device. Outside of a step nothing says that it was used, so
-    that checkpoints are those of any other Adam.
+    The kernel counts steps on the parameters' device. Outside of a step nothing shows that it was used, and
+    checkpoints are those of any other Adam.
     """
 
     def begin(inner: torch.optim.Optimizer, *_: Any) -> None:
@@ -193,10 +196,10 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def skip_nonfinite_updates(optimizer: MegatronOptimizer) -> None:
-    """Has the optimizer leave a step out, (False, None, None), where the gradient norm is not finite.
+    """Make the optimizer skip a step, (False, None, None), where the gradient norm is not finite.
 
-    As it does when a scaled loss overflows. By itself it would clip by that norm and write it into every
-    weight.
+    It does the same when a scaled loss overflows. By itself it would clip by that norm and write it into
+    every weight.
     """
     prepare = optimizer.prepare_grads
 
@@ -212,7 +215,7 @@ class _Schedule(OptimizerParamScheduler):
     def get_lr(self, group: dict[str, Any]) -> float:
         """Return the rate after the steps that were taken.
 
-        An inverse square root is of the whole warm-up: `lr_warmup_steps` is one less (see `build_scheduler`).
+        An inverse square root uses the whole warm-up: `lr_warmup_steps` is one less (see `build_scheduler`).
         """
         if self.lr_decay_style != "inverse-square-root" or self.num_steps <= self.lr_warmup_steps:
             return float(super().get_lr(group))
@@ -227,12 +230,12 @@ class _Schedule(OptimizerParamScheduler):
 
 
 def build_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate and weight decay by optimizer step; call `.step(increment=1)` after each.
+    """Return the learning rate and weight decay by optimizer step; call `.step(increment=1)` after each.
 
     Megatron counts the steps that were taken: before the first one it would have a rate of 0, and before the
     last not yet the lowest. Here step n of a warm-up takes n parts of the highest rate, and the last step of
-    the run takes the lowest. After a warm-up of w steps, step n of an inverse square root takes megatron's
-    lr * sqrt(w / (n - 1)), where n - 1 steps were taken.
+    the run takes the lowest. After a warm-up of w steps, step n of an inverse square root takes megatron's lr
+    * sqrt(w / (n - 1)); n - 1 steps were taken before it.
     """
     options = recipe.optimizer
     warmup = options.count_warmup(recipe.train.steps)
@@ -265,9 +268,9 @@ def forward_backward(
     micro_batch_size: int,
     forward_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """What the loss function returned for each micro-batch, on the last stage; elsewhere an empty list.
+    """Return the loss function's result for each micro-batch on the last stage; elsewhere an empty list.
 
-    Runs the micro-batches of a step through every pipeline stage, by megatron's schedule for the layout.
+    Megatron's schedule for the layout runs the micro-batches of a step through every pipeline stage.
     `sequence_length` [tokens of the whole row, before it is cut for context parallel] and `micro_batch_size`
     [rows] give the shape of what stages exchange. Each model chunk reads the same micro-batches.
     """
@@ -287,7 +290,7 @@ def forward_backward(
 
 
 def build_offloaded_adam(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam on the host over parameters of any dtype, its steps in fp32."""
+    """Return an Adam on the host over parameters of any dtype, with steps in fp32."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     adam = torch.optim.AdamW
@@ -300,7 +303,7 @@ def build_offloaded_adam(parameters: Sequence[torch.nn.Parameter]) -> torch.opti
 
 
 def list_sub_optimizer_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """What the parts of an offloaded optimizer step, copies or not, in their order."""
+    """Return the tensors that the parts of an offloaded optimizer step, copies or not, in their order."""
     distributed = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     return [
         parameter

@@ -14,15 +14,16 @@ from bundle.packing.packing import Packing
 
 # Boundaries whose numbers are known on the host, for as long as their tensor lives.
 _HOST_BOUNDARIES = WeakTensorKeyDictionary()
-# What was computed of boundaries on their device, for as long as their tensor lives and is not written to.
+# Results computed from boundaries on their device, while their tensor lives and is not written to.
 _DEVICE_RESULTS = WeakTensorKeyDictionary()
 
 
 def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
-    """Boundaries of the real and of the padded sequences, tail included; the longest counts its padding.
+    """Return the boundaries of the real and of the padded sequences, tail included.
 
-    The padded boundaries are passed always: megatron lays tokens out by them under context parallel. Whether
-    they differ before the last one is said too (a field from 0.19 on): attention would ask the device.
+    The longest sequence counts its padding. The padded boundaries are always passed: megatron lays tokens out
+    by them under context parallel. `pad_between_seqs` (a field from 0.19 on) says whether they differ before
+    the last one; without it attention would ask the device.
     """
     padding, longest = packing.padding, packing.padding.longest_row
     _HOST_BOUNDARIES[packing.cu_seqlens_padded] = tuple(accumulate((0, *padding.rows)))
@@ -41,10 +42,10 @@ def build_packed_seq_params(packing: Packing) -> PackedSeqParams:
 
 
 def to_host(boundaries: Tensor) -> tuple[int, ...]:
-    """Boundaries as integers, for kernels that want them so.
+    """Return boundaries as integers, for kernels that need them.
 
-    Our own padded ones are known and cost nothing; others are read from the device, once in the life of their
-    tensor and not once in every layer.
+    Our own padded ones are known and cost nothing. Others are read from the device once in the life of their
+    tensor, not once in every layer.
     """
     if boundaries not in _HOST_BOUNDARIES:
         _HOST_BOUNDARIES[boundaries] = tuple(boundaries.tolist())
@@ -53,11 +54,12 @@ def to_host(boundaries: Tensor) -> tuple[int, ...]:
 
 
 def roll_packed(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor:
-    """The value of the next token of the same sequence for every row [..., t / cp], 0 where there is none.
+    """Return for every row [..., t / cp] the value of the next token of its sequence, 0 where none follows.
 
-    `boundaries` [sequences + 1] are those of the whole pack, padding included, `group` its context-parallel
-    ranks: rank r holds chunks r and 2 cp - 1 - r of every sequence. One gather, and one exchange of the first
-    tokens of all chunks; nothing is read back from the device, whatever the number of sequences.
+    `boundaries` [sequences + 1] are those of the whole pack, padding included; `group` is its
+    context-parallel ranks: rank r holds chunks r and 2 cp - 1 - r of every sequence. It takes one gather, and
+    one exchange of the first tokens of all chunks. Nothing is read back from the device, whatever the number
+    of sequences.
     """
     source, firsts = _compute_cached(_locate_next_tokens, boundaries, tensor.shape[-1], group)
     if len(firsts):
@@ -70,16 +72,17 @@ def roll_packed(tensor: Tensor, boundaries: Tensor, group: Any = None) -> Tensor
 
 
 def compute_positions(boundaries: Tensor, rows: int, group: Any = None) -> tuple[Tensor, Tensor]:
-    """The position of each row of this rank in its sequence, and where that begins in the pack; [t / cp].
+    """Return the position of each row of this rank in its sequence, and that one's start; [t / cp].
 
-    Boundaries and ranks as those of `roll_packed`; nothing is read back from the device.
+    The start is the place in the pack where the sequence begins. Boundaries and ranks are those of
+    `roll_packed`; nothing is read back from the device.
     """
     result: tuple[Tensor, Tensor] = _compute_cached(_compute_positions, boundaries, rows, group)
     return result
 
 
 def _compute_cached(compute: Callable[..., Any], boundaries: Tensor, rows: int, group: Any) -> Any:
-    """What `compute` returns for these boundaries on this rank: once until their tensor is written to."""
+    """Return the result of `compute` for these boundaries on this rank, cached until they are written to."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     key = (compute, rows, ranks, rank)
     if boundaries.is_inference():  # made in torch.inference_mode: nobody counts who writes to it
@@ -103,10 +106,10 @@ def _compute_positions(boundaries: Tensor, rows: int, ranks: int, rank: int) -> 
 
 
 def _locate_next_tokens(boundaries: Tensor, rows: int, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Where the next token of every row is [t / cp], and what is exchanged: the chunks' first rows.
+    """Return where the next token of every row is [t / cp], and the rows to exchange: the chunks' first.
 
-    Counted over this rank's rows, then the first tokens of the chunks of each rank (all first ones, then all
-    second ones), then a zero. One rank exchanges nothing.
+    Places are counted over this rank's rows, then the first tokens of the chunks of each rank (all first
+    ones, then all second ones), then a zero. A single rank exchanges nothing.
     """
     starts, ends = (boundaries[:-1] // ranks).long(), (boundaries[1:] // ranks).long()
     middles = (starts + ends) // 2

@@ -1,8 +1,9 @@
-"""Rotary positions, stretched or in three dimensions, as `transformers` computes them, in whatever release.
+"""Rotary positions, stretched or in three dimensions, as `transformers` computes them, for every release.
 
-Of the kinds of stretching, releases know linear, a llama3 whose bounds are fixed, and yarn: for latent
-attention with two meanings of mscale, for other attention from 0.15. Here megatron builds plain positions and
-is given the frequencies; what yarn multiplies sines and cosines by goes into the keys.
+Megatron's releases know these kinds of stretching: linear, a llama3 whose bounds are fixed, and yarn. Yarn
+has two meanings of mscale for latent attention, and exists for other attention from 0.15. Here megatron
+builds plain positions and gets the frequencies. The factor by which yarn multiplies sines and cosines goes
+into the keys.
 """
 
 import math
@@ -22,10 +23,10 @@ from bundle.mcore import filter_keywords
 
 
 def apply_rope_scaling(chunk: torch.nn.Module, architecture: Architecture) -> None:
-    """Gives every rotary embedding of a new GPTModel the frequencies of the architecture's stretching.
+    """Give every rotary embedding of a new GPTModel the frequencies of the architecture's stretching.
 
-    Latent attention has its own: a chunk of the embedding or the head alone has none.
-    Raises EnvironmentUnfit where megatron-core keeps none that takes them.
+    Latent attention has its own embedding: a chunk with only the embedding or the head has none. Raise
+    EnvironmentUnfit where megatron-core has no rotary embedding that takes them.
     """
     scaling, mla = architecture.rope_scaling, architecture.mla
     if scaling is None:
@@ -54,10 +55,11 @@ def apply_rope_scaling(chunk: torch.nn.Module, architecture: Architecture) -> No
 
 
 def compute_frequencies(base: float, width: int, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each pair of a head's `width` rotated values: float32 [width / 2], on the CPU.
+    """Return radians per position of each pair of a head's `width` rotated values.
 
-    In the order of operations of `transformers.modeling_rope_utils`: a rounding of the last bit is a
-    hundredth of a radian at position 100,000.
+    The result is float32 [width / 2], on the CPU. The order of operations is that of
+    `transformers.modeling_rope_utils`: a rounding of the last bit is a hundredth of a radian at position
+    100,000.
     """
     grown = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / grown
@@ -75,10 +77,10 @@ def compute_frequencies(base: float, width: int, scaling: RopeScaling | None) ->
 
 
 def _compute_yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
-    """How far each pair is stretched, [width / 2] from 0 to 1: linear between the two bounds of YaRN."""
+    """Return how far each pair is stretched, [width / 2] from 0 to 1: linear between YaRN's two bounds."""
 
     def find_pair(turns: float) -> float:
-        """The pair, with fractions, that turns so often within the original length."""
+        """Return the pair, with fractions, that makes `turns` turns within the original length."""
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return width * math.log(wavelength) / (2 * math.log(base))
 
@@ -91,7 +93,7 @@ def _compute_yarn_ramp(base: float, width: int, scaling: RopeScaling) -> Tensor:
 
 
 def _set_frequencies(embedding: Any, table: Tensor) -> None:
-    """Makes `table` the embedding's frequencies, and has it forget what it has computed from others."""
+    """Make `table` the embedding's frequencies, and clear what it has computed from others."""
     embedding.inv_freq = table.to(embedding.inv_freq.device)
     if isinstance(embedding, MropeEmbedding):
         return
@@ -104,11 +106,11 @@ def _set_frequencies(embedding: Any, table: Tensor) -> None:
 class MropeEmbedding(torch.nn.Module):
     """Rotary positions in time, height and width (mrope), in the place of a GPTModel's `rotary_pos_emb`.
 
-    `sections` are the pairs of a head that turn by each, one after the other, or `interleaved`: of every
-    three pairs one turns by each, until a section is used up, and the rest by time. Megatron's own knows no
-    such order, and cuts the table for context parallel as if a pack were one sequence. Here nothing is cut:
-    positions are those of the rows that the model has, of packs all rows of all ranks, of which attention
-    takes its own (mrope-packed).
+    `sections` are the numbers of pairs of a head that turn by each dimension, one after the other. If
+    `interleaved`, among every three pairs one turns by each, until a section is used up, and the rest turn by
+    time. Megatron's own embedding knows no such order, and cuts the table for context parallel as if a pack
+    were one sequence. Here nothing is cut: positions are those of the model's rows. For packs they are those
+    of all rows of all ranks, and attention takes its own (mrope-packed).
     """
 
     def __init__(
@@ -125,14 +127,14 @@ class MropeEmbedding(torch.nn.Module):
         self._dimensions = dimensions.to(device)  # by which each pair turns
 
     def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The angles [s, b, 1, d] of positions [3, b, s]."""
+        """Return the angles [s, b, 1, d] of positions [3, b, s]."""
         angles = position_ids.index_select(0, self._dimensions) * self.inv_freq[:, None, None]
         half = angles.permute(2, 1, 0)
         return torch.cat((half, half), -1).unsqueeze(2)
 
 
 def use_mrope(model: Any, architecture: Architecture) -> None:
-    """Has a new GPTModel take positions in time, height and width where the architecture has them."""
+    """Make a new GPTModel take positions in time, height and width where the architecture has them."""
     if architecture.rotary_sections:
         config, device = model.config, model.rotary_pos_emb.inv_freq.device
         config.mrope_section = model.mrope_section = list(architecture.rotary_sections)
@@ -146,10 +148,10 @@ def use_mrope(model: Any, architecture: Architecture) -> None:
 
 
 class _Concentration:
-    """Multiplies what is rotated of the keys; queries are left alone, the product counts.
+    """Multiplies the rotated part of the keys; queries are left alone, because only the product counts.
 
-    A hook on core attention, where every release and every kernel gets rotated keys: Transformer Engine's
-    fused rotation has no such factor.
+    It is a hook on core attention, where every release and every kernel gets rotated keys: Transformer
+    Engine's fused rotation has no such factor.
     """
 
     def __init__(self, rotated: slice, factor: float) -> None:
@@ -166,9 +168,9 @@ class _Concentration:
 
 
 def rotate_packed(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -> Tensor:
-    """Packed rows [t / cp, n, d] turned by the table's angles [positions, 1, 1, d], by megatron's function.
+    """Return packed rows [t / cp, n, d] turned by the table's angles [positions, 1, 1, d].
 
-    Looked up at each call: a patch may have replaced it.
+    Megatron's function is looked up at each call: a patch may have replaced it.
     """
     rotate = rope_utils._apply_rotary_pos_emb_thd
     result: Tensor = rotate(rows, boundaries, table, **filter_keywords(rotate, cp_group=group))
@@ -176,9 +178,9 @@ def rotate_packed(rows: Tensor, boundaries: Tensor, table: Tensor, group: Any) -
 
 
 def use_megatron_mrope(model: Any, sections: Sequence[int], base: int) -> None:
-    """Has a GPTModel take positions in time, height and width (mrope) as megatron does: ids [3, b, s].
+    """Make a GPTModel take positions in time, height and width (mrope) as megatron does: ids [3, b, s].
 
-    `sections` share out the pairs of a head's channels.
+    `sections` divide the pairs of a head's channels.
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""Megatron's routers: which a model has, their own replay, and where a term that balances experts enters."""
+"""Megatron's routers: the routers of a model, their own replay, and the term that balances experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The routers of a model chunk in the order of its layers, those of multi-token prediction last."""
+    """Return the routers of a model chunk in the order of its layers, those of MTP last."""
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
 def map_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
-    """What asks for the experts of each decoder layer of a model chunk -> the layer, counted over all stages.
+    """Return a map from the router of each decoder layer of a chunk to the layer, counted over all stages.
 
-    Megatron's RouterReplay where the router has one, else the router. The routers of multi-token prediction
-    are left out: their own layer numbers are those of other layers (1 in most releases).
+    The key is megatron's RouterReplay where the router has one, else the router. The routers of multi-token
+    prediction are left out: their own layer numbers are those of other layers (1 in most releases).
     """
     return {
         getattr(router, "router_replay", None) or router: layer.layer_number - 1
@@ -29,7 +29,7 @@ def map_routers_to_layers(model: torch.nn.Module) -> dict[object, int]:
 
 
 def set_megatron_replay(router: torch.nn.Module, routes: torch.Tensor) -> None:
-    """Has a router take these experts [t, k] from now on, by `moe_enable_routing_replay` (since 0.16)."""
+    """Make a router take these experts [t, k] from now on, by `moe_enable_routing_replay` (since 0.16)."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     router.router_replay.set_target_indices(routes)
@@ -37,7 +37,7 @@ def set_megatron_replay(router: torch.nn.Module, routes: torch.Tensor) -> None:
 
 
 def set_group_score_topk(model: torch.nn.Module, score_topk: int) -> None:
-    """Has a new model's routers rank groups of experts by the sum of each one's `score_topk` best scores.
+    """Make a new model's routers rank groups of experts by the sum of their `score_topk` best scores.
 
     Megatron sums topk // group_topk of them: that is right for DeepSeek-V3's 8 of 4 groups, and not for V2.
     """
@@ -47,7 +47,7 @@ def set_group_score_topk(model: torch.nn.Module, score_topk: int) -> None:
 
 
 class _ExpertGroupRouting:
-    """A router's choice in which each group's score is made of so many of its best."""
+    """A router's choice that scores each group by its `score_topk` best experts."""
 
     def __init__(self, original: Callable[..., Any], score_topk: int) -> None:
         self._original, self._score_topk = original, score_topk
@@ -58,7 +58,7 @@ class _ExpertGroupRouting:
 
 
 class _GroupScores(TorchFunctionMode):
-    """Answers for the only top-k of a router in three dimensions: the best experts of [token, group]."""
+    """Replaces the only top-k of a router in three dimensions: the best experts of [token, group]."""
 
     def __init__(self, score_topk: int) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class _GroupScores(TorchFunctionMode):
 class RouterRows:
     """The rows [t] that a router of this rank sees of one micro-batch, in its order.
 
-    `group_index` is the group of tokens with which a row is balanced, and one more than the last for padding;
-    `group_tokens` are the tokens of each group over all ranks, float32. `padding_mask` is True where a row is
-    no token; None: nowhere.
+    `group_index` is the group of tokens with which a row is balanced; padding has the number after the last
+    group. `group_tokens` are the tokens of each group over all ranks, float32. `padding_mask` is True where a
+    row is not a token; None: nowhere.
     """
 
     group_index: Tensor
@@ -85,19 +85,19 @@ class RouterRows:
 
 
 class Balancer(Protocol):
-    """What stands behind the routers."""
+    """The source of the routers' balancing terms."""
 
     def find_rows(self, router: object) -> RouterRows | None:
-        """What this router is about to see; None where nothing is trained."""
+        """Return the rows that this router is about to see; None where nothing is trained."""
 
     def compute_term(self, rows: RouterRows, logits: Tensor) -> Tensor | None:
-        """What is added to the loss for these logits [t, experts]; None: nothing."""
+        """Return what is added to the loss for these logits [t, experts]; None: nothing."""
 
 
 def attach(router: torch.nn.Module, balancer: Balancer) -> None:
-    """Has a router train on the balancer's term, and count no padding for its steering bias.
+    """Make a router train on the balancer's term, and exclude padding from its steering bias.
 
-    The term is seen by the gradient alone, as megatron's own are: they do not reach the loss function either.
+    Only the gradient sees the term, as with megatron's own: those do not reach the loss function either.
     """
     original: Callable[..., tuple[Tensor, Tensor]] = router.routing
 
@@ -118,7 +118,7 @@ def attach(router: torch.nn.Module, balancer: Balancer) -> None:
 
 
 class _TermGradient(torch.autograd.Function):
-    """The logits as they are; in the backward pass the term has its own gradient, of weight 1."""
+    """The logits unchanged; in the backward pass the term has its own gradient, of weight 1."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, term: Tensor) -> Tensor:

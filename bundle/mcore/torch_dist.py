@@ -1,6 +1,6 @@
 """Directories in megatron's distributed checkpoint format (`torch_dist`), read and written tensor by tensor.
 
-One process does it, without a model or process groups, and has one tensor at a time in memory.
+One process does it, without a model or process groups, with one tensor at a time in memory.
 """
 
 import argparse
@@ -57,10 +57,10 @@ _CHECKPOINT_VERSION = 3.0
 
 
 class TorchDistCheckpoint:
-    """What a directory holds; `tensors` has the whole shape and the kind of numbers of each by its key."""
+    """The contents of a directory; `tensors` has the whole shape and the type of each tensor by its key."""
 
     def __init__(self, root: Path) -> None:
-        """Reads the index, as data. Raises UsageError where there is none that can be used."""
+        """Read the index, as data. Raise UsageError where there is none that can be used."""
         self.root = root
         self._reader = FileSystemReader(root)
         if not files.is_file(root / INDEX):
@@ -81,12 +81,12 @@ class TorchDistCheckpoint:
 
     @property
     def mtp_layers(self) -> int:
-        """How many layers for MTP there are."""
+        """The number of layers for MTP."""
         matches = (re.match(r"mtp\.layers\.(\d+)\.", key) for key in self.tensors)
         return max((int(match[1]) + 1 for match in matches if match), default=0)
 
     def _read_descriptions(self) -> Iterable[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Raises ValueError or AttributeError where what is stored of a tensor is no such description."""
+        """Yield (key, (shape, dtype)) of each tensor. Raise ValueError or AttributeError if one is wrong."""
         for key, stored in self._index.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 shape, dtype = tuple(stored.size), stored.properties.dtype
@@ -103,7 +103,7 @@ class TorchDistCheckpoint:
                 yield key, (shape, dtype)
 
     def read(self, key: str, entry: tuple[int, ...] = ()) -> Tensor:
-        """An entry of a tensor, by its leading dimensions. Raises JobFailed where it cannot be read."""
+        """Return an entry of a tensor, by its leading dimensions. Raise JobFailed where it cannot be read."""
         shape, dtype = self.tensors[key]
         rest = shape[len(entry) :]
         start, sizes = (*entry, *(0 for _ in rest)), (*(1 for _ in entry), *rest)
@@ -128,9 +128,9 @@ class TorchDistCheckpoint:
         return target.reshape(rest)
 
     def _read_chunk(self, key: str, item: ReadItem) -> Tensor | None:
-        """The chunk that an item is all of, as it is stored; None where it is a part, or stored otherwise.
+        """Return the stored chunk that an item covers completely; None for a part or another form.
 
-        There need not be a second tensor, to put it into.
+        This avoids a second tensor into which the chunk would be copied.
         """
         index = item.storage_index
         chunk, stored = (
@@ -149,7 +149,7 @@ class TorchDistCheckpoint:
 def _find_overlap(
     key: str, number: int, chunk: ChunkStorageMetadata, start: tuple[int, ...], sizes: tuple[int, ...]
 ) -> ReadItem | None:
-    """What of a stored chunk belongs to the range; None where nothing does."""
+    """Return the part of a stored chunk that belongs to the range; None where no part does."""
     first = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
     last = [min(a + n, b + m) for a, n, b, m in zip(start, sizes, chunk.offsets, chunk.sizes, strict=True)]
     lengths = [b - a for a, b in zip(first, last, strict=True)]
@@ -166,13 +166,13 @@ def _find_overlap(
 
 
 def _has_overlap(first: ReadItem, second: ReadItem) -> bool:
-    """Whether two chunks hold a value of the range both."""
+    """Return whether two chunks both hold a value of the range."""
     pairs = zip(first.dest_offsets, first.lengths, second.dest_offsets, second.lengths, strict=True)
     return all(max(a, b) < min(a + n, b + m) for a, n, b, m in pairs)
 
 
 class _FileRange(io.RawIOBase):
-    """So many bytes of a file from an offset on, as a file of its own."""
+    """A number of bytes of a file from an offset on, as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, start: int, size: int) -> None:
         self._file, self._start, self._size, self._position = file, start, size, 0
@@ -193,7 +193,7 @@ class _FileRange(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills what it can of the buffer from here on."""
+        """Fill as much as possible of the buffer from the position on, and return the number of bytes."""
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._position)
         count = self._file.readinto(view[: max(0, min(len(view), self._size - self._position))])
@@ -202,7 +202,7 @@ class _FileRange(io.RawIOBase):
 
 
 class _TensorLoadPlanner(LoadPlanner):
-    """Has what is read copied into one tensor."""
+    """A load planner that copies what is read into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._target = target
@@ -226,7 +226,7 @@ class _TensorLoadPlanner(LoadPlanner):
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """An `entry`, of so many `entries`, of what is written under `key`; `make_values` makes its numbers."""
+    """An `entry`, of `entries` in all, of the tensor under `key`; `make_values` makes its values."""
 
     key: str
     entry: tuple[int, ...]
@@ -237,12 +237,12 @@ class CheckpointEntry:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of all that is under the key."""
+        """The shape of the whole tensor under the key."""
         return torch.Size((*self.entries, *self.shape))
 
     @property
     def chunk_metadata(self) -> ChunkStorageMetadata:
-        """Where in the whole it is."""
+        """The place of the entry in the whole tensor."""
         return ChunkStorageMetadata(
             torch.Size((*self.entry, *(0 for _ in self.shape))),
             torch.Size((*(1 for _ in self.entries), *self.shape)),
@@ -257,10 +257,10 @@ def write(
     arguments: Mapping[str, Any],
     content_metadata: Mapping[str, Any],
 ) -> None:
-    """Writes the parts into an empty directory, in their order, and nothing under the keys `empty_keys`.
+    """Write the parts into an empty directory, in their order, and nothing under the keys `empty_keys`.
 
-    `arguments` are what Megatron-LM compares with its own, `content_metadata` is what it asks for keys by.
-    Raises JobFailed where it cannot be written, and what making a part raises.
+    Megatron-LM compares `arguments` with its own, and asks for keys by `content_metadata`. Raise JobFailed
+    where the directory cannot be written, and what making a part raises.
     """
     planner = _StreamingSavePlanner(list(parts), list(empty_keys))
     writer = FileSystemWriter(directory, single_file_per_rank=True, thread_count=1)
@@ -285,7 +285,10 @@ def write(
 
 @contextmanager
 def _disable_checksums() -> Iterator[None]:
-    """Inside, torch.save adds up no bytes: a third of the time for sums that torch.load never compares."""
+    """Disable the checksums of torch.save inside the block.
+
+    They take a third of the time, and torch.load never compares them.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -295,17 +298,17 @@ def _disable_checksums() -> Iterator[None]:
 
 
 class _WriterFileSystem(FileSystem):
-    """Files to which much is written at once."""
+    """A file system whose files are written in large pieces."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """The file, empty."""
+        """Yield the file, empty."""
         with files.open_writer(Path(path)) as stream:
             yield stream
 
 
 class _StreamingSavePlanner(SavePlanner):
-    """Has each part made when its turn comes to be written."""
+    """A save planner that makes each part when it is written."""
 
     def __init__(self, parts: list[CheckpointEntry], empty_keys: list[str]) -> None:
         self._parts = {MetadataIndex(part.key, part.chunk_metadata.offsets): part for part in parts}

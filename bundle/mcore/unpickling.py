@@ -1,4 +1,4 @@
-"""Reading pickles that somebody else may have made: data only, whatever they ask for."""
+"""Reading of pickles from untrusted sources: data only, whatever they ask for."""
 
 import argparse
 import enum
@@ -44,17 +44,17 @@ _ALLOWED_NAMES = {
 _MEMO_OPCODES = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
 _MISSING = object()
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
-# Of two that overlap, the first to leave would unpickle freely while the other reads, the last for ever not.
+# If two restrictions overlapped, the first to end would lift the other's, and the last would never be lifted.
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def restrict_to_data() -> Iterator[None]:
-    """Inside, unpickling makes nothing but data: a pickle that names anything else raises UnpicklingError.
+    """Restrict unpickling in the block to data: a pickle with anything else raises UnpicklingError.
 
-    A checkpoint is somebody's file, and unpickling it freely runs whatever is in it. Concerns `pickle.load`,
-    `pickle.loads` and `torch.load` of the whole process, so that no thread that torch reads with escapes; its
-    collectives unpickle in other ways. A second thread waits.
+    A checkpoint may come from anyone, and unpickling it freely runs any code in it. The restriction holds for
+    `pickle.load`, `pickle.loads` and `torch.load` of the whole process, threads with which torch reads
+    included. Its collectives unpickle in other ways. A second thread waits.
     """
     with restrict_to_weights():
         before = pickle.load, pickle.loads
@@ -67,9 +67,9 @@ def restrict_to_data() -> Iterator[None]:
 
 @contextmanager
 def restrict_to_weights() -> Iterator[None]:
-    """Inside, every `torch.load` unpickles data only, with the classes that Megatron writes into common.pt.
+    """Restrict `torch.load` in the block to data, with the classes that Megatron writes into common.pt.
 
-    Overrules `weights_only=False`. A second thread waits.
+    It overrules `weights_only=False`. A second thread waits.
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     with _LOCK, torch.serialization.safe_globals(_list_common_classes()):
@@ -96,14 +96,20 @@ def _list_common_classes() -> list[Any]:
 
 
 def _get_enum_member(owner: Any, name: Any) -> Any:
-    """A member of an enum, which Python 3.11.2 pickles as getattr(class, name); no other attribute."""
+    """Return a member of an enum, which Python 3.11.2 pickles as getattr(class, name).
+
+    Raise UnpicklingError for any other attribute.
+    """
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in list(owner.__members__):
         return owner.__members__[name]
     raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}, which is not data: it could run code")
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Pickles can also set attributes of what they name: of classes that all of the process shares."""
+    """An unpickler for data that also refuses changes of classes.
+
+    Pickles can set attributes of the classes that they name, which all of the process shares.
+    """
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
@@ -145,7 +151,7 @@ class _DataUnpickler(pickle.Unpickler):
 
 
 def _put_back(owner: Any, original: dict[str, Any]) -> list[str]:
-    """The attributes that are others than they were, which they are again; pydantic makes its own late."""
+    """Restore the attributes that have changed, and return their names; pydantic makes its own late."""
     now = vars(owner)
     names = [name for name in now.keys() | original.keys() if not name.startswith("__pydantic")]
     changed = [name for name in names if now.get(name, _MISSING) is not original.get(name, _MISSING)]
@@ -167,9 +173,9 @@ def _loads(content: Any, **options: Any) -> Any:
 
 
 def _refuse_large_allocations(file: Any) -> None:
-    """Reads a pickle's instructions and follows none: a few bytes of them can ask for all memory there is.
+    """Raise UnpicklingError where a length, or the number of a remembered object, is beyond the file.
 
-    Raises UnpicklingError where a length, or the number of something remembered, is beyond the file.
+    It reads a pickle's instructions and follows none: a few bytes of them can ask for all memory.
     """
     start = file.tell()
     try:
