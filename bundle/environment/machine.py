@@ -94,7 +94,7 @@ class VendorDevices(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What this process may use beside the devices; sizes in bytes, `math.inf` means unlimited."""
+    """The limits of this process besides the devices; sizes in bytes, `math.inf` means unlimited."""
 
     processors: DetectedValue[float]
     memory: DetectedValue[float]
@@ -327,7 +327,7 @@ def _kill_process(process: subprocess.Popen[bytes]) -> None:
         process.wait(1.0)
 
 
-# From the weakest up, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
+# Links, the weakest first, as both tools' legends define them; NV<n> (NVLink lanes) ranks above by n.
 _LINK_ORDER = ("NA", "SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
 
 

@@ -239,7 +239,7 @@ class Package(NamedTuple):
 
     @property
     def base_version(self) -> str | None:
-        """The release number alone."""
+        """The release number alone; None where the version is unknown."""
         return parse_base_version(self.version) if self.version else None
 
 

@@ -124,7 +124,7 @@ def _choose_class() -> Any:
         return GatedDeltaNet
 
     class TorchGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
-        """The same, deterministic."""
+        """A gated delta net that torch alone computes, deterministically."""
 
         def __init__(self, config: TransformerConfig, *parts: Any, **more: Any) -> None:
             config = copy.copy(config)

@@ -210,7 +210,7 @@ def skip_nonfinite_updates(optimizer: MegatronOptimizer) -> None:
 
 
 class _Schedule(OptimizerParamScheduler):
-    """The rate of a step times `lr_mult` of each group of parameters; megatron's looks at that up to 0.15."""
+    """A schedule whose rate is multiplied by `lr_mult` of each group; megatron's does that up to 0.15."""
 
     def get_lr(self, group: dict[str, Any]) -> float:
         """Return the rate after the steps that were taken.

@@ -34,7 +34,7 @@ _ALLOWED_NAMES = {
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-    # What megatron derives from Transformer Engine's delayed recipe; it holds the settings of that.
+    # Megatron's class that derives from Transformer Engine's delayed recipe and holds its settings.
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
     ("torch.serialization", "_get_layout"),  # looks a layout up by its name
     # A tensor; its bytes go through torch.load, which unpickles data only as well.

@@ -44,7 +44,7 @@ from bundle.recipe.sections import Optimizer
 EXPERT_GROUPS_BY_ETP = SourcePredicate("tensor_parallel/layers.py", "use_expert_pgs", "0.19")
 PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
-# What a plan does not count: the device's context, communication buffers, workspaces and fragmentation.
+# Share that a plan does not count: the device's context, communication buffers, workspaces, fragmentation.
 HEADROOM = 0.1
 # The largest micro-batch with experts that was measured on an H200: 8 rows of 4,096 tokens.
 MOST_TOKENS = 32768

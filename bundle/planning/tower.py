@@ -16,7 +16,7 @@ from bundle.architectures import Architecture, VisionArchitecture, adapters
 from bundle.architectures.tensors import Tensors, is_projector
 from bundle.recipe.recipe import Model
 
-# What reads pixels, and what is looked up.
+# Names of the layer that reads pixels, and of the table that is looked up.
 _PIXEL_INPUT, _LOOKUP_TABLE = ".patch_embed.", ".pos_embed."
 
 

@@ -35,7 +35,7 @@ FLOATS = ("F32", "BF16", "F16")
 # Classes whose head gives labels or a reward, as transformers and reward models call them.
 _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]\w*$|RewardModel")
 _BYTES_AT_ONCE = 2**24  # bytes at once
-# What old files hold beside weights: constants that follow from the config.
+# Constants in old files that follow from the config.
 _CONSTANTS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
