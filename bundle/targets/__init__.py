@@ -1,1 +1,1 @@
-"""What a cluster is told of a job: a module per scheduler renders the job file for it and speaks to it."""
+"""Targets: one module per scheduler renders the job file for that scheduler and talks to it."""

@@ -1,4 +1,4 @@
-"""What the command-line clients of schedulers and engines answer, within a time."""
+"""Calls of the command-line clients of schedulers and engines, with a time limit."""
 
 import shutil
 import subprocess
@@ -6,18 +6,18 @@ import subprocess
 from bundle import files
 from bundle.errors import LaunchUnavailable
 
-TIMEOUT_SECONDS = 60  # that a client may take
+TIMEOUT_SECONDS = 60  # the longest time for one answer of a client
 
 
 class ClientTimeout(LaunchUnavailable):
-    """A client did not answer in time: what it was asked for may be done, or be done yet."""
+    """The error that a client did not answer in time: its request may be done already, or later."""
 
 
 def run_client(*command: str, seconds: float | None = TIMEOUT_SECONDS, include_stderr: bool = False) -> str:
-    """What a client prints, on stderr as well where its `include_stderr` are asked for.
+    """Return what a client prints on stdout, with its stderr where `include_stderr` is set.
 
-    Raises LaunchUnavailable where there is no such client, and with what it says against the question;
-    NoAnswer where it says nothing in time.
+    Raise LaunchUnavailable where the client is not installed, or where it fails; the message has its output.
+    Raise ClientTimeout where it does not answer within `seconds`.
     """
     if shutil.which(command[0]) is None:
         raise LaunchUnavailable(f"{command[0]} is not on the PATH: run this where it is installed")

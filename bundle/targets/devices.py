@@ -1,8 +1,8 @@
-"""What a container needs of its host for devices, whichever engine starts it."""
+"""The files of its host that a container needs for devices, whichever engine starts it."""
 
 RDMA_DEVICES = "/dev/infiniband"
-# Of Ascend what cann-container-image's README mounts; that was read, not run.
-# The driver stays on the host; nobody writes to these files of it.
+# These are the mounts in the README of cann-container-image, which was read, not run.
+# The driver stays on the host; no container writes to these files.
 NPU_DRIVER = (
     "/usr/local/dcmi",
     "/usr/local/bin/npu-smi",
@@ -14,5 +14,5 @@ _SHARED_NPU_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 
 
 def list_npu_device_files(count: int) -> tuple[str, ...]:
-    """The device nodes of so many NPUs, the first ones of the host, and those that all of them share."""
+    """Return the device files of the first `count` NPUs of the host and those that all NPUs share."""
     return (*(f"/dev/davinci{number}" for number in range(count)), *_SHARED_NPU_NODES)

@@ -1,8 +1,8 @@
-"""Docker: the command that runs one node of a job in a container of this machine, and what it is asked.
+"""Docker: the command that runs one node of a job in a container of this machine, and its state.
 
-The container sees the working directory and the run directory where they are here, and writes nowhere else;
-it executes the job file, which lies in the run directory. What the words mean: docs.docker.com/reference/cli/
-docker/container/run. Devices and driver of Ascend (targets.devices) were read about, not run.
+The container sees the working directory and the run directory under their paths on this machine, and writes
+nowhere else. It executes the job file, which lies in the run directory. Reference of the options:
+docs.docker.com/reference/cli/docker/container/run. The parts for Ascend (targets.devices) were read, not run.
 """
 
 import re
@@ -29,9 +29,9 @@ from bundle.targets.mounts import Mount
 from bundle.targets.options import Grace, Preflight, Rdma, Restarts
 from bundle.targets.states import JobState
 
-# Where an image of ours keeps what its libraries compile, which goes with the container (images/README.md).
+# In our images, libraries put compiled code here; it is lost with the container (images/README.md).
 HOME = "/home/bundle"
-# Memory that the network card writes to stays where it is.
+# The network card writes to memory that must stay pinned.
 _RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICES}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
 _LABEL = "mcore-bundle.job"
 _SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
@@ -40,9 +40,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class DockerOptions:
-    """What the engine wants to know, beside the job: the image, and what its user chooses.
+    """The engine's options beside the job: the image, and what the user chooses.
 
-    The values of the variables `environment` are handed on unseen. `user` will own what the container writes.
+    The container gets the values of the variables `environment`; they are not read here. `user` owns the
+    files that the container writes.
     """
 
     image: str = ""
@@ -68,7 +69,7 @@ class DockerOptions:
     preflight: Preflight = False
 
     def find_violations(self) -> Iterator[str]:
-        """All that docker would not take, or would take for something else."""
+        """Yield a message for each option that docker would refuse or misread."""
         if not re.fullmatch(r"[a-zA-Z0-9][\w.:/@-]*", self.image, re.ASCII):
             yield f"--image {format_value(self.image)}: no name of an image"
         for mount in self.mounts:
@@ -84,12 +85,12 @@ class DockerOptions:
 
 
 def get_job_directory(job: Job) -> Path:
-    """Where a job's file belongs in its run directory: by a name that no other job has."""
+    """Return the directory of a job's files in its run directory; no other job has this name."""
     return job.directory.absolute() / "logs" / f"docker-{digest_json(job.dump())}"
 
 
 def build_container_name(job: Job, node_rank: int) -> str:
-    """The container of one node of a job: no other job has one of that name."""
+    """Return the name of the container of one node of a job; no other job has this name."""
     name = re.sub(r"[^a-zA-Z0-9_.-]+", "-", job.recipe.name).strip("-.")
     return f"mcore-bundle-{name}-{digest_json(job.dump())}-{node_rank}"
 
@@ -97,7 +98,7 @@ def build_container_name(job: Job, node_rank: int) -> str:
 def build_command(
     job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = ""
 ) -> Command:
-    """The command that runs one node. Raises UsageError with everything that it cannot hold."""
+    """Return the command that runs one node. Raise UsageError with every value that it cannot hold."""
     paths = (workdir, job.directory.absolute())
     wrong = list(options.find_violations())
     wrong += [
@@ -112,12 +113,12 @@ def build_command(
         f"--label={_LABEL}={digest_json(job.dump())}",
         *([f"--user={options.user}"] if options.user else []),
         *(f"--group-add={group}" for group in options.groups),
-        # It writes to what is mounted, and to what goes with it.
+        # It writes to its mounts, and to memory that is lost with the container.
         *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
         f"--shm-size={options.shared_memory}",
         f"--stop-timeout={options.grace_seconds or grace.estimate_save_seconds(job)}",
-        # Nodes reach each other on any port. One node alone reaches out, and nobody it.
+        # Several nodes reach each other on any port. A single node needs no port that others can reach.
         *(["--network=host"] if job.nodes > 1 else []),
         *_list_device_options(job),
         *(_RDMA_OPTIONS if options.rdma else ()),
@@ -138,7 +139,7 @@ def build_command(
 
 
 def list_mounts(job: Job, options: DockerOptions, workdir: Path) -> Sequence[Mount]:
-    """What the container sees of the disks of this machine."""
+    """Return the mounts of the container: the files of this machine that it sees."""
     return [Mount.from_option(volume, workdir) for volume in _list_volumes(job, options, workdir)]
 
 
@@ -148,7 +149,7 @@ def _list_volumes(job: Job, options: DockerOptions, workdir: Path) -> Sequence[s
 
 
 def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: str = "") -> str:
-    """What would run, a command for each node."""
+    """Return the text of a dry run: one command for each node."""
     rendezvous = job_file.format_rendezvous(job, rendezvous)
     lines = [f"# executes {get_job_directory(job) / FILE_NAME}, which `mcore-bundle launch docker` writes"]
     for node in range(job.nodes):
@@ -160,7 +161,10 @@ def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: 
 
 
 def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
-    """Starts one node; returns the name of its container. Raises LaunchUnavailable where docker will not."""
+    """Start one node and return the name of its container.
+
+    Raise LaunchUnavailable where docker refuses, or where this job runs already.
+    """
     node_command, directory = (
         build_command(job, options, workdir, node_rank, rendezvous),
         get_job_directory(job),
@@ -179,31 +183,34 @@ def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, 
 
 
 def query_state(name: str) -> JobState:
-    """What the engine says of a container. Raises LaunchUnavailable where it knows of none."""
+    """Return the state of a container as the engine reports it.
+
+    Raise LaunchUnavailable where the engine does not know the container.
+    """
     template = "{{.State.Status}} {{.State.OOMKilled}} {{.State.ExitCode}} {{.State.Error}}"
     status, killed, code, error = run_client(
         "docker", "inspect", "--type=container", f"--format={template}", name
     ).split(" ", 3)
     reason = "its limit of memory was reached" if killed == "true" else error.strip()
     exit_code = int(code) if status in ("exited", "dead") else None
-    if status == "created" and code != "0":  # what the engine says of one that it could not start
+    if status == "created" and code != "0":  # the engine could not start it
         exit_code = int(ExitCode.LAUNCH_UNAVAILABLE)
     return JobState(status.upper(), reason, exit_code)
 
 
 def stop(name: str) -> None:
-    """Has a container's ranks save and end; it has the time for that which it was started with."""
+    """Tell the ranks of a container to save and end. Its stop timeout was set when it was started."""
     if query_state(name).code is None:
         run_client("docker", "kill", "--signal=TERM", name)
 
 
 def read_log(name: str) -> str:
-    """All that a container has written."""
+    """Return everything that a container has written."""
     return run_client("docker", "logs", name, include_stderr=True)
 
 
 def follow(name: str) -> Iterator[str]:
-    """What a container writes, as it comes, until it has ended."""
+    """Yield what a container writes, as it comes, until the container has ended."""
     with subprocess.Popen(
         ["docker", "logs", "--follow", name],
         preexec_fn=prepare_parent_death_signal(signal.SIGTERM),
@@ -218,23 +225,23 @@ def follow(name: str) -> Iterator[str]:
 
 
 def wait(name: str) -> int:
-    """The exit code of a container, once it has ended."""
+    """Wait until a container has ended and return its exit code."""
     return int(run_client("docker", "wait", name, seconds=None))
 
 
 def _list_device_options(job: Job) -> Sequence[str]:
-    """What the container gets of the machine's devices: as many as the job has ranks there."""
+    """Return the options for the machine's devices: one device for each rank of the node."""
     if job.backend == "cuda":
         return [f"--gpus={job.per_node}"]
     return list_npu_options(job.per_node) if job.backend == "ascend" else []
 
 
 def find_npu_unix_groups(device: Path = Path("/dev/davinci0")) -> tuple[int, ...]:
-    """The group of this machine's NPUs, whose members alone may open them; () where it has none."""
+    """Return the group whose members may open this machine's NPUs; () where it has no NPU."""
     return (device.stat().st_gid,) if device.exists() else ()
 
 
 def list_npu_options(count: int) -> list[str]:
-    """What a container needs of the host for so many NPUs: their nodes, and the driver's files; no more."""
+    """Return the options for `count` NPUs: their device files and the driver's files, nothing more."""
     nodes = [f"--device={device}" for device in devices.list_npu_device_files(count)]
     return nodes + [f"--volume={path}:{path}:ro" for path in devices.NPU_DRIVER]

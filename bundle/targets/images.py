@@ -1,4 +1,4 @@
-"""Which image of ours a job runs in, where nobody names one: what bake builds for backend and chip."""
+"""The choice of one of our images for a job, by backend and chip, where the user names none."""
 
 import json
 from pathlib import Path
@@ -10,28 +10,28 @@ from bundle.errors import UsageError
 from bundle.launch.job import Job
 
 FILE = Path(__file__).with_name("images.json")  # made of docker-bake.json by `python -m tools.images page`
-DEFAULT_REGISTRY = "mcore-bundle"  # bake's own: what was built on this machine
+DEFAULT_REGISTRY = "mcore-bundle"  # bake's default: images that were built on this machine
 
 
 class Image(NamedTuple):
-    """One image of the matrix: `tag` is its repository and tag, which follow a registry and a slash."""
+    """One image of the matrix. `tag` is its repository and tag; a registry and a slash come before it."""
 
     backend: str
-    chip: str  # the generation that it is for, as `capabilities` know it; "" for all of the backend
+    chip: str  # the device generation, as in `capabilities`; "" for all of the backend
     megatron: str
     tag: str
 
 
 def load_images() -> list[Image]:
-    """Every image that bake builds."""
+    """Return every image that bake builds."""
     return [Image(**row) for row in json.loads(FILE.read_text())]
 
 
 def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:
-    """The image of ours for a job. Raises UsageError with those that there are, where none is for it."""
+    """Return the name of our image for a job. Raise UsageError with all images where none fits."""
     images = [image for image in load_images() if image.backend == job.backend]
     candidates = [image for image in images if image.chip in ("", job.generation)]
-    for normalize in (str, _parse_minor):  # of two with one minor, the one that has the very version
+    for normalize in (str, _parse_minor):  # the exact version before the same minor
         for image in candidates:
             if normalize(image.megatron) == normalize(job.megatron):
                 return f"{registry}/{image.tag}"

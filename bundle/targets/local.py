@@ -1,7 +1,8 @@
-"""This machine: a node of a job that goes on when who launched it is gone, and is known by its folder.
+"""This machine as a target: a node of a job that outlives its launcher, identified by its folder.
 
-The folder lies in the run directory and holds the job file, what the node writes, and its exit code once it
-has ended. Whether it runs is asked of a lock that its processes hold, which the kernel lets go with the last.
+The folder lies in the run directory. It holds the job file, what the node writes, and the exit code once the
+node has ended. The processes of the node hold a lock, which the kernel releases with the last of them; the
+lock tells whether the node runs.
 """
 
 import fcntl
@@ -29,13 +30,13 @@ from bundle.targets.states import JobState, find_exit_code, poll_states
 LOG_NAME = "node.log"
 _LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
 _POLL_SECONDS = 0.5
-# The shell outlives a request to save, which goes to all of its group, and writes down how the node ended.
+# A request to save goes to the whole process group. The shell survives it and writes the exit code.
 _SHELL = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """What a node is started with; its ranks import `mcore` instead of the installed megatron-core."""
+    """The options of a node; its ranks import `mcore` instead of the installed megatron-core."""
 
     restarts: Restarts = 0
     preflight: Preflight = False
@@ -46,7 +47,10 @@ class LocalOptions:
 def build_command(
     job: Job, options: LocalOptions, folder: Path, node_rank: int = 0, rendezvous: str = ""
 ) -> Command:
-    """What runs one node. Raises UsageError where several machines are not told where they meet."""
+    """Return the command that runs one node.
+
+    Raise UsageError where the job has several machines and no rendezvous.
+    """
     if wrong := job_file.find_rendezvous_problems(job, rendezvous):
         raise UsageError("no command can be written", wrong)
     arguments = job_file.build_arguments(
@@ -57,7 +61,7 @@ def build_command(
 
 
 def render_dry_run(job: Job, options: LocalOptions, rendezvous: str = "") -> str:
-    """What would run: a command for each node, and the one by which that starts its ranks."""
+    """Return the text of a dry run: the command of each node and the one that starts its ranks."""
     folder, rendezvous = next(_list_next_folders(job)), job_file.format_rendezvous(job, rendezvous)
     lines = [f"# executes {folder / FILE_NAME}, which `mcore-bundle launch local` writes"]
     for node in range(job.nodes):
@@ -76,11 +80,14 @@ def render_dry_run(job: Job, options: LocalOptions, rendezvous: str = "") -> str
 
 
 def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
-    """Starts one node; returns the name of its folder. Raises EnvironmentUnfit where that cannot be made."""
+    """Start one node and return the name of its folder.
+
+    Raise EnvironmentUnfit where the folder cannot be made.
+    """
     folders = _list_next_folders(job)
     node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
     try:
-        while not _create_folder(folder):  # another node just has
+        while not _create_folder(folder):  # another node has just created it
             node_command = build_command(job, options, folder := next(folders), node_rank, rendezvous)
         with (folder / _LOCK_NAME).open("wb") as lock, (folder / LOG_NAME).open("wb") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -101,7 +108,7 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
 
 
 def query_state(name: str) -> JobState:
-    """How a node is. Raises LaunchUnavailable where none was started in such a folder."""
+    """Return the state of a node. Raise LaunchUnavailable where no node was started in that folder."""
     if _is_running(Path(name)):
         return JobState("RUNNING", "", None)
     exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
@@ -112,7 +119,7 @@ def query_state(name: str) -> JobState:
 
 
 def stop(name: str) -> None:
-    """Has a node's ranks save and end; told so again, it ends at once."""
+    """Tell a node's ranks to save and end; a second call ends the node at once."""
     if not _is_running(Path(name)):
         return
     group, _, host = (files.read_text(Path(name) / _GROUP_NAME) or "").partition(" ")
@@ -122,29 +129,29 @@ def stop(name: str) -> None:
 
 
 def read_log(name: str) -> str:
-    """All that a node has written."""
+    """Return everything that a node has written."""
     return "".join(tail_log([_require_folder(name) / LOG_NAME]))
 
 
 def follow(name: str) -> Iterator[str]:
-    """What a node writes, as it comes, until it has ended."""
+    """Yield what a node writes, as it comes, until the node has ended."""
     yield from tail_log(Path(name) / LOG_NAME for _ in _poll_states(name))
 
 
 def wait(name: str) -> int:
-    """The exit code of a node, once it has ended."""
+    """Wait until a node has ended and return its exit code."""
     return find_exit_code(_poll_states(name))
 
 
 def _list_next_folders(job: Job) -> Iterator[Path]:
-    """The folders that the next launch of a run here may have."""
+    """Yield the folders that the next launch of this run may use, in order."""
     logs = job.directory.absolute() / "logs"
     taken = [int(path.name[6:]) for path in logs.glob("local-*") if path.name[6:].isdecimal()]
     return (logs / f"local-{number}" for number in count(max(taken, default=0) + 1))
 
 
 def _create_folder(folder: Path) -> bool:
-    """Whether this process made it, and no other."""
+    """Return True if this process created the folder, and False if it existed already."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()

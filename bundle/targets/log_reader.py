@@ -1,4 +1,4 @@
-"""A log that a job writes, shown while it grows."""
+"""Reading of a log while a job writes it."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,10 @@ from bundle import files
 
 
 def tail_log(paths: Iterable[Path | None]) -> Iterator[str]:
-    """What a file got between two looks at it; `paths` names it at each, or None while there is none."""
+    """Yield what was appended to a file between two reads.
+
+    `paths` gives the file's path before each read, or None while there is no file.
+    """
     offset, decoder = 0, getincrementaldecoder("utf-8")("replace")
     for path in paths:
         if path is None or not files.is_file(path):

@@ -1,4 +1,4 @@
-"""What a container is shown of this machine's disks, and which inputs of a job it would not find there."""
+"""The mounts of a container on this machine, and the inputs of a job that these mounts hide."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,23 +11,27 @@ from bundle.planning.inputs import find_local_inputs
 
 
 class Mount(NamedTuple):
-    """A directory or file of a container. `source`: what it is of this machine; None: nothing of it."""
+    """A directory or file of a container.
+
+    `source` is its path on this machine, or None where it is not a path of this machine.
+    """
 
     target: Path
     source: Path | None = None
 
     @classmethod
     def from_option(cls, option: str, workdir: Path) -> Self:
-        """What "SRC", "SRC:DST" and "SRC:DST:FLAGS" show."""
+        """Return the mount of the option "SRC", "SRC:DST" or "SRC:DST:FLAGS"."""
         source, _, rest = option.partition(":")
         target = rest.partition(":")[0] or source
         return cls(workdir / target, workdir / source)
 
 
 def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> Iterator[str]:
-    """Every input of a job that is here, and that a container with these mounts does not see.
+    """Yield a message for every input of a job that is on this machine and that the mounts do not show.
 
-    `workdir` is where its ranks run, which relative paths are of; `advice` what to say, {} being a directory.
+    Ranks run in `workdir`, to which relative paths belong. `advice` is the remedy, in which {} stands for a
+    directory.
     """
     for key, value, paths in find_local_inputs(job.recipe, job.start.origin):
         container_paths = (Path(os.path.normpath(workdir / path)) for path in paths)
@@ -40,7 +44,7 @@ def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice:
 
 
 def _is_visible(mounts: Sequence[Mount], path: Path) -> bool:
-    """Whether that path leads to the same in the container, links within a mount included."""
+    """Return whether a path leads to the same file in the container, links within a mount included."""
     for target, source in mounts:
         if not path.is_relative_to(target):
             continue

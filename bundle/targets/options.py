@@ -39,7 +39,7 @@ Rdma = Annotated[bool, typer.Option("--rdma", help="Give it the RDMA devices, an
 
 
 def allow_only(choices: Collection[str], *, may_be_empty: bool = True) -> Callable[[str], str]:
-    """Return a callback that raises BadParameter for any other value."""
+    """Return a callback that raises BadParameter for any value outside `choices`."""
 
     def check(value: str) -> str:
         if value not in choices and not (may_be_empty and value == ""):

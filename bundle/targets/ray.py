@@ -1,7 +1,8 @@
-"""Ray: what its Jobs API is asked; the job's nodes are started there by `targets.raylets`.
+"""Ray: the requests to its Jobs API. `targets.raylets` starts the job's nodes there.
 
-All nodes, and whoever submits, see the run directory under the same path, where the job file lies. Ray's own
-documents: docs.ray.io/en/latest/cluster/running-applications/job-submission and .../ray-security/token-auth.
+The run directory, which holds the job file, has the same path on all nodes and where the job is submitted.
+Ray's documents: docs.ray.io/en/latest/cluster/running-applications/job-submission and
+.../ray-security/token-auth.
 """
 
 import json
@@ -25,15 +26,15 @@ from bundle.targets.states import JobState, find_exit_code, poll_states
 
 T = TypeVar("T")
 
-# Files beside the job file: the request to save and end, and the token of a cluster of its own.
+# Files beside the job file: the request to save and end, and the token of the job's own cluster.
 STOP_NAME, TOKEN_NAME = "stop", "token"
-_OBJECT_STORE_BYTES = 10**8  # lines of text are exchanged; the rest of /dev/shm belongs to the ranks
+_OBJECT_STORE_BYTES = 10**8  # only lines of text are exchanged; ranks need the rest of /dev/shm
 POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What Ray wants to know, beside the job; `python` runs our driver there."""
+    """Ray's options beside the job; `python` runs our driver on the cluster."""
 
     address: Annotated[
         str,
@@ -50,26 +51,26 @@ class RayOptions:
     python: str = sys.executable
 
     def find_violations(self) -> Iterator[str]:
-        """All that Ray would not take."""
+        """Yield a message for each option that Ray would refuse."""
         host, _, rest = self.address.partition("://")
         if self.address and (host not in ("http", "https") or not rest or not rest.isprintable()):
             yield f"--address {format_value(self.address)}: that of Ray's dashboard, such as http://127.0.0.1:8265"
 
 
 def get_job_directory(job: Job) -> Path:
-    """Where a job's file belongs in its run directory: by a name that no other job has."""
+    """Return the directory of a job's files in its run directory; no other job has this name."""
     return job.directory.absolute() / "logs" / f"ray-{digest_json(job.dump())}"
 
 
 def build_placement_bundles(job: Job) -> list[dict[str, float]]:
-    """What each machine is asked for; no two of them are taken of one machine."""
+    """Return the resources to request for each node; each bundle needs its own machine."""
     resource = capabilities.find_capabilities(job.backend).find_resource(job.generation)
     devices = {resource.ray: float(job.per_node)} if resource else {}
     return [{"CPU": 1.0} | devices for _ in range(job.nodes)]
 
 
 def build_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
-    """What `ray start` is told of a machine that has just what a bundle asks for."""
+    """Return the options of `ray start` for a machine with exactly the resources of a bundle."""
     option_names = {"CPU": "num-cpus", "GPU": "num-gpus"}
     options = {option_names[name]: f"{count:g}" for name, count in bundle.items() if name in option_names}
     if custom_resources := {name: count for name, count in bundle.items() if name not in option_names}:
@@ -78,7 +79,7 @@ def build_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
 
 
 def build_request(job: Job, options: RayOptions, workdir: Path) -> dict[str, Any]:
-    """What `submit_job` is given. Raises UsageError with everything that is wrong."""
+    """Return the arguments of `submit_job`. Raise UsageError with everything that is wrong."""
     if wrong := list(options.find_violations()):
         raise UsageError("no job of Ray can be written", wrong)
     arguments = [
@@ -98,14 +99,14 @@ def build_request(job: Job, options: RayOptions, workdir: Path) -> dict[str, Any
 
 
 def render_dry_run(job: Job, options: RayOptions, workdir: Path) -> str:
-    """What Ray would be asked, as JSON, and what of its machines the job's driver asks for then."""
+    """Return the request to Ray as JSON, with the machines that the job's driver will request."""
     bundle, *_ = all_bundles = build_placement_bundles(job)
     placement = {"strategy": "STRICT_SPREAD", "bundles": len(all_bundles), "each": bundle}
     return json.dumps(build_request(job, options, workdir) | {"placement": placement}, indent=2) + "\n"
 
 
 def write_job_file(job: Job) -> Path:
-    """Puts a job's file where its driver finds it, which nobody has asked to stop yet."""
+    """Write a job's file where its driver reads it, remove an old request to stop, and return the path."""
     directory = get_job_directory(job)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / STOP_NAME).unlink(missing_ok=True)
@@ -114,9 +115,9 @@ def write_job_file(job: Job) -> Path:
 
 
 def import_ray() -> Any:
-    """The module ray, which authenticates by token unless somebody has said otherwise.
+    """Return the module ray; it authenticates by token unless RAY_AUTH_MODE says otherwise.
 
-    Raises LaunchUnavailable where it is not installed.
+    Raise LaunchUnavailable where it is not installed.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
@@ -128,7 +129,10 @@ def import_ray() -> Any:
 
 
 def submit(job: Job, options: RayOptions, workdir: Path) -> str:
-    """Hands a job to Ray; returns its number and where it is. Raises LaunchUnavailable."""
+    """Submit a job to Ray and return its number and address as NUMBER@ADDRESS.
+
+    Raise LaunchUnavailable where Ray refuses or does not answer.
+    """
     job_request = build_request(job, options, workdir)
     client = _connect(options.address)
     write_job_file(job)
@@ -136,14 +140,17 @@ def submit(job: Job, options: RayOptions, workdir: Path) -> str:
 
 
 def query_state(name: str) -> JobState:
-    """What Ray says of a job. Raises LaunchUnavailable where it does not know it, or does not answer."""
+    """Return the state of a job as Ray reports it.
+
+    Raise LaunchUnavailable where Ray does not know the job, or does not answer.
+    """
     number, _, address = name.partition("@")
     client = _connect(address)
     return _parse_state(_call_ray(lambda: client.get_job_info(number)))
 
 
 def stop(name: str) -> None:
-    """Has a job save and end, one that waits not begin."""
+    """Tell a running job to save and end; a waiting job does not begin."""
     number, _, address = name.partition("@")
     client = _connect(address)
     info = _call_ray(lambda: client.get_job_info(number))
@@ -155,14 +162,14 @@ def stop(name: str) -> None:
 
 
 def read_log(name: str) -> str:
-    """All that a job has written."""
+    """Return everything that a job has written."""
     number, _, address = name.partition("@")
     client = _connect(address)
     return str(_call_ray(lambda: client.get_job_logs(number)))
 
 
 def follow(name: str) -> Iterator[str]:
-    """What a job writes, as it comes, until it has ended."""
+    """Yield what a job writes, as it comes, until the job has ended."""
     offset = 0
     for _ in _poll_states(name):
         text = read_log(name)
@@ -171,7 +178,7 @@ def follow(name: str) -> Iterator[str]:
 
 
 def wait(name: str) -> int:
-    """The exit code of a job, once it has ended."""
+    """Wait until a job has ended and return its exit code."""
     return find_exit_code(_poll_states(name))
 
 
@@ -187,7 +194,7 @@ def _parse_state(info: Any) -> JobState:
         name, ExitCode.LAUNCH_UNAVAILABLE
     )
     code = default_code if info.driver_exit_code is None else info.driver_exit_code
-    # What Ray says of a driver that ended by itself is its log once more.
+    # Ray's message about a driver that ended by itself only repeats its log.
     is_lost = name == "FAILED" and info.driver_exit_code is None
     return JobState(
         name, files.to_printable((info.message or "").strip())[:300] if is_lost else "", int(code)
@@ -200,14 +207,14 @@ def _connect(address: str) -> Any:
 
 
 def _call_ray(call: Callable[[], T]) -> T:
-    """What Ray answers. Raises LaunchUnavailable with what it says against the question."""
+    """Return Ray's answer. Raise LaunchUnavailable with Ray's message where the call fails."""
     try:
         return call()
-    except Exception as error:  # a class of its own for every way to fail, and RuntimeError for most
+    except Exception as error:  # Ray raises many classes, and RuntimeError for most failures
         raise LaunchUnavailable(f"Ray: {describe_error(error)}") from error
 
 
 def describe_error(error: Exception) -> str:
-    """What an error of Ray says, on one line; of one in a task, what was raised there."""
+    """Return the text of an error of Ray; for an error in a task, the text of its cause."""
     cause = getattr(error, "cause", None) or error
     return files.to_printable(str(cause).strip())[:2000] or type(cause).__name__

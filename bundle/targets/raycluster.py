@@ -1,7 +1,7 @@
-"""A Ray cluster of the machines on which a scheduler has started us: the first one has its head, and drives.
+"""A Ray cluster on the machines where a scheduler has started us; the first one has the head and the driver.
 
-It is of one job alone, with a token of its own, in a file beside the job's that nobody else may read, and a
-dashboard on loopback. Where its head is gone, so is all of it. The words of `ray start`:
+The cluster serves this job alone. Its token lies in a file beside the job file that no other user may read;
+its dashboard is on loopback. The whole cluster ends with its head. Options of `ray start`:
 docs.ray.io/en/latest/cluster/cli.html.
 """
 
@@ -35,15 +35,16 @@ from bundle.targets.ray import (
 )
 
 _POLL_SECONDS = 1.0
-_END_SECONDS = 30  # that Ray's processes may take to end
-_UNUSED_ADDRESS = "192.0.2.1"  # an address of nobody (RFC 5737); nothing is sent there
-_MOST_SILENT_POLLS = 5  # looks in a row at which nobody answers where the head was
+_END_SECONDS = 30  # the time for Ray's processes to end
+_UNUSED_ADDRESS = "192.0.2.1"  # reserved, so nobody has it (RFC 5737); nothing is sent there
+_MOST_SILENT_POLLS = 5  # failed connections to the head in a row
 
 
 def build_start_arguments(job: Job, head: str, node_address: str, folder: Path | None) -> list[str]:
-    """What `ray` is told on a machine whose address is `node_address`, where `head` is ADDRESS:PORT.
+    """Return the arguments of `ray` on a machine with the address `node_address`.
 
-    `folder` is where Ray writes on all of them; the head alone is told of it.
+    `head` is the head's ADDRESS:PORT. `folder` is where Ray writes on all machines; only the head gets it as
+    an option.
     """
     bundle, *_ = build_placement_bundles(job)
     role_options = [f"--address={head}"]
@@ -53,23 +54,24 @@ def build_start_arguments(job: Job, head: str, node_address: str, folder: Path |
     return [
         *("start", "--block", "--disable-usage-stats", *role_options, f"--node-ip-address={node_address}"),
         *(f"--{name}={value}" for name, value in build_start_options(bundle).items()),
-        # Its default is one number, which two nodes that share a machine cannot both have.
+        # Its default is one fixed port, which two nodes on one machine cannot share.
         f"--dashboard-agent-listen-port={_find_free_port()}",
     ]
 
 
 def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], wait: int) -> int:
-    """Starts this machine's part of the cluster; on the first one, what `drive` says when it has run there.
+    """Start this machine's part of the cluster and return the exit code.
 
-    The others end when the first one has. Raises UsageError where these are not the machines of the job, and
-    LaunchUnavailable where Ray does not start, or its head is not there within `wait` seconds.
+    On the first machine, run `drive` there and return its code; the others end when the first one has ended.
+    Raise UsageError where the machines are not those of the job. Raise LaunchUnavailable where Ray does not
+    start, or where its head does not answer within `wait` seconds.
     """
     if rendezvous.is_rank or rendezvous.nodes != job.nodes:
         raise UsageError(
             f"--start: the job has {job.nodes} nodes, with one process on each; {rendezvous.source} says"
             f" {rendezvous.nodes} ({rendezvous.reason})"
         )
-    import_ray()  # where it is not installed, nothing is begun
+    import_ray()  # raises before anything starts, where it is not installed
     address = _resolve_address(rendezvous.address)
     head, token = f"{address}:{rendezvous.port or _find_free_port()}", file.parent / TOKEN_NAME
     log = file.parent / f"ray-{rendezvous.node_rank}.log"
@@ -84,7 +86,7 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
         if time.monotonic() > deadline:
             raise LaunchUnavailable(f"no head of Ray at {head} within {wait} s")
         time.sleep(_POLL_SECONDS)
-    # Told to save and end, the first one has all nodes do so, and this one is needed until then.
+    # The first machine passes a request to save and end on to all nodes, so this one must stay until then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     with _run_ray(job, head, find_own_address(address), token, log, is_head=False) as ray:
         silent_polls = 0
@@ -93,15 +95,15 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
             silent_polls = 0 if _is_reachable(head) else silent_polls + 1
             if not silent_polls and ray.poll() is not None:
                 raise LaunchUnavailable(f"Ray has ended on this machine; {log} says why")
-    return int(ExitCode.OK)  # how the job ended is the first machine's word
+    return int(ExitCode.OK)  # the first machine returns the job's exit code
 
 
 @contextmanager
 def _run_ray(
     job: Job, head: str, node_address: str, token: Path, log: Path, *, is_head: bool
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Ray's processes of this machine, for as long as this lasts; whoever started us says nothing to them."""
-    # Of a name that nobody can know before, so that nobody else has made it.
+    """Run Ray's processes of this machine within the context; they get no signals from our starter."""
+    # The name comes from the secret token, so no other user can create the folder first.
     folder = Path(tempfile.gettempdir()) / f"ray-{digest_json(files.read_text(token))}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with log.open("ab") as out:
@@ -123,13 +125,13 @@ def _run_ray(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-        process.kill()  # and with it all that it has started: without its head a cluster has nothing to save
+        process.kill()  # and all that it started; without its head a cluster has nothing to save
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait: int) -> None:
-    """Returns when the head takes a driver. Raises LaunchUnavailable where it does not."""
+    """Wait until the head accepts a driver. Raise LaunchUnavailable where it does not."""
     ray, deadline = import_ray(), time.monotonic() + wait
     reason = "it does not answer"
     while time.monotonic() < deadline and process.poll() is None:
@@ -151,9 +153,9 @@ def _write_token(path: Path) -> None:
 
 
 def _resolve_address(name: str) -> str:
-    """The address of the first machine, as the others reach it."""
+    """Return the address at which the other machines reach the first one."""
     address = socket.gethostbyname(name)
-    # Debian has a machine's own name mean 127.0.1.1 there.
+    # Debian resolves a machine's own name to 127.0.1.1 on that machine.
     return (
         find_own_address(_UNUSED_ADDRESS) if address.startswith("127.") and address != LOOPBACK else address
     )

@@ -1,7 +1,7 @@
-"""The nodes of a job as actors of Ray, each on a machine of its own, where it starts that node's ranks.
+"""The nodes of a job as Ray actors, each on its own machine, where it starts that node's ranks.
 
-They belong to this process, the driver: where that or Ray's head dies, they die. The same command, or the
-same job once more, goes on from the last checkpoint in the run directory.
+The actors belong to this process, the driver: they die with the driver or with Ray's head. The same command,
+or the same job again, continues from the last checkpoint in the run directory.
 """
 
 import logging
@@ -32,23 +32,23 @@ _POLL_SECONDS, _WAIT_SECONDS = 0.5, 2
 
 
 class Node:
-    """A machine of a job, of which Ray has given us the devices of the plan."""
+    """A machine of a job, on which Ray has reserved the devices of the plan."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def choose_rendezvous_endpoint(self) -> str:
-        """Where the nodes may meet, if this is the first: HOST:PORT."""
+        """Return an endpoint HOST:PORT where the nodes may meet, if this node is the first one."""
         ray = import_ray()
         with closing(socket.create_server(("", 0))) as free:
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def run(self, words: tuple[str, ...], workdir: str) -> Generator[str | int, object, None]:
-        """Executes one node; gives the lines that it writes, and its exit code at the end."""
+        """Execute one node; yield the lines that it writes, and its exit code at the end."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bundle", *words],
             cwd=workdir,
-            # Whoever started Ray's machines has numbered them, and the job's nodes are numbered otherwise.
+            # The starter of Ray's machines numbered them, and the job's nodes have other numbers.
             env=remove_starter_variables(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -64,13 +64,13 @@ class Node:
         yield 128 - code if code < 0 else code
 
     def stop(self) -> None:
-        """Has the node save and end."""
+        """Tell the node to save and end."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
 
 class RayLaunch:
-    """One start of all nodes: what each came to, and who asks them to stop."""
+    """One start of all nodes: their exit codes, lost nodes with the reason, and the request to stop."""
 
     def __init__(self, job: Job, file: Path, options: RayOptions, is_stopped: Callable[[], bool]) -> None:
         self._job, self._file, self._options, self._is_stopped = job, file, options, is_stopped
@@ -78,8 +78,10 @@ class RayLaunch:
         self.lost: dict[int, str] = {}
 
     def run(self) -> None:
-        """Returns when all nodes have ended. Raises LaunchUnavailable where machines are not free in time,
-        and Ended where the job is told to stop before they are.
+        """Run all nodes until they have ended.
+
+        Raise LaunchUnavailable where machines are not free in time. Raise LaunchFailed where the job is told
+        to stop before they are free.
         """
         ray = import_ray()
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -99,7 +101,7 @@ class RayLaunch:
                     num_cpus=bundle["CPU"],
                     num_gpus=bundle.get("GPU", 0.0),
                     resources={name: count for name, count in bundle.items() if name not in ("CPU", "GPU")},
-                    max_concurrency=2,  # one that runs, one that is told to stop
+                    max_concurrency=2,  # one call that runs, one call of stop
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=rank
                     ),
@@ -161,10 +163,11 @@ class RayLaunch:
 
 
 def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], object]) -> int:
-    """Runs a job on the Ray cluster that this machine is of; the exit code that its nodes come to.
+    """Run a job on the Ray cluster of this machine and return the largest exit code of its nodes.
 
-    A machine that is lost is replaced, where Ray has another, as often as `options.restarts` says without a
-    new checkpoint, which `get_progress` names. Raises LaunchUnavailable where there is no cluster, and Ended.
+    A lost machine is replaced where Ray has another one: at most `options.restarts` times without a new
+    checkpoint, which `get_progress` names. Raise LaunchUnavailable where there is no cluster, and
+    LaunchFailed where the job fails.
     """
     ray = import_ray()
     try:

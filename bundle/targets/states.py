@@ -1,4 +1,4 @@
-"""What every target is asked about a job, and the loop that asks until the job has ended."""
+"""The questions that every target answers about a job, and the loop that asks until the job has ended."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ class JobState(NamedTuple):
 
 
 class Target(Protocol):
-    """A module that has been given a job, and is asked about it by the name that it gave it."""
+    """A module that starts jobs and answers questions about a job by the name that it gave the job."""
 
     def query_state(self, name: str) -> JobState: ...
     def read_log(self, name: str) -> str: ...
@@ -44,8 +44,8 @@ def poll_states(
 ) -> Iterator[JobState]:
     """Yield the state of a job every `seconds` until the job has ended.
 
-    A cluster that has answered once may be away for `patience_seconds`. Raises what `query` raises at first
-    and after that time.
+    A cluster that has answered once may be silent for `patience_seconds`. Raise what `query` raises at the
+    first call, or after that time.
     """
     has_answered, silent_seconds = False, 0.0
     while True:
@@ -66,7 +66,7 @@ def poll_states(
 
 
 def find_exit_code(states: Iterable[JobState]) -> int:
-    """Return the exit code in the last of these states, which is that of a job that has ended."""
+    """Return the exit code in the last of these states, which belongs to a job that has ended."""
     *_, last = states
     assert last.code is not None, "the last state is that of a job that has ended"
     return last.code
