@@ -1,6 +1,6 @@
-"""Kubernetes: the objects of a job, in the form that its cluster schedules. `jobs` speaks to one.
+"""Kubernetes: the objects of a job, in the form that its cluster schedules. `jobs` talks to the cluster.
 
-One pod stands for each node and executes the job file, which it finds in a ConfigMap.
+Each node has one pod, which executes the job file in a ConfigMap.
 """
 
 import io
@@ -20,20 +20,20 @@ from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import Workload
 from bundle.targets.kubernetes.status import WorkloadOutcome, read_conditions, read_phase, read_ray_status
 
-_LARGEST_FILE = 1_000_000  # 1 MiB is that of a ConfigMap with its names
+_LARGEST_FILE = 1_000_000  # bytes; a ConfigMap holds 1 MiB with its names
 
 
 class Form(NamedTuple):
-    """One way in which clusters take a job: its objects but for the job file, its workload the last."""
+    """One way in which clusters take a job: its objects without the job file, with the workload last."""
 
     api: str  # of the workload
     kind: str
     render: Callable[[Workload], list[dict[str, Any]]]
     read_outcome: Callable[[Mapping[str, Any]], WorkloadOutcome] = read_conditions  # of the workload's status
-    topology: str | None = ""  # what --topology must be, as an expression; None: it has no such thing
+    topology: str | None = ""  # a regular expression for --topology; None: the form has no topology
     backends: tuple[str, ...] = ()  # empty: all
-    most_characters: int = 63  # name of the workload, in characters
-    extra: str = ""  # of ours that its image must have, and the images that we build have not
+    most_characters: int = 63  # the longest name of the workload
+    extra: str = ""  # our extra that its image needs, and that the images that we build lack
 
 
 # By the name that --form takes, as in FORM_HELP.
@@ -63,12 +63,12 @@ FORMS = {
 
 
 def build_workload_name(job: Job) -> str:
-    """The recipe's name as Kubernetes spells names."""
+    """Return the recipe's name with the characters that Kubernetes allows."""
     return re.sub(r"[^a-z0-9]+", "-", job.recipe.name.lower()).strip("-")
 
 
 def explain_missing_extra(form: str) -> str:
-    """Return what to say of a form whose image none of ours is; empty where ours will do."""
+    """Return the message about a form that none of our images can run; empty where ours can run it."""
     extra = FORMS[form].extra
     return extra and (
         f"--form {form}: images of ours have no {extra}: say --image, of one that is made of ours"
@@ -77,7 +77,7 @@ def explain_missing_extra(form: str) -> str:
 
 
 def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """The objects of a job, in the order in which they are made. Raises UsageError with all that is wrong."""
+    """Return the objects of a job in the order of creation. Raise UsageError with all that is wrong."""
     name, job_text = options.name or build_workload_name(job), job.to_text()
     workload = Workload(job, options, name, f"{name}-{digest_json(job.dump())}")
     wrong = [
@@ -96,12 +96,12 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
 
 
 def render_documents(job: Job, options: KubernetesOptions) -> str:
-    """The objects as YAML documents."""
+    """Return the objects of a job as YAML documents."""
     return to_yaml(build_objects(job, options))
 
 
 def to_yaml(manifests: Sequence[dict[str, Any]]) -> str:
-    """Objects as YAML documents."""
+    """Return objects as YAML documents."""
     yaml, out = YAML(), io.StringIO()
     yaml.default_flow_style, yaml.width = False, 110
     yaml.explicit_start = True
@@ -110,7 +110,7 @@ def to_yaml(manifests: Sequence[dict[str, Any]]) -> str:
 
 
 def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
-    """All that the form cannot say."""
+    """Yield a message for each option that the chosen form does not support."""
     form = FORMS.get(options.form)
     if form is None:
         yield f"--form {format_value(options.form)}: one of {', '.join(FORMS)}"

@@ -1,8 +1,8 @@
-"""An AscendJob of MindCluster. There is no schema of it to check against: from its operator's own sources.
+"""An AscendJob of MindCluster, written after the sources of its operator, as it has no schema to check.
 
-Ascend/mind-cluster, component/ascend-operator: api/v1, controllers/v1/{ascendjob_validate,env,pod}.go; labels
-from the samples of Ascend/mindcluster-deploy. `launch.starters.read_ascend_operator` reads
-its variables.
+Ascend/mind-cluster, component/ascend-operator: api/v1, controllers/v1/{ascendjob_validate,env,pod}.go. The
+labels come from the samples of Ascend/mindcluster-deploy. `launch.starters.read_ascend_operator` reads its
+variables.
 """
 
 import copy
@@ -14,17 +14,17 @@ from bundle.targets.kubernetes.volcano import SCHEDULER, build_super_pod_annotat
 API = "mindxdl.gitee.com/v1"
 CONTAINER, PORT_NAME, PORT = "ascend", "ascendjob-port", 2222
 _RING_LABEL = "ring-controller.atlas"
-_QUEUE = "default"  # Volcano's own; the operator looks for a queue in any case
+_QUEUE = "default"  # Volcano's default; the operator always needs a queue
 
 
 def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
-    """An AscendJob: one master, and workers where there are more nodes than one."""
+    """Return an AscendJob: one master, and workers for the nodes after the first."""
     restarts = workload.options.restarts
     ring = {_RING_LABEL: "ascend-910" if workload.job.generation == "a1" else "ascend-910b"}
     manifest = workload.build_manifest(
         API, "AscendJob", {"framework": "pytorch"} | ring, build_super_pod_annotation(workload)
     )
-    # All pods are deleted when one has failed, with the time to save, and begin again.
+    # When one pod fails, all pods are deleted with time to save, and start again.
     manifest["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
     template = workload.build_template(workload.arguments, CONTAINER)
     template["metadata"]["labels"] |= ring

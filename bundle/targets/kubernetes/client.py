@@ -1,7 +1,7 @@
-"""The API server of a cluster, as much of it as is asked, through the official Python client.
+"""The requests to a cluster's API server, through the official Python client.
 
-The client is an extra (`kubernetes`) and is imported by whoever asks, which takes it a second. The cluster is
-that of the current context of kubectl's configuration, or the one that this runs in.
+The client is an extra (`kubernetes`). It is imported at the first request, which takes about 1 s. The cluster
+is that of the current context of kubectl's configuration, or else the cluster in which this process runs.
 """
 
 import json
@@ -16,7 +16,7 @@ from bundle import files
 from bundle.errors import LaunchUnavailable
 from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
 
-# That one answer may take; that a stream may be silent before it counts as cut.
+# The longest time for one answer; the longest silence of a stream before it counts as cut.
 TIMEOUT_SECONDS, SILENT_SECONDS = 60, 300
 _CORE_KINDS = {
     "ConfigMap": "config_map",
@@ -25,28 +25,28 @@ _CORE_KINDS = {
 _STRICT_VALIDATION: dict[str, Any] = {"field_validation": "Strict"}
 _TIMEOUT: dict[str, Any] = {"_request_timeout": TIMEOUT_SECONDS}
 _MERGE_PATCH: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
-_TRIES = 3  # at what somebody else, such as the collector of garbage, changes at the same time
+_TRIES = 3  # of changing an object that another process, such as the garbage collector, also changes
 _NAMESPACE_FILE = Path(
     "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 )  # of a pod that this runs in
 
 
 class ServerUnreachable(LaunchUnavailable):
-    """No API server has answered: nobody knows whether it did what it was asked."""
+    """The error that no API server has answered: it is unknown whether the request was carried out."""
 
 
 class _Cluster(NamedTuple):
-    """The client's halves, and the namespace of the current context."""
+    """The parts of the client, and the namespace of the current context."""
 
     core: Any
     custom: Any
-    # That asks nothing twice: what was asked of the last so many seconds is of others then.
+    # This client never retries: a later request for "the last N seconds" would get other lines.
     streams: Any
     namespace: str
 
 
 def find_object(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An object as the cluster has it, by its kind and name; None where there is none."""
+    """Return an object of the cluster with this kind and name; None where there is none."""
     with _translate_errors():
         from kubernetes.client.exceptions import NotFoundException
 
@@ -57,9 +57,10 @@ def find_object(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def delete(existing: Mapping[str, Any], *, unchanged: bool = False) -> None:
-    """Has an object that was found go when all that it owns has gone.
+    """Delete an object that was found, after everything that it owns is deleted.
 
-    Not one that took its name since; where it must be `unchanged`, not one that somebody has written to.
+    An object that took its name since is not deleted. With `unchanged`, nor is an object that was written to
+    since.
     """
     keys = ("uid", "resourceVersion") if unchanged else ("uid",)
     conditions = {key: existing["metadata"][key] for key in keys}
@@ -69,23 +70,23 @@ def delete(existing: Mapping[str, Any], *, unchanged: bool = False) -> None:
 
 
 def list_pods(namespace: str, label: str) -> list[Any]:
-    """The pods that have a label, by their names, the first node's first."""
+    """Return the pods that have a label, sorted by name, the first node's first."""
     with _translate_errors():
         listed = _connect().core.list_namespaced_pod(namespace, label_selector=label, **_TIMEOUT)
     return sorted(listed.items, key=lambda pod: (len(pod.metadata.name), pod.metadata.name))
 
 
 def read_log(namespace: str, pod: str) -> str:
-    """All that a pod has written."""
+    """Return everything that a pod has written."""
     with _translate_errors():
         return str(_connect().core.read_namespaced_pod_log(pod, namespace, **_TIMEOUT))
 
 
 def stream_log(namespace: str, pod: str, since_seconds: int | None = None) -> Iterator[str]:
-    """The lines that a pod writes, each behind its time, until the pod ends or the server ends the stream.
+    """Yield the lines of a pod, each after its time, until the pod or the stream ends.
 
-    `since_seconds`: of the last so many seconds. Raises NoAnswer where the connection is lost, or silent for
-    long.
+    With `since_seconds`, only lines of the last `since_seconds` seconds. Raise ServerUnreachable where the
+    connection is lost, or silent for `SILENT_SECONDS`.
     """
     arguments: dict[str, Any] = {} if since_seconds is None else {"since_seconds": since_seconds}
     arguments |= {"_preload_content": False, "_request_timeout": (TIMEOUT_SECONDS, SILENT_SECONDS)}
@@ -96,14 +97,14 @@ def stream_log(namespace: str, pod: str, since_seconds: int | None = None) -> It
 
 
 def get_namespace() -> str:
-    """The namespace of the current context."""
+    """Return the namespace of the current context."""
     return _connect().namespace
 
 
 def find_objection(manifest: dict[str, Any]) -> str | None:
-    """What the cluster has against an object, if anything; it is not made.
+    """Return the reason why the cluster would refuse an object, or None; nothing is created.
 
-    One of the same job that is there already is nothing against it.
+    An existing object of the same job is not a reason.
     """
     _connect()
     from kubernetes.client.exceptions import ApiException, ConflictException, NotFoundException
@@ -126,7 +127,7 @@ def find_objection(manifest: dict[str, Any]) -> str | None:
 
 
 def make(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Makes an object, and returns it as the cluster has it; None where it is there already."""
+    """Create an object and return it as the cluster has it; None where it exists already."""
     with _translate_errors():
         from kubernetes.client.exceptions import ConflictException
 
@@ -137,9 +138,10 @@ def make(manifest: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
-    """Has an object of a job go with its owner, or with the last of several; makes it where it has gone.
+    """Set the owner of an object of a job, and create the object where it is gone.
 
-    An owner of that name that was there before is none any more.
+    The cluster deletes the object with its owner, or with the last of several owners. An older owner with the
+    same kind and name is replaced. Raise LaunchUnavailable where another process keeps changing the object.
     """
     with _translate_errors():
         from kubernetes.client.exceptions import ConflictException, NotFoundException
@@ -159,7 +161,7 @@ def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
                     for other in metadata.get("ownerReferences") or ()
                     if (other["kind"], other["name"]) != (owner["kind"], owner["name"])
                 ]
-                # Refused where it was changed since it was found.
+                # The server refuses the patch where the object has changed since it was read.
                 changed = {
                     "resourceVersion": metadata.get("resourceVersion"),
                     "ownerReferences": [*other_owners, owner],
@@ -172,7 +174,7 @@ def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
 
 
 def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments: Any) -> Any:
-    """What the cluster answers to one of create, get, patch and delete of an object, as plain data."""
+    """Return the cluster's answer to a create, get, patch or delete of an object, as plain data."""
     cluster, kind, metadata = _connect(), manifest["kind"], manifest["metadata"]
     namespace = metadata.get("namespace")
     names = [] if verb == "create" else [metadata["name"]]
@@ -196,7 +198,7 @@ def _to_plural(kind: str) -> str:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Raises what an API server has against a question as LaunchUnavailable, and where none answers."""
+    """Raise LaunchUnavailable for an API server's refusal, and ServerUnreachable where none answers."""
     _connect()
     from kubernetes.client.exceptions import ApiException
 
@@ -209,7 +211,7 @@ def _translate_errors() -> Iterator[None]:
 
 @contextmanager
 def _translate_connection_errors() -> Iterator[None]:
-    """Raises NoAnswer where no API server answers."""
+    """Raise ServerUnreachable where no API server answers."""
     from urllib3.exceptions import HTTPError
 
     try:
@@ -219,7 +221,7 @@ def _translate_connection_errors() -> Iterator[None]:
 
 
 def _read_error(error: Any) -> str:
-    """What an API server says in an answer that is none of success."""
+    """Return the message in an API server's error response."""
     try:
         message = json.loads(error.body)["message"]
     except (ValueError, TypeError, KeyError):
@@ -229,7 +231,10 @@ def _read_error(error: Any) -> str:
 
 @cache
 def _connect() -> _Cluster:
-    """The cluster of the current context. Raises LaunchUnavailable where there is none, or no client."""
+    """Return the cluster of the current context.
+
+    Raise LaunchUnavailable where no cluster is configured, or the client is not installed.
+    """
     try:
         from kubernetes import client, config
     except ImportError:

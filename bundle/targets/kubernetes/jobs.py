@@ -1,6 +1,6 @@
-"""A job on a cluster: made, asked about and stopped. It is known as FORM/NAMESPACE/NAME.
+"""The creation, state, log and end of a job on a cluster. A job is identified by FORM/NAMESPACE/NAME.
 
-What has not the labels of that very job is read, and never changed.
+Objects without the labels of this job are read, and never changed.
 """
 
 import json
@@ -24,21 +24,21 @@ POLL_SECONDS = 5.0
 
 
 class _UnknownOutcome(LaunchUnavailable):
-    """Whether the workload was made is not known: what it needs must stay."""
+    """The error that it is unknown whether the workload was created; the objects that it needs must stay."""
 
 
 def submit(job: Job, options: KubernetesOptions) -> str:
-    """Makes the objects of a job; returns what the job is called.
+    """Create the objects of a job and return the name of the job.
 
-    All of them are tried before one is made; what pods need is made before the workload, goes with it, and
-    at once where the workload is not made. Raises LaunchUnavailable with everything that the cluster has
-    against them, and where the job runs already.
+    The server checks all objects before one is created. The objects that pods need are created before the
+    workload and deleted with it, or at once where the workload is not created. Raise LaunchUnavailable with
+    all objections of the cluster, and where the job runs already.
     """
     options = replace(options, namespace=options.namespace or client.get_namespace())
     *dependencies, workload = [_to_json_value(manifest) for manifest in build_objects(job, options)]
     name = f"{options.form}/{options.namespace}/{workload['metadata']['name']}"
     _remove_ended_job(name)
-    # What lies in no namespace cannot go with the workload; its name says what is in it.
+    # Objects without a namespace cannot be owned by the workload; their name is a digest of their content.
     owned = [manifest for manifest in dependencies if "namespace" in manifest["metadata"]]
     unowned = [manifest for manifest in dependencies if manifest not in owned]
     created_objects: list[dict[str, Any]] = []
@@ -63,13 +63,16 @@ def submit(job: Job, options: KubernetesOptions) -> str:
 
 
 def query_state(name: str) -> JobState:
-    """What the cluster says of a job. Raises LaunchUnavailable where it knows of none."""
+    """Return the state of a job as the cluster reports it.
+
+    Raise LaunchUnavailable where the cluster does not know the job.
+    """
     now = _query_workload(name)
     if now is None:
         raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or its time is over")
     if now.code is not None or now.name != "PENDING":
         return now
-    # A pod that had to go stays listed beside the one that came for it.
+    # A pod that was replaced stays listed beside its replacement.
     pods = [pod for pod in _list_pods(name) if pod.status.phase not in ("Succeeded", "Failed")]
     if pods and all(pod.status.phase == "Running" for pod in pods):
         return JobState("RUNNING", now.reason, None)
@@ -81,7 +84,7 @@ def query_state(name: str) -> JobState:
 
 
 def stop(name: str) -> None:
-    """Has a job save and end: its pods are told to, and have their time for that; then its objects go."""
+    """Tell a job to save and end: its pods get their time for that; then its objects are deleted."""
     existing = client.find_object(_identify_workload(name))
     if existing is None:
         query_state(name)  # says that there is none
@@ -91,14 +94,17 @@ def stop(name: str) -> None:
 
 
 def read_log(name: str) -> str:
-    """All that the pods of a job have written that are still there, one after the other."""
+    """Return everything that the existing pods of a job have written, one pod after the other."""
     _, namespace, _ = name.split("/")
     query_state(name)
     return "".join(client.read_log(namespace, pod.metadata.name) for pod in _filter_started(_list_pods(name)))
 
 
 def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
-    """What the pods of a job write, as it comes, until it has ended; of many, some at a time."""
+    """Yield what the pods of a job write, as it comes, until the job has ended.
+
+    Of many pods, at most MOST_STREAMS are read at a time.
+    """
     streams = PodLogs(name.split("/")[1])
     for _ in _poll_states(name, seconds):
         streams.open(_list_writing_pods(name))
@@ -111,12 +117,12 @@ def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
 
 
 def wait(name: str, seconds: float = POLL_SECONDS) -> int:
-    """The exit code of a job, once it has ended: that of the pod that failed first."""
+    """Wait until a job has ended and return its exit code: that of the pod that failed first."""
     return find_exit_code(_poll_states(name, seconds))
 
 
 def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
-    """Yield the states of a job that the cluster knows. Raises LaunchUnavailable where it knows of none."""
+    """Yield the states of a job. Raise LaunchUnavailable where the cluster does not know the job."""
     is_known = False
 
     def query() -> JobState:
@@ -131,13 +137,13 @@ def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
 
 
 def _query_workload(name: str) -> JobState | None:
-    """What the workload's own status says; None where there is no such workload."""
+    """Return the state in the workload's own status; None where there is no such workload."""
     workload = client.find_object(_identify_workload(name))
     return None if workload is None else _read_state(name, workload)
 
 
 def _read_state(name: str, workload: dict[str, Any]) -> JobState:
-    """How a job is whose workload was found."""
+    """Return the state of a job from its workload."""
     outcome = FORMS[name.partition("/")[0]].read_outcome(workload.get("status") or {})
     reason = outcome.reason
     if outcome.succeeded:
@@ -153,9 +159,9 @@ def _read_state(name: str, workload: dict[str, Any]) -> JobState:
 
 
 def _read_exit_code(pods: list[Any]) -> int:
-    """The code of the pod that failed first; of a job whose pods are gone, that of any failure.
+    """Return the exit code of the pod that failed first; that of a failed job where no pod is left.
 
-    Pods that were preempted are replaced, and say something of the end only where no other has failed.
+    Preempted pods are replaced; their code counts only where no other pod has failed.
     """
     ends = [
         (code == ExitCode.PREEMPTED, status.state.terminated.finished_at, code)
@@ -167,7 +173,7 @@ def _read_exit_code(pods: list[Any]) -> int:
 
 
 def _filter_started(pods: list[Any]) -> list[Any]:
-    """The pods that have written, or may have."""
+    """Return the pods that have written, or may have."""
     return [pod for pod in pods if pod.status.phase in ("Running", "Succeeded", "Failed")]
 
 
@@ -177,7 +183,10 @@ def _list_pods(name: str) -> list[Any]:
 
 
 def _list_writing_pods(name: str) -> list[Any]:
-    """The pods that write; none where no API server answers: whoever looks at the job notices."""
+    """Return the pods that may write; none where no API server answers.
+
+    The poll of the job's state reports that.
+    """
     try:
         return _filter_started(_list_pods(name))
     except client.ServerUnreachable:
@@ -185,25 +194,28 @@ def _list_writing_pods(name: str) -> list[Any]:
 
 
 def _check_objects(manifests: list[dict[str, Any]]) -> None:
-    """Raises LaunchUnavailable with all that the cluster has against objects, none of which it makes."""
+    """Raise LaunchUnavailable with all objections of the cluster to objects; nothing is created."""
     if objections := [objection for manifest in manifests if (objection := client.find_objection(manifest))]:
         raise LaunchUnavailable("the cluster does not take the job", objections)
 
 
 def _make_objects(manifests: list[dict[str, Any]], created_objects: list[dict[str, Any]]) -> None:
-    """Makes objects, where they are not there already, and adds to `created_objects` what was made."""
+    """Create the objects that do not exist yet, and add them to `created_objects`."""
     for manifest in manifests:
         if created := client.make(manifest):
             created_objects.append(manifest | {"metadata": created["metadata"]})
 
 
 def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
-    """Makes the workload, and returns it. Raises LaunchUnavailable; _Unknown where it may have been made."""
+    """Create the workload and return it.
+
+    Raise LaunchUnavailable where it is not created, and _UnknownOutcome where it may have been created.
+    """
     try:
         created = client.make(workload)
     except client.ServerUnreachable as error:
         try:
-            created = client.find_object(workload)  # the answer was lost, or the question
+            created = client.find_object(workload)  # the answer or the request was lost
         except LaunchUnavailable:
             status = f"`mcore-bundle launch status kubernetes:{name}` says whether it was made"
             raise _UnknownOutcome(f"{error}; {status}, and the same command makes it if not") from error
@@ -215,7 +227,7 @@ def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _remove_objects(created_objects: list[dict[str, Any]]) -> None:
-    """Removes what was made for a workload that is not."""
+    """Remove the objects that were created for a workload that was not."""
     for manifest in reversed(created_objects):
         try:
             client.delete(manifest, unchanged=True)
@@ -224,7 +236,7 @@ def _remove_objects(created_objects: list[dict[str, Any]]) -> None:
 
 
 def _remove_ended_job(name: str) -> None:
-    """Removes the job of that name where it has ended. Raises LaunchUnavailable where it has not."""
+    """Remove the job of that name where it has ended. Raise LaunchUnavailable where it has not."""
     existing = client.find_object(_identify_workload(name))
     if existing is None:
         return
@@ -243,13 +255,13 @@ def _remove_ended_job(name: str) -> None:
 
 
 def _refuse_foreign_workload(manifest: dict[str, Any], name: str) -> None:
-    """Raises LaunchUnavailable for a workload that was not made by us."""
+    """Raise LaunchUnavailable for a workload that mcore-bundle did not create."""
     if not is_from_job(manifest, manifest["metadata"]["name"]):
         raise LaunchUnavailable(f"kubernetes:{name}: was not made by mcore-bundle, and is left as it is")
 
 
 def _identify_workload(name: str) -> dict[str, Any]:
-    """The workload of a job, as far as its name says it."""
+    """Return the API version, kind, namespace and name of a job's workload, from the job's name."""
     form, namespace, job_name = name.split("/")
     metadata = {"namespace": namespace, "name": job_name}
     return {"apiVersion": FORMS[form].api, "kind": FORMS[form].kind, "metadata": metadata}
@@ -260,5 +272,5 @@ def _format_object(manifest: dict[str, Any]) -> str:
 
 
 def _to_json_value(value: Any) -> Any:
-    """The value as JSON has it: texts that are nothing more."""
+    """Return the value as plain JSON data, without subclasses of str."""
     return json.loads(json.dumps(value))

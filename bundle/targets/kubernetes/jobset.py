@@ -15,7 +15,7 @@ _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
 def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
-    """A Service and an indexed Job, which need nothing installed; a pod that is lost ends the Job."""
+    """Return a Service and an indexed Job, which need nothing installed; a lost pod ends the Job."""
     service = workload.build_object("v1", "Service")
     service["spec"] = {
         "clusterIP": "None",
@@ -33,7 +33,7 @@ def build_indexed_job(workload: Workload) -> list[dict[str, Any]]:
 
 
 def build_jobset(workload: Workload) -> list[dict[str, Any]]:
-    """A JobSet, which starts all pods again when one is lost."""
+    """Return a JobSet, which starts all pods again when one is lost."""
     manifest = workload.build_manifest(API, "JobSet", workload.queue_labels)
     first = f"{workload.name}-{REPLICATED_JOB}-0-0.{workload.name}"
     manifest["spec"] = build_jobset_spec(
@@ -46,11 +46,11 @@ def build_jobset(workload: Workload) -> list[dict[str, Any]]:
 def build_jobset_spec(
     workload: Workload, spec: dict[str, Any], labels: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The specification of a JobSet around one Job; `labels` are those of its template."""
+    """Return the specification of a JobSet around one Job; `labels` are those of the Job's template."""
     metadata = {"metadata": {"labels": labels}} if labels else {}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": workload.name},
-        # One pod that is replaced finds no ranks to join: all of them begin again, from the last checkpoint.
+        # A replaced pod alone finds no ranks to join, so all pods start again from the last checkpoint.
         "failurePolicy": {
             "maxRestarts": workload.options.restarts,
             "rules": [{"name": "never", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
@@ -60,7 +60,7 @@ def build_jobset_spec(
 
 
 def build_job_spec(workload: Workload, arguments: list[str]) -> dict[str, Any]:
-    """The specification of a Job with a pod for every node."""
+    """Return the specification of a Job with one pod for each node."""
     template = workload.build_template(arguments)
     workload.keep_together(template)
     return {
@@ -72,7 +72,7 @@ def build_job_spec(workload: Workload, arguments: list[str]) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [
                 _build_exit_rule("FailJob", PERMANENT_EXIT_CODES),
-                # Told to save and to end, as all nodes of the job do then: its pods begin again.
+                # The code of a node that was told to save and end, as all nodes were; the pods start again.
                 _build_exit_rule("Ignore", [int(ExitCode.PREEMPTED)]),
             ]
         },

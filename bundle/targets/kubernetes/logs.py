@@ -1,6 +1,6 @@
-"""What the pods of a job write, as it comes: a stream that was cut is opened again where it was.
+"""The lines that the pods of a job write, as they come; a stream that was cut is reopened where it was.
 
-Lines come behind the time at which they were written, by which those that came before are known.
+The server puts a time before each line, by which lines that came before are recognized.
 """
 
 import logging
@@ -17,7 +17,7 @@ from bundle.targets.kubernetes import client
 
 _log = logging.getLogger(__name__)
 
-# How many pods' logs are streamed at once: each is a connection that the API server holds.
+# The most pods whose logs are streamed at once; each holds a connection of the API server.
 MOST_STREAMS = 16
 _SKEW_SECONDS = 60  # by which a node's clock may differ from ours
 _ENDED_PHASES = ("Succeeded", "Failed")
@@ -26,7 +26,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d
 
 
 class PodLogs:
-    """What the pods of one namespace write that are named: every line once, of many pods some at a time."""
+    """The lines of named pods in one namespace: each line once; at most MOST_STREAMS pods at a time."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -34,9 +34,10 @@ class PodLogs:
         self._streams: dict[str, _PodLog] = {}
 
     def open(self, pods: Sequence[Any], *, last: bool = False) -> bool:
-        """Opens what is not open of these pods, and returns whether more may come from them.
+        """Open the logs of these pods that are not open, and return whether more lines may come.
 
-        All of a pod has come where a stream ends that was opened after the pod had, as `last` says of all.
+        A pod's log is complete when a stream ends that was opened after the pod had ended. `last` says that
+        all of these pods have ended.
         """
         flowing = sum(stream.is_open for stream in self._streams.values())
         for pod in pods:
@@ -48,28 +49,31 @@ class PodLogs:
         return any(not self._streams[pod.metadata.uid].is_complete for pod in pods)
 
     def read_lines(self) -> Iterator[str]:
-        """What has come since."""
+        """Yield the lines that have come since the last call."""
         while not self._lines.empty():
             yield self._lines.get()
 
 
 class _PodLog:
-    """What one pod writes. `is_complete`: all of it has come, and no more will."""
+    """The lines of one pod. `is_complete`: all lines have come, and no more will."""
 
     def __init__(self, namespace: str, pod: str, lines: "queue.SimpleQueue[str]") -> None:
         self.is_complete = False
         self._namespace, self._pod, self._lines = namespace, pod, lines
         self._thread: threading.Thread | None = None
-        self._last_time, self._last_time_lines = 0, 0  # when the last line was, and how many lines then
+        self._last_time, self._last_time_lines = 0, 0  # of the last line; lines with that time
         self._last_refusal = ""
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open."""
+        """True if a thread reads the log."""
         return self._thread is not None and self._thread.is_alive()
 
     def open(self, *, has_ended: bool) -> None:
-        """Reads on where it was cut, until it is again; of a pod that has `has_ended`, to its end."""
+        """Continue reading where the stream was cut, until it is cut again.
+
+        Read to the end where the pod `has_ended`.
+        """
         self._thread = threading.Thread(target=self._read, args=(has_ended,), daemon=True)
         self._thread.start()
 
@@ -79,9 +83,9 @@ class _PodLog:
             for line in client.stream_log(self._namespace, self._pod, self._count_seconds_since()):
                 stamp, _, text = line.partition(" ")
                 if not line.endswith("\n"):
-                    rest = text  # it was cut here, or the pod has ended so
+                    rest = text  # the stream was cut here, or the pod's last line has no end
                 elif (line_time := _parse_nanoseconds(stamp)) is None:
-                    self._lines.put(line)  # the server's own word
+                    self._lines.put(line)  # a message of the server
                 elif resume_point[1] and line_time < resume_point[0]:
                     continue
                 elif resume_point[1] and line_time == resume_point[0]:
@@ -103,14 +107,14 @@ class _PodLog:
             self.is_complete = True
 
     def _count_seconds_since(self) -> int | None:
-        """How many seconds ago the last line was, and some more."""
+        """Return the seconds since the last line plus the clock skew; None where there is no line yet."""
         if not self._last_time:
             return None
         return max(0, int(time.time() - self._last_time / 1e9)) + _SKEW_SECONDS
 
 
 def _parse_nanoseconds(stamp: str) -> int | None:
-    """The time that a stamp is, since 1970; None where it is none."""
+    """Return the time of a stamp in nanoseconds since 1970; None where it is not a stamp."""
     if (parts := _TIME.fullmatch(stamp)) is None:
         return None
     seconds = datetime.fromisoformat(parts[1] + parts[3]).timestamp()

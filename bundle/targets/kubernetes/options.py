@@ -1,4 +1,4 @@
-"""What a cluster wants to know of a job that the job file does not say, and what no cluster would take."""
+"""The options of a job on a cluster that the job file does not have, and the checks of their form."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ import typer
 from bundle.errors import format_value
 from bundle.targets.options import Grace, Preflight, allow_only
 
-# What each form of a job is, by the name that --form takes, the default first; FORMS says how they are made.
+# A description of each form, by the name that --form takes, the default first; FORMS builds them.
 FORM_HELP = {
     "jobset": "starts all nodes again when one is lost",
     "job": "ends then, and needs nothing installed",
@@ -20,14 +20,14 @@ FORM_HELP = {
     "rayjob": "of KubeRay",
     "ascendjob": "of MindCluster",
 }
-DEFAULT_CLAIM = "runs"  # what the PersistentVolumeClaim of run directories is called, where nobody says
+DEFAULT_CLAIM = "runs"  # the default PersistentVolumeClaim for run directories
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOUNT = re.compile(rf"{_NAME.pattern}:(/(?!\.{{1,2}}(/|$))[\w@.-]+)+/?", re.ASCII)
 _PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _QUALIFIED = rf"([a-z0-9.-]+/)?{_PLAIN}"
 _DEVICE = re.compile(rf"[a-z0-9.-]+/{_PLAIN}")
-# As apimachinery's resource.Quantity reads them; of what Kubernetes itself does not know, whole ones.
+# Quantities in the form of apimachinery's resource.Quantity; extended resources take whole numbers.
 _QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
 _RESOURCE = re.compile(rf"{_CORE_RESOURCE}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
@@ -37,7 +37,7 @@ _ANNOTATION = re.compile(rf"{_QUALIFIED}=.*")
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What the cluster wants to know, beside the job: the image, and what its user chooses.
+    """The cluster's options beside the job: the image, and what the user chooses.
 
     The run directory lies in `claim`. A pod requests `resources`, and gets no more.
     """
@@ -97,8 +97,8 @@ class KubernetesOptions:
     ] = 7 * 24 * 3600
 
     def find_violations(self, name: str, nodes: int) -> Iterator[str]:
-        """All that no cluster would take."""
-        longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # of a pod, with what its controller puts behind it
+        """Yield a message for each option that no cluster would accept."""
+        longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # the name of a pod, with the suffix of its controller
         if not _LABEL.fullmatch(name) or len(longest) > 63:
             most = 63 - len(longest) + len(name)
             yield f"--name {format_value(name)}: lower-case letters, digits and dashes, at most {most}"

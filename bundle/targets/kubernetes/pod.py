@@ -1,4 +1,4 @@
-"""The pod of one node: what is alike in every form. Its container executes the job file of a ConfigMap."""
+"""The pod of one node, as all forms have it. Its container executes the job file of a ConfigMap."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.mounts import Mount
 
-# Where an image of ours writes, and its user (images/README.md); where the pod finds the job file.
+# The directory that our images write to, their user (images/README.md), and the directory of the job file.
 HOME, USER, JOB_DIRECTORY = "/home/bundle", 10001, "/opt/job"
-# What a restart cannot mend: the recipe, the machine, a patch.
+# The codes of failures that a restart cannot mend: the recipe, the machine, a patch.
 PERMANENT_EXIT_CODES = sorted(
     int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 )
 CONTAINER = "node"
 _SHARED_MEMORY, _TEMPORARY = "/dev/shm", "/tmp"
-# Where no claim can be mounted: what every pod has there, and below what cannot be written to.
+# No claim can be mounted at a path that every pod uses, or below a path that cannot be written to.
 _POD_PATHS, _UNWRITABLE_PATHS = (HOME, _SHARED_MEMORY, _TEMPORARY, "/dev"), (JOB_DIRECTORY, "/proc", "/sys")
 _TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
@@ -31,23 +31,23 @@ _MANAGER_LABEL, _MANAGER = "app.kubernetes.io/managed-by", "mcore-bundle"
 
 
 def list_mounts(options: KubernetesOptions) -> Sequence[Mount]:
-    """What the container finds of claims: what these hold is not known here."""
+    """Return the mounts of the container that come from claims, whose content is not known here."""
     return [Mount(Path(path)) for path in (HOME, *(mount.partition(":")[2] for mount in options.mounts))]
 
 
 def parse_pairs(texts: Sequence[str]) -> dict[str, str]:
-    """By its key, what options say as KEY=VALUE."""
+    """Return the values of options KEY=VALUE by their keys."""
     return {key: value for key, _, value in (text.partition("=") for text in texts)}
 
 
 def is_from_job(manifest: Mapping[str, Any], name: str) -> bool:
-    """Whether an object of a cluster was made for the job of that name, by us: its labels say so."""
+    """Return whether an object's labels say that mcore-bundle created it for the job of that name."""
     labels = manifest["metadata"].get("labels") or {}
     return labels.get(_MANAGER_LABEL) == _MANAGER and labels.get(INSTANCE_LABEL) == name
 
 
 class Workload(NamedTuple):
-    """What a form is rendered from: the job, what the cluster wants to know, what the objects are called."""
+    """The input of a form: the job, the cluster's options, and the names of the objects."""
 
     job: Job
     options: KubernetesOptions
@@ -61,7 +61,10 @@ class Workload(NamedTuple):
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The beginning of the object that its controller makes the pods of; what the options say wins."""
+        """Return the beginning of an object whose controller creates pods.
+
+        Annotations of the options win over `annotations`.
+        """
         manifest = self.build_object(api, kind, labels=labels)
         if all_annotations := {**(annotations or {}), **parse_pairs(self.options.annotations)}:
             manifest["metadata"]["annotations"] = all_annotations
@@ -70,7 +73,7 @@ class Workload(NamedTuple):
     def build_object(
         self, api: str, kind: str, name: str = "", labels: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The beginning of an object."""
+        """Return the beginning of an object: API version, kind, name, namespace and labels."""
         metadata: dict[str, Any] = {"name": name or self.name}
         if self.options.namespace:
             metadata["namespace"] = self.options.namespace
@@ -79,7 +82,7 @@ class Workload(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What every object and every pod of the job is found by."""
+        """The labels that identify every object and every pod of the job."""
         return {_MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
 
     @property
@@ -89,7 +92,7 @@ class Workload(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """What the container is told, where its environment says which node it is."""
+        """The arguments of the container where its environment holds the node's number."""
         return list(
             job_file.build_arguments(
                 self.job, Path(JOB_DIRECTORY) / FILE_NAME, preflight=self.options.preflight
@@ -97,14 +100,20 @@ class Workload(NamedTuple):
         )
 
     def build_arguments(self, host: str, index: str) -> list[str]:
-        """What the container is told where nodes meet at `host`, and the variable `index` says its own."""
+        """Return the arguments of the container where nodes meet at `host`.
+
+        The environment variable `index` holds the node's number.
+        """
         file, endpoint = Path(JOB_DIRECTORY) / FILE_NAME, f"{host}:{DEFAULT_PORT}"
         preflight = self.options.preflight
         return list(job_file.build_arguments(self.job, file, f"$({index})", endpoint, preflight=preflight))
 
     @property
     def resources(self) -> dict[str, Any]:
-        """What every pod asks for, and no more than that: pods that get more than they ask for go first."""
+        """The requests of every pod, which are also its limits.
+
+        Kubernetes first evicts pods that get more than they request.
+        """
         amounts = parse_pairs(self.options.resources)
         if device := self.device_resource:
             amounts = {device: str(self.job.per_node)} | amounts
@@ -112,12 +121,12 @@ class Workload(NamedTuple):
 
     @property
     def device_resource(self) -> str:
-        """What the cluster calls a device of the job; empty where it asks for none."""
+        """The name of the resource of the job's devices; empty where the job has no devices."""
         resource = capabilities.find_capabilities(self.job.backend).find_resource(self.job.generation)
         return "" if resource is None else self.options.device or resource.kubernetes
 
     def find_misfits(self) -> Iterator[str]:
-        """What of the options contradicts the pods as the job has them."""
+        """Yield a message for each option that contradicts the pods of the job."""
         if self.device_resource in parse_pairs(self.options.resources):
             yield (
                 f"--resource {self.device_resource}: the job decides about its devices,"
@@ -136,12 +145,12 @@ class Workload(NamedTuple):
                 yield f"--mount {format_value(path)}: is said more than once"
 
     def keep_together(self, template: dict[str, Any]) -> None:
-        """Has Kueue keep the pods of a template within the level of nodes that was asked for, if any."""
+        """Let Kueue keep the pods of a template within the level of the option `topology`, if any."""
         if self.options.topology:
             template["metadata"].setdefault("annotations", {})[_TOPOLOGY_ANNOTATION] = self.options.topology
 
     def build_template(self, arguments: list[str], container: str = CONTAINER) -> dict[str, Any]:
-        """The template of the pods; in Kueue's words, of a pod set."""
+        """Return the template of the pods, which Kueue calls a pod set."""
         metadata: dict[str, Any] = {"labels": dict(self.labels)}
         if annotations := parse_pairs(self.options.annotations):
             metadata["annotations"] = annotations
@@ -151,7 +160,7 @@ class Workload(NamedTuple):
         options = self.options
         rights: dict[str, Any] = {"drop": ["ALL"]}
         if options.rdma:
-            rights["add"] = ["IPC_LOCK"]  # memory that the network card writes to stays where it is
+            rights["add"] = ["IPC_LOCK"]  # the network card writes to memory that must stay pinned
         volumes: dict[str, tuple[str, dict[str, Any]]] = {
             "job": (JOB_DIRECTORY, {"configMap": {"name": self.config_map}}),
             "home": (HOME, {"persistentVolumeClaim": {"claimName": options.claim}}),

@@ -1,7 +1,7 @@
-"""A RayJob of KubeRay: a Ray cluster of its own, a worker for each node, and the driver on its head.
+"""A RayJob of KubeRay: the job's own Ray cluster, with a worker for each node and the driver on the head.
 
-The driver is `launch ray`; a pod beside the cluster submits it, and writes what it writes. Fields: KubeRay's
-CRDs; what becomes of them: its ray-operator/controllers/ray/{rayjob_controller,common/job,common/pod}.go.
+The driver is `launch ray`. A pod beside the cluster submits it and writes the driver's output. Fields:
+KubeRay's CRDs; their effect: its ray-operator/controllers/ray/{rayjob_controller,common/job,common/pod}.go.
 """
 
 import shlex
@@ -15,15 +15,18 @@ from bundle.targets.kubernetes.pod import HOME, INSTANCE_LABEL, JOB_DIRECTORY, W
 
 API = "ray.io/v1"
 WORKER_GROUP = "node"
-MOST_CHARACTERS = 47  # characters of a name, behind which KubeRay puts those of the cluster's Services
-RAY_VERSION = "2.60.0"  # the least that the extra `ray` takes; KubeRay asks, since older ones know no tokens
-# Of a head that runs nothing but Ray's own services and the driver: 1.6 GB with its dashboard, measured.
+MOST_CHARACTERS = 47  # the longest name; KubeRay appends suffixes for the cluster's Services
+RAY_VERSION = "2.60.0"  # the minimum of the extra `ray`; KubeRay checks it, as older releases have no tokens
+# For a head with only Ray's services, dashboard and the driver, which took 1.6 GB when measured.
 _HEAD_RESOURCES = {"cpu": "4", "memory": "8Gi"}
 _SUBMITTER_RESOURCES = {"cpu": "1", "memory": "1Gi"}
 
 
 def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
-    """A RayJob, whose cluster is made again when its driver or its head is lost, at most `restarts` times."""
+    """Return a RayJob; KubeRay makes its cluster again at most `restarts` times.
+
+    It does so when the driver or the head is lost.
+    """
     bundle, *_ = ray.build_placement_bundles(workload.job)
     start_options = {
         name: shlex.quote(value) for name, value in ray.build_start_options(bundle).items()
@@ -37,7 +40,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
         _adapt_to_ray(workload, template)
     (container,) = head["spec"]["containers"]
     container["resources"] = {"limits": _HEAD_RESOURCES, "requests": dict(_HEAD_RESOURCES)}
-    # How long a driver that is told to stop may take for that: Ray itself waits for 3 seconds.
+    # The seconds that a stopped driver gets to end; Ray's default is 3 seconds.
     seconds = head["spec"]["terminationGracePeriodSeconds"]
     container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(seconds)})
     (container,) = submitter["spec"]["containers"]
@@ -46,7 +49,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     workload.keep_together(worker)
     manifest = workload.build_manifest(API, "RayJob", workload.queue_labels)
     manifest["spec"] = {
-        # No shell's `cd`: the submitter's shell reads this, and the driver's.
+        # Not the shell's `cd`: two shells read this, the submitter's and the driver's.
         "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_DIRECTORY}/{FILE_NAME}"
         f" --restarts={workload.options.restarts}{' --preflight' if workload.options.preflight else ''}",
         "submissionMode": "K8sJobMode",
@@ -78,9 +81,9 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
 
 
 def _adapt_to_ray(workload: Workload, template: dict[str, Any]) -> None:
-    """Makes a pod one of the cluster, which stays until the job that was told to end has saved.
+    """Turn a pod into one of the Ray cluster; it stays until a job that was told to end has saved.
 
-    The submitter alone is found as the job's pod: what the others write comes from it.
+    Only the submitter keeps the label of the job's pods, as it writes the output of the others.
     """
     template["metadata"]["labels"]["app.kubernetes.io/part-of"] = template["metadata"]["labels"].pop(
         INSTANCE_LABEL

@@ -1,4 +1,4 @@
-"""Whether a workload has ended, and how, by its status."""
+"""The outcome of a workload, read from its status."""
 
 import re
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from bundle.errors import ExitCode
 
-# What conditions are called by Jobs, JobSets, TrainJobs and AscendJobs.
+# The names of conditions in Jobs, JobSets, TrainJobs and AscendJobs.
 _SUCCESS, _FAILURE = ("Complete", "Completed", "Succeeded"), "Failed"
 
 
 class WorkloadOutcome(NamedTuple):
-    """Whether it succeeded, None before it has ended; what its controller says about that.
+    """The outcome of a workload: `succeeded` is None before the end; `reason` is its controller's message.
 
-    `code` is the job's own, where no pod ends with it.
+    `code` is the job's exit code where no pod ends with it.
     """
 
     succeeded: bool | None
@@ -22,7 +22,7 @@ class WorkloadOutcome(NamedTuple):
 
 
 def read_conditions(status: Mapping[str, Any]) -> WorkloadOutcome:
-    """Of what has conditions, as most workloads have."""
+    """Return the outcome in a status with conditions, which most workloads have."""
     true_conditions = {
         condition["type"]: condition
         for condition in status.get("conditions") or ()
@@ -38,14 +38,14 @@ def read_conditions(status: Mapping[str, Any]) -> WorkloadOutcome:
 
 
 def read_phase(status: Mapping[str, Any]) -> WorkloadOutcome:
-    """Of a Job of Volcano, which has a phase."""
+    """Return the outcome in the status of a Volcano Job, which has a phase."""
     state = status.get("state") or {}
     succeeded = {"Completed": True, "Failed": False, "Terminated": False, "Aborted": False}
     return WorkloadOutcome(succeeded.get(state.get("phase", "")), _read_reason(state))
 
 
 def read_ray_status(status: Mapping[str, Any]) -> WorkloadOutcome:
-    """Of a RayJob, whose status has Ray's own of its driver."""
+    """Return the outcome in the status of a RayJob, which contains Ray's status of the driver."""
     state, message = status.get("jobDeploymentStatus", ""), str(status.get("message") or "")
     if state not in ("Complete", "Failed", "ValidationFailed"):
         return WorkloadOutcome(None, state)
@@ -53,7 +53,7 @@ def read_ray_status(status: Mapping[str, Any]) -> WorkloadOutcome:
         return WorkloadOutcome(True)
     if status.get("jobStatus") == "STOPPED":
         return WorkloadOutcome(False, "stopped", int(ExitCode.TERMINATED))
-    # Behind its first line stands the driver's log.
+    # The driver's log follows the first line.
     reason, code = message.partition("\n")[0], re.search(r"failed with exit code (\d+)", message)
     return WorkloadOutcome(False, reason or str(status.get("reason") or ""), int(code[1]) if code else None)
 

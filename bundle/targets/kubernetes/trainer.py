@@ -1,9 +1,9 @@
 """Kubeflow Trainer v2: a TrainJob, and the ClusterTrainingRuntime that it runs in.
 
-Its controller makes a JobSet of both and tells the container, which must be called `node`, by torchrun's own
-variables (PET_*) which node it is: `launch.starters` reads them. Fields: kubeflow/trainer, its CRDs and
-pkg/runtime/framework/plugins/{torch,jobset}. A TrainJob adds volumes in another way in each of the
-releases, so that they are those of its runtime, and each job has a runtime of its own.
+The controller makes a JobSet of both. It gives the container, which must be named `node`, its place in
+torchrun's variables (PET_*), which `launch.starters` reads. Fields: kubeflow/trainer, its CRDs and
+pkg/runtime/framework/plugins/{torch,jobset}. Each release lets a TrainJob add volumes in another way. Volumes
+therefore belong to the runtime, and each job has its own runtime.
 """
 
 from typing import Any
@@ -17,11 +17,14 @@ RUNTIME_KIND = "ClusterTrainingRuntime"
 
 
 def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
-    """A runtime and its TrainJob. The runtime's name follows from its content: equal ones are one."""
+    """Return a runtime and its TrainJob.
+
+    The runtime's name is a digest of its content, so equal runtimes are one object.
+    """
     spec = build_job_spec(workload, workload.arguments)
     container = spec["template"]["spec"]["containers"][0]
     job_fields = {key: container.pop(key) for key in ("image", "args", "resources")}
-    # The controller counts the pods, which Jobs of a runtime must not say.
+    # The controller sets the number of pods; Jobs of a runtime must not.
     del spec["completions"], spec["parallelism"]
     container["image"] = job_fields["image"]
     content = {
@@ -33,7 +36,7 @@ def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
         },
     }
     runtime = workload.build_object(API, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
-    runtime["metadata"].pop("namespace", None)  # it lies in none
+    runtime["metadata"].pop("namespace", None)  # it has no namespace
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
     manifest = workload.build_manifest(API, "TrainJob", workload.queue_labels)

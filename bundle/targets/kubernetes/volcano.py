@@ -1,4 +1,4 @@
-"""A Job of Volcano: all pods or none, and the scheduler that MindCluster's plugin for Ascend is part of.
+"""A Job of Volcano, which starts all pods or none; MindCluster's plugin for Ascend extends this scheduler.
 
 Fields: volcano-sh/volcano, config/crd/volcano/bases; policies, names and variables: its pkg/controllers/job.
 """
@@ -13,13 +13,13 @@ API = "batch.volcano.sh/v1alpha1"
 SCHEDULER = "volcano"
 TASK_NAME = "node"
 _INDEX_VARIABLE = "VC_TASK_INDEX"  # of the plugin env
-# MindCluster's label of nodes, and what its plugin for Volcano looks for on a job: YAML parameters of
-# hiascend.com/document/detail/en/mindcluster/730/clustersched, affinity scheduling of logical SuperPoDs.
+# MindCluster's node label, and the job annotation that its plugin reads (affinity of logical SuperPoDs):
+# hiascend.com/document/detail/en/mindcluster/730/clustersched, YAML parameters.
 _NODE_LABEL, BLOCK_ANNOTATION = "accelerator-type", "sp-block"
 
 
 def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
-    """A Job, which starts all pods again when one is lost."""
+    """Return a Volcano Job, which starts all pods again when one is lost."""
     options = workload.options
     template = workload.build_template(
         workload.build_arguments(f"{workload.name}-{TASK_NAME}-0.{workload.name}", _INDEX_VARIABLE)
@@ -40,7 +40,7 @@ def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
             else {}
         ),
         "plugins": {"env": [], "svc": ["--publish-not-ready-addresses=true"]},
-        # The first that fits is taken, and a code comes with the event that its pod has failed.
+        # The first matching policy counts; an exit code arrives together with the event PodFailed.
         "policies": [
             *({"exitCode": code, "action": "TerminateJob"} for code in PERMANENT_EXIT_CODES),
             {"event": "PodFailed", "action": "RestartJob"},
@@ -52,14 +52,20 @@ def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
 
 
 def build_super_pod_annotation(workload: Workload) -> dict[str, str]:
-    """How many NPUs lie in one super pod, for nodes that are selected as those of one: all of the job."""
+    """Return the annotation with the number of NPUs in one super pod, which holds the whole job.
+
+    It is empty unless the selected nodes are those of a super pod.
+    """
     selected = parse_pairs(workload.options.selectors).get(_NODE_LABEL, "")
     job_devices = workload.job.nodes * workload.job.per_node
     return {BLOCK_ANNOTATION: str(job_devices)} if selected.endswith("-super-pod") else {}
 
 
 def find_misfits(workload: Workload) -> Iterator[str]:
-    """What MindCluster's plugin does not take: blocks that no nodes make, or that do not make the job."""
+    """Yield a message for a block size that MindCluster's plugin refuses.
+
+    A block must consist of whole nodes, and the job of whole blocks.
+    """
     block = parse_pairs(workload.options.annotations).get(BLOCK_ANNOTATION)
     most, least = workload.job.nodes * workload.job.per_node, workload.job.per_node
     blocks = [str(size) for size in range(least, most + 1, least) if most % size == 0]
@@ -71,7 +77,10 @@ def find_misfits(workload: Workload) -> Iterator[str]:
 
 
 def _add_visible_devices_variable(container: dict[str, Any]) -> None:
-    """Ascend Docker Runtime mounts what this variable names, which the scheduler writes beside the pod."""
+    """Add the variable that names the devices which Ascend Docker Runtime mounts.
+
+    Its value comes from an annotation that the scheduler writes on the pod.
+    """
     device = next(iter(container["resources"]["limits"]))
     field = {"fieldRef": {"fieldPath": f"metadata.annotations['{device}']"}}
     container["env"].append({"name": "ASCEND_VISIBLE_DEVICES", "valueFrom": field})

@@ -1,4 +1,4 @@
-"""Slurm: what sbatch, scontrol and scancel are asked of a job, whose batch script is `batch`'s."""
+"""Slurm: the calls of sbatch, scontrol and scancel for a job. `batch` writes the batch script."""
 
 import os
 import re
@@ -17,8 +17,8 @@ from bundle.targets.states import PATIENCE_SECONDS, JobState, find_exit_code, po
 
 SCRIPT_NAME = "job.sh"
 POLL_SECONDS = 2.0
-# The states in which a job stays (squeue's manual page, JOB STATE CODES), by its exit code, None being its
-# script's; in any other state it lives.
+# The final states of a job (squeue's manual page, JOB STATE CODES), with the exit code. None stands for the
+# code of its script. In any other state the job has not ended.
 _EXIT_CODES: Mapping[str, ExitCode | None] = {
     "BOOT_FAIL": ExitCode.LAUNCH_UNAVAILABLE,
     "CANCELLED": ExitCode.TERMINATED,
@@ -34,7 +34,7 @@ _EXIT_CODES: Mapping[str, ExitCode | None] = {
 
 
 def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
-    """Hands a job to Slurm; returns its number. Raises LaunchUnavailable where Slurm will not have it."""
+    """Submit a job to Slurm and return its number. Raise LaunchUnavailable where Slurm refuses it."""
     text, directory = build_script(job, options, workdir), get_job_directory(job)
     if wrong := list(find_overriding_variables(os.environ)):
         raise UsageError("sbatch would not do what the batch script says: unset", wrong)
@@ -55,7 +55,10 @@ def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
 
 
 def _find_queued_job(script: Path, error: ClientTimeout) -> str:
-    """The number of the job of a batch script that sbatch did not say. Raises LaunchUnavailable if none."""
+    """Return the number of a batch script's job that sbatch did not report.
+
+    Raise LaunchUnavailable where there is no such job.
+    """
     try:
         jobs = [
             _parse_fields(line) for line in run_client("scontrol", "--oneliner", "show", "job").splitlines()
@@ -72,9 +75,9 @@ def _find_queued_job(script: Path, error: ClientTimeout) -> str:
 
 
 def query_state(number: str) -> JobState:
-    """What Slurm says of a job, or once it has forgotten it, what that left in its run directory.
+    """Return the state of a job as Slurm reports it, or as its run directory has it once Slurm forgot it.
 
-    Raises LaunchUnavailable where neither does.
+    Raise LaunchUnavailable where neither is known.
     """
     try:
         fields = _parse_fields(run_client("scontrol", "--oneliner", "show", "job", number))
@@ -91,7 +94,7 @@ def query_state(number: str) -> JobState:
 
 
 def _read_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
-    """The exit code of a job in that state; None while it lives."""
+    """Return the exit code of a job in that state; None before the job has ended."""
     if name not in _EXIT_CODES:
         return None
     if (code := _EXIT_CODES[name]) is not None:
@@ -102,12 +105,15 @@ def _read_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
 
 
 def stop(number: str) -> None:
-    """Has a job save and end, one that waits not begin. Raises LaunchUnavailable where it cannot be told."""
+    """Tell a running job to save and end; a waiting job does not begin.
+
+    Raise LaunchUnavailable where the job's run directory cannot be written to.
+    """
     now = query_state(number)
     if now.has_ended:
         return
     if now.name == "RUNNING" and now.output is not None:
-        directory = now.output.parent  # `get_job_directory`, as no option may say another
+        directory = now.output.parent  # the same as `get_job_directory`, as no option may set another
         try:
             (directory / f"stopped-{number}").touch()
         except OSError as error:
@@ -115,7 +121,7 @@ def stop(number: str) -> None:
                 f"slurm:{number}: it would be queued again, as {directory} cannot be written to here"
                 f" ({error.strerror}): stop it where its run directory is seen, or `scancel {number}`"
             ) from error
-        # The step alone, whose batch script says how it ended; of Ray's, the script, which has it save.
+        # Signal the step, as the script must write the exit code. With Ray, the script requests the save.
         batch = ["--batch"] if files.is_file(directory / ray.TOKEN_NAME) else []
         run_client("scancel", *batch, "--signal=TERM", number)
     else:
@@ -123,7 +129,7 @@ def stop(number: str) -> None:
 
 
 def read_log(number: str) -> str:
-    """All that a job has written. Raises UsageError where that is nothing yet."""
+    """Return everything that a job has written. Raise UsageError where it has written nothing yet."""
     now = query_state(number)
     if now.output is None or not files.is_file(now.output):
         raise UsageError(f"slurm:{number}: has written nothing yet")
@@ -131,12 +137,12 @@ def read_log(number: str) -> str:
 
 
 def follow(number: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
-    """What a job writes, as it comes, until it has ended; a job that is requeued has not."""
+    """Yield what a job writes, as it comes, until the job has ended; a requeued job has not ended."""
     yield from tail_log(now.output for now in _poll_states(number, seconds))
 
 
 def wait(number: str, seconds: float = POLL_SECONDS) -> int:
-    """The exit code of a job, once it has ended."""
+    """Wait until a job has ended and return its exit code."""
     return find_exit_code(_poll_states(number, seconds))
 
 
@@ -145,7 +151,7 @@ def _poll_states(number: str, seconds: float) -> Iterator[JobState]:
 
 
 def _find_forgotten_state(number: str) -> JobState | None:
-    """How a job ended that Slurm no longer knows, by what it left in a run directory below this one."""
+    """Return the final state of a job that Slurm has forgotten, from run directories below this one."""
     for path in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
         code = (files.read_text(path) or "").strip()
         if code.isdigit():
@@ -154,5 +160,5 @@ def _find_forgotten_state(number: str) -> JobState | None:
 
 
 def _parse_fields(line: str) -> Mapping[str, str]:
-    """The NAME=VALUE of scontrol's one line; a value goes on until the next name."""
+    """Return the fields NAME=VALUE of scontrol's line; a value continues up to the next name."""
     return dict(re.findall(r"(?:^|\s)([A-Z]\w*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", line))

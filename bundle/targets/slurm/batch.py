@@ -1,7 +1,7 @@
-"""The batch script of a job: what is asked for, what every node executes, and whether it is queued again.
+"""The batch script of a job: its requests, the command of every node, and whether it is queued again.
 
-One task stands for each node and executes the job file, which lies beside the script in the run directory:
-the nodes must see that directory under the same path.
+Each node has one task, which executes the job file. The job file lies beside the script in the run directory,
+which must have the same path on all nodes.
 """
 
 import re
@@ -18,24 +18,24 @@ from bundle.targets import ray
 from bundle.targets.slurm import containers, resources
 from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_option
 
-# Starts in a row that may come to one step each. A job that is told to save while it starts makes one step,
-# saves, and would be queued again for ever where the time limit, be it its partition's, allows no more.
+# The starts in a row that may make one step each. A job that is told to save while it starts makes one step.
+# Without this limit it would be queued again for ever where the time limit is that short.
 MAX_SHORT_STARTS = 3
-_MOST_GRACE_SECONDS = 65535  # that sbatch takes before a time limit
+_MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 
 
 def get_job_directory(job: Job) -> Path:
-    """Where a job's files belong in its run directory: by a name that no other job has.
+    """Return the directory of a job's files in its run directory; no other job has this name.
 
-    A fresh start of the run leaves them.
+    A fresh start of the run keeps it.
     """
     return job.directory.absolute() / "logs" / f"slurm-{digest_json(job.dump())}"
 
 
 def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
-    """The batch script. Raises UsageError with everything that it cannot hold.
+    """Return the batch script. Raise UsageError with everything that it cannot hold.
 
-    `workdir` is where the ranks run: relative paths of the recipe are looked for there.
+    `workdir` is the directory in which the ranks run, to which relative paths of the recipe belong.
     """
     directory = get_job_directory(job)
     ours = {
@@ -48,7 +48,7 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
         "output": f"{directory}/slurm-%j.log",
         "open-mode": "append",
         "requeue": "",
-        # A node that is lost ends all of them otherwise; only the first, where the script runs, still does.
+        # Without it, a lost node ends the job. The loss of the first node, where the script runs, still does.
         **({"no-kill": ""} if options.spares else {}),
         "signal": f"{'B:' if options.ray else ''}TERM"
         f"@{min(grace.estimate_save_seconds(job), _MOST_GRACE_SECONDS)}",
@@ -65,7 +65,7 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     if wrong := [*wrong, *find_short_limits(sbatch_options, sbatch_options["signal"])]:
         raise UsageError("no batch script can be written", wrong)
     directives = "\n".join(f"#SBATCH {_format_option(name, value)}" for name, value in sbatch_options.items())
-    # Tasks that are left alone end by themselves, with a code that says why; ended by Slurm, with none.
+    # Tasks that lose another one end by themselves with a telling code; tasks that Slurm ends have none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]
     step += containers.build_command_prefix(job, options, workdir)
     run = (
@@ -79,16 +79,16 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
 {_render_requeue_or_exit(directory)}"""
 
 
-# srun hands the limits of here on to its tasks; sbatch handed on those of the machine where it was called.
+# srun passes this shell's limits to its tasks; sbatch passed those of the submitting machine to the shell.
 _MEMLOCK_LINES = """# Memory that a network card writes to stays where it is: as much as this node allows.
 ulimit -l "$(ulimit -Hl)"
 """
 
 
 def _render_prologue(job: Job, directory: Path) -> str:
-    """The lines that keep, of every start, the step that it begins after.
+    """Return the lines that record, for every start, the step after which it begins.
 
-    What a run's checkpoints and `latest` among them are called: checkpoints.directory.
+    `checkpoints.directory` defines the names of a run's checkpoints and of `latest`.
     """
     latest = job.directory.absolute() / "checkpoints" / "latest"
     return f"""latest={shlex.quote(str(latest))}
@@ -98,7 +98,10 @@ starts={shlex.quote(f"{directory}/starts-")}$SLURM_JOB_ID
 
 
 def _render_requeue_or_exit(directory: Path) -> str:
-    """The lines that have a job queued again which goes on, and keep the code of another."""
+    """Return the lines that queue a job again or write down its exit code.
+
+    A job is queued again where it can continue.
+    """
     stopped, ended = (shlex.quote(f"{directory}/{name}-") for name in ("stopped", "ended"))
     limit = MAX_SHORT_STARTS
     return f"""# Told to save, as by its time limit, it goes on from its checkpoint; stopped, not.
@@ -119,7 +122,7 @@ exit $code
 
 
 def _render_ranks(step: Sequence[str], job: Job, directory: Path, options: SlurmOptions) -> str:
-    """The lines that start the ranks of all nodes, and keep what they come to."""
+    """Return the lines that start the ranks of all nodes and keep their exit code."""
     arguments = job_file.build_arguments(
         job,
         directory / FILE_NAME,
@@ -131,9 +134,9 @@ def _render_ranks(step: Sequence[str], job: Job, directory: Path, options: Slurm
 
 
 def _render_ray(step: Sequence[str], directory: Path, options: SlurmOptions) -> str:
-    """The lines that start a Ray cluster on all nodes, and the job in there.
+    """Return the lines that start a Ray cluster on all nodes, and the job on that cluster.
 
-    Slurm's signal would reach Ray's processes as well, of some clusters: to save is asked for by a file.
+    A file requests the save, as Slurm's signal would reach Ray's processes as well on some clusters.
     """
     arguments = [
         "launch",
@@ -155,7 +158,7 @@ code=$?"""
 
 
 def _format_option(name: str, value: str) -> str:
-    """One option as sbatch reads it in a script: it knows the quotes of a shell, and nothing else of it."""
+    """Return one option in the form that sbatch reads in a script: it only knows a shell's quotes."""
     return f"--{name}={_quote(value)}" if value else f"--{name}"
 
 

@@ -1,7 +1,7 @@
-"""The container of a node's task: the words of srun, and of Apptainer, that come before the verb.
+"""The container of a node's task: the words of srun and of Apptainer before mcore-bundle's command.
 
-By pyxis (github.com/NVIDIA/pyxis/wiki/Usage), over enroot, or by Apptainer (apptainer.org/docs/user/latest/
-bind_paths_and_mounts.html). Both were read, not run.
+The container is made by pyxis (github.com/NVIDIA/pyxis/wiki/Usage) over enroot, or by Apptainer
+(apptainer.org/docs/user/latest/bind_paths_and_mounts.html). Both were read, not run.
 """
 
 import re
@@ -15,16 +15,16 @@ from bundle.targets.mounts import Mount
 from bundle.targets.slurm.options import SlurmOptions
 
 _IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
-# Any other name is to Apptainer that of a file, which no node has.
+# Apptainer takes any other name for a file, which no node has.
 _APPTAINER_IMAGE = re.compile(r"\.{0,2}/.+|.+\.sif|[a-z][a-z0-9-]*://.+")
-# What parts mounts from each other, and what parts the paths of one; in what pyxis hands on to enroot, bash
-# reads three more, and Apptainer has an escape.
+# The separators of mounts and of the paths in one mount. Other special characters: bash reads three in what
+# pyxis passes to enroot, and Apptainer has an escape character.
 _MOUNT_SEPARATOR, _PATH_SEPARATOR = ",", ":"
 _SPECIAL_CHARACTERS = {"pyxis": '"$`', "apptainer": "\\"}
 
 
 def find_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[str]:
-    """All that would reach the container as something else."""
+    """Yield a message for each text that would reach the container changed."""
     if not options.image:
         return
     if options.container == "apptainer" and not _APPTAINER_IMAGE.fullmatch(options.image):
@@ -40,7 +40,7 @@ def find_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[
 
 
 def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[str]:
-    """The words of srun, and those of what runs in its place, up to the verb."""
+    """Return the words of srun, and of the program that it starts, up to mcore-bundle's command."""
     if not options.image:
         return ["--", options.python, "-m", "bundle"]
     mounts = [*_list_mount_options(job, options, workdir), *_list_device_mounts(job, options)]
@@ -72,7 +72,7 @@ def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequ
 
 
 def list_mounts(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[Mount]:
-    """What the container sees of the disks."""
+    """Return the mounts of the container: the files of the nodes that it sees."""
     return [Mount.from_option(mount, workdir) for mount in _list_mount_options(job, options, workdir)]
 
 
@@ -86,11 +86,12 @@ def _list_paths(job: Job, workdir: Path) -> Sequence[Path]:
 
 
 def _list_device_mounts(job: Job, options: SlurmOptions) -> Iterator[str]:
-    """The mounts for devices, but for GPUs, which either has a way of its own for.
+    """Yield the mounts for devices other than GPUs, which pyxis and Apptainer mount in their own way.
 
-    Both have all of the host's /dev unless their site says otherwise: ENROOT_RESTRICT_DEV, whose hook runs
-    before these mounts (enroot's runtime.sh), and `mount dev = minimal`. MELLANOX_VISIBLE_DEVICES is not set:
-    enroot's 99-mellanox.sh does nothing without it, and with it hides the cards of other makers in /sys.
+    Both mount all of the host's /dev unless their site says otherwise: by `mount dev = minimal`, or by
+    ENROOT_RESTRICT_DEV, whose hook runs before these mounts (enroot's runtime.sh). MELLANOX_VISIBLE_DEVICES
+    is not set: enroot's 99-mellanox.sh does nothing without it, and with it hides the cards of other makers
+    in /sys.
     """
     if job.backend == "ascend":
         yield from (f"{node}:{node}" for node in devices.list_npu_device_files(job.per_node))

@@ -1,4 +1,4 @@
-"""What Slurm is told of a job beside the job itself, and what of it cannot be said."""
+"""The options of a job on Slurm that the job file does not have, and the checks of their form."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ _TIME_LIMIT_REASON = (
     "a limit is held against the time that a save takes: say --sbatch time=... or --sbatch signal=..."
 )
 _UNCHECKED_REASON = "it was not looked at: unset it, or say it by --sbatch"
-# Options that may not be said, by why; another value would start something else than what was checked.
+# Options that the user may not set, with the reason: another value would start an unchecked job.
 _RESERVED_OPTIONS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT_REASON),
     **dict.fromkeys(("array", "wrap"), _SCRIPT_REASON),
@@ -30,7 +30,7 @@ _RESERVED_OPTIONS = {
     **dict.fromkeys(("wait", "test-only", "parsable", "help", "usage", "version"), _SUBMISSION_REASON),
     "clusters": _CLUSTER_REASON,
 }
-# Variables by which sbatch is told the same, and which win over what a script says (its manual page).
+# Variables with the same effect, which win over the options of a script (sbatch's manual page).
 _RESERVED_VARIABLES = {
     "SBATCH_ARRAY_INX": _SCRIPT_REASON,
     "SBATCH_OUTPUT": _LOG_PATH_REASON,
@@ -45,7 +45,7 @@ _RESERVED_VARIABLES = {
     **{f"SBATCH_{suffix}": _UNCHECKED_REASON for suffix in ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU")},
     **{f"SBATCH_{suffix}": _UNCHECKED_REASON for suffix in ("NO_REQUEUE", "OPEN_MODE")},
 }
-# Slurm may tell a job to save that much earlier than it was asked to (sbatch's manual page, --signal).
+# Slurm may send the signal that much earlier than requested (sbatch's manual page, --signal).
 _EARLIER_SECONDS = 60
 _SIGNAL_SECONDS = 60  # before the end, where an option names a signal alone
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
@@ -53,9 +53,9 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What the cluster wants to know, beside the job: how the job is asked for, and what it runs in.
+    """The cluster's options beside the job: the requests of the job, and its container.
 
-    What `sbatch` says wins over our options of sbatch.
+    Options in `sbatch` win over our options of sbatch.
     """
 
     sbatch: Annotated[
@@ -82,7 +82,7 @@ class SlurmOptions:
     python: str = sys.executable
 
     def find_violations(self) -> Iterator[str]:
-        """All that cannot be written into a batch script."""
+        """Yield a message for each option that cannot be written into a batch script."""
         for option in self.sbatch:
             if not _OPTION.fullmatch(option):
                 yield f"--sbatch {format_value(option)}: no option of sbatch, such as partition=gpu"
@@ -98,22 +98,23 @@ class SlurmOptions:
 
 
 def split_option(option: str) -> tuple[str, str]:
-    """The name of an option of sbatch, and its value."""
+    """Return the name and the value of an option of sbatch."""
     name, _, value = option.partition("=")
     return name, value
 
 
 def find_overriding_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """The variables that would have sbatch do something else than what the script says."""
+    """Yield a message for each variable that would make sbatch ignore an option of the script."""
     for name, reason in _RESERVED_VARIABLES.items():
         if name in environ:
             yield f"{name} is set, which wins over the batch script: {reason}"
 
 
 def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterator[str]:
-    """Every time limit of `sbatch_options` by which a job is told to save as soon as it starts.
+    """Yield a message for each time limit in `sbatch_options` that tells a job to save as it starts.
 
-    It would make one step, be queued again, and so on. `signal` is that option of sbatch: "TERM@300".
+    Such a job would make one step, be queued again, and so on. `signal` is the value of that option of
+    sbatch, for example "TERM@300".
     """
     _, _, before = signal.partition("@")
     lead_seconds = (int(before) if before.isdecimal() else _SIGNAL_SECONDS) + _EARLIER_SECONDS
@@ -128,7 +129,10 @@ def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterato
 
 
 def parse_time_limit(limit: str) -> int | None:
-    """A time limit of Slurm in seconds; None where it is none: 0, UNLIMITED, or what sbatch will refuse."""
+    """Return a time limit of Slurm in seconds.
+
+    Return None where it is not a limit: 0, UNLIMITED, or a text that sbatch will refuse.
+    """
     if not (match := _TIME.fullmatch(limit)):
         return None
     days, *parts = (int(part) if part else None for part in match.groups())
@@ -140,5 +144,5 @@ def parse_time_limit(limit: str) -> int | None:
 
 
 def _find_reserved(name: str) -> str:
-    """The option that may not be said which sbatch reads in a name, be that abbreviated; "" where none."""
+    """Return the reserved option that sbatch reads in a name or an abbreviation; "" where none."""
     return next((reserved for reserved in _RESERVED_OPTIONS if reserved.startswith(name)), "")

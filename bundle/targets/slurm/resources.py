@@ -1,4 +1,4 @@
-"""How Slurm is asked for the devices of a node: by our option, or by one that says their type as well."""
+"""The request to Slurm for the devices of a node: our option, or the user's option with their type."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,13 +8,13 @@ from bundle.errors import format_value
 from bundle.launch.job import Job
 from bundle.targets.slurm.options import SlurmOptions, split_option
 
-# Options that ask for so many of a node, as [TYPE:]NUMBER; of --gres, by one of these names.
+# Options that request devices per node as [TYPE:]NUMBER; --gres does so with one of these names.
 _NODE_OPTIONS, _GRES_NAMES = ("gpus-per-node", "gres"), ("gpu", "npu")
 _OTHER_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket")
 
 
 def find_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
-    """Every option that asks for other devices than were planned, or asks otherwise beside ours."""
+    """Yield a message for each option that requests other devices than the plan, or in another way."""
     if (resource := _get_resource(job)) is None:
         return
     ours, typed = resource.slurm.format(job.per_node), resource.slurm.format(f"TYPE:{job.per_node}")
@@ -38,12 +38,15 @@ def find_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
 
 
 def with_devices(job: Job, sbatch_options: Mapping[str, str]) -> dict[str, str]:
-    """The options of `sbatch_options` behind ours for the devices, unless one of them asks for these."""
+    """Return `sbatch_options` with our option for the devices first.
+
+    Return `sbatch_options` alone where they request devices, or the job has none.
+    """
     resource = _get_resource(job)
     if resource is None or any(_count_devices(f"{name}={value}") for name, value in sbatch_options.items()):
         return dict(sbatch_options)
     name, value = split_option(resource.slurm.format(job.per_node))
-    both = ",".join(filter(None, (value, sbatch_options.get(name))))  # --gres lists what is no device, too
+    both = ",".join(filter(None, (value, sbatch_options.get(name))))  # --gres also lists other resources
     return {name: both} | {
         other: other_value for other, other_value in sbatch_options.items() if other != name
     }
@@ -54,10 +57,10 @@ def _get_resource(job: Job) -> SchedulerResource | None:
 
 
 def _count_devices(option: str) -> int | None:
-    """How many devices of a node an option asks for; None: it is about something else.
+    """Return the number of devices per node that an option requests; None for an unrelated option.
 
-    NUMBER, TYPE:NUMBER or a list of these; of --gres behind a name, and 1 where no number stands (sbatch's
-    manual page).
+    The value is NUMBER, TYPE:NUMBER or a list of these. In --gres a name comes first, and a request without a
+    number is one device (sbatch's manual page).
     """
     name, value = split_option(option)
     if name not in _NODE_OPTIONS:
