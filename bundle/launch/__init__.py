@@ -1,4 +1,4 @@
-"""How a job begins, who started us, what starts the ranks of this node, and the verdict on their end."""
+"""The start of a job: who started this process, the start of a node's ranks, and the verdict on their end."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from bundle.errors import UsageError
 
-LOCK_FILE = ".lock"  # in the run directory; it is held for as long as ranks write there
+LOCK_FILE = ".lock"  # in the run directory; ranks hold it while they write there
 
 
 def _refuse_null_character(path: Path) -> Path:
@@ -20,9 +20,10 @@ FilePath = Annotated[Path, AfterValidator(_refuse_null_character)]
 
 
 class Start(BaseModel):
-    """What to do with what the run directory holds, and the checkpoint or run that a new run begins with.
+    """The use of a run directory's content, and the checkpoint or run that a new run begins with.
 
-    Of that checkpoint all is taken, which needs the data that it was trained on, or its weights alone.
+    A new run takes everything in that checkpoint, which needs the data that it was trained on, or its weights
+    alone.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)

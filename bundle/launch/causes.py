@@ -1,7 +1,7 @@
-"""What ends jobs: the texts by which kernels, drivers and libraries say so, and what a restart does about it.
+"""Causes of failures: the texts in which kernels, drivers and libraries report them, and the remedies.
 
-Of several rules that fit, the first speaks. Xids, and what to do about them: docs.nvidia.com/deploy/
-xid-errors; what codes of HCCL mean: its guide at hiascend.com, EI0002 and EI0006.
+The first matching rule counts. Xids and their remedies: docs.nvidia.com/deploy/xid-errors. Codes of HCCL: its
+guide at hiascend.com, EI0002 and EI0006.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class FailureKind(StrEnum):
-    """What broke."""
+    """The kind of a failure."""
 
     NOTHING = "nothing"
     PREEMPTED = "preempted"
@@ -28,15 +28,15 @@ class FailureKind(StrEnum):
     EXCEPTION = "exception"
     LOST_NODE = "lost node"
     NETWORK = "network"
-    ECHO = "echo"  # of the end of another rank
+    ECHO = "echo"  # a consequence of the end of another rank
 
 
-# What a rank says also when nothing but another rank is at fault, the likelier the later.
+# The kinds that a rank also reports when another rank is at fault; the later in the list, the likelier.
 SECONDARY = (FailureKind.NETWORK, FailureKind.ECHO)
 
 
 class RestartAction(StrEnum):
-    """What to do about it."""
+    """The remedy of a failure."""
 
     NONE = "none"
     RESTART = "restart"
@@ -45,7 +45,7 @@ class RestartAction(StrEnum):
 
 
 class CauseRule(NamedTuple):
-    """What a text means: `cause` is the cause in our words, with the named groups of `pattern` in braces."""
+    """The meaning of a text: `cause` is our wording, with the named groups of `pattern` in braces."""
 
     kind: FailureKind
     pattern: re.Pattern[str]
@@ -57,7 +57,7 @@ def _build_rule(kind: FailureKind, pattern: str, cause: str, action: RestartActi
     return CauseRule(kind, re.compile(pattern, re.MULTILINE), cause, action)
 
 
-# The Xids that are the device's own fault; of the others, 13, 31 and 43 are the program's and 45 is an echo.
+# The Xids that are faults of the device. 13, 31 and 43 are faults of the program; 45 is a consequence.
 _XIDS = {
     48: "an uncorrectable error of its memory",
     64: "a row of its memory that could not be replaced",
@@ -71,7 +71,7 @@ _XIDS = {
 }
 _XID_PATTERN = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
 
-# Lines of the kernel's log; one that names a process is that process's.
+# Lines of the kernel's log; a line with a process number is about that process.
 KERNEL_RULES = (
     *(
         _build_rule(
@@ -115,7 +115,7 @@ PORT_TAKEN = (
     " --rendezvous"
 )
 
-# What torchrun says where it starts no rank.
+# Messages of torchrun where it starts no rank.
 AGENT_RULES = (
     _build_rule(
         FailureKind.LAUNCH,
@@ -125,7 +125,7 @@ AGENT_RULES = (
     ),
 )
 
-# What a rank says of its end, or its log before it.
+# Messages in which a rank reports its end, or lines of its log before the end.
 RANK_RULES = (
     _build_rule(
         FailureKind.DEVICE,
@@ -219,24 +219,24 @@ RANK_RULES = (
 
 
 class RuleMatch(NamedTuple):
-    """A rule, and where it fits a text."""
+    """A rule and its match in a text."""
 
     rule: CauseRule
     match: re.Match[str]
 
     @property
     def cause(self) -> str:
-        """The cause, with what the text names."""
+        """The cause, with the words of the text in place of the braces."""
         return self.rule.cause.format(**self.match.groupdict())
 
     @property
     def line(self) -> str:
-        """The whole line that it was found in."""
+        """The line of the text that contains the match."""
         text = self.match.string
         end = text.find("\n", self.match.end())
         return text[text.rfind("\n", 0, self.match.start()) + 1 : end if end >= 0 else None].strip()
 
 
 def find_cause(rules: tuple[CauseRule, ...], text: str) -> RuleMatch | None:
-    """The first rule that fits a text; None where none does."""
+    """Return the first rule that matches a text, with the match; None where no rule matches."""
     return next((RuleMatch(rule, match) for rule in rules if (match := rule.pattern.search(text))), None)

@@ -1,4 +1,4 @@
-"""The command that starts this node's ranks, torchrun, as a text that a person can paste too."""
+"""The command that starts this node's ranks by torchrun, also as a text for a shell."""
 
 import re
 import shlex
@@ -11,45 +11,45 @@ from typing import NamedTuple
 from bundle.launch.rendezvous import LOOPBACK, Rendezvous
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|PRIVATE|(^|_)KEY($|_)", re.IGNORECASE)
-# Without SIGTERM: we pass that on ourselves, and torchrun would kill ranks that are writing a checkpoint.
-# Given as torchrun's default, not as an option: torch before 2.13 does not know it and ignores it there.
+# Without SIGTERM: we forward it, and torchrun would kill ranks that write a checkpoint. It is set by a
+# variable, not an option: torch before 2.13 ignores the variable, and does not have the option.
 _SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
-WAIT_SECONDS = 1800  # machines of one job may be given at different times
+WAIT_SECONDS = 1800  # a scheduler may start the machines of one job at different times
 
 
 class Command(NamedTuple):
-    """An argument vector, the variables set for it and the inherited variables kept from it."""
+    """An argument vector, the variables set for it, and the inherited variables removed from it."""
 
     argv: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
     removed_variables: tuple[str, ...] = ()
 
     def build_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of the command."""
+        """Return the complete environment of the command."""
         variables = {name: value for name, value in inherited.items() if name not in self.removed_variables}
         return variables | dict(self.variables)
 
     def to_shell(self) -> str:
-        """One line that a POSIX shell runs as this command; values of secrets are redacted."""
+        """Return one line that a POSIX shell runs as this command; values of secrets are redacted."""
         words = [f"--unset={name}" for name in self.removed_variables]
         words += [f"{name}={redact(name, value)}" for name, value in self.variables]
         return shlex.join([*(["env", *words] if words else []), *self.argv])
 
 
 def redact(name: str, value: str) -> str:
-    """`value`, or stars where the variable's name says that nobody else may read it."""
+    """Return `value`, or stars where the variable's name marks it as a secret."""
     return "***" if _SECRET.search(name) else value
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started on every node.
+    """The start of the ranks of one node.
 
-    `arguments` are those of `mcore-bundle`; `logs` is this launch's own folder on this node, where `files`
-    lie, by name, before the ranks start; `environment` is that of the plan, in which what
-    `overridable_variables` names is left as it is inherited. With `has_events`, the first rank writes the
-    events of `train --json`.
+    `arguments` are those of `mcore-bundle`. `logs` is the folder of this launch on this node, where the
+    `files` lie by name before the ranks start. `environment` is that of the plan; an inherited value wins for
+    the variables in `overridable_variables`. With `has_events`, the first rank writes the events of `train
+    --json`.
     """
 
     arguments: tuple[str, ...]
@@ -59,22 +59,22 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
     overridable_variables: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
-    wait: int = WAIT_SECONDS  # that this node waits for the others
+    wait: int = WAIT_SECONDS  # the seconds that this node waits for the others
     python: str = sys.executable
     module: str = "bundle"
     has_events: bool = False
 
 
 def build_command(launch: Launch, inherited: Mapping[str, str]) -> Command:
-    """The command for one node, which is started with the variables `inherited`."""
+    """Return the command for one node, which is started with the variables `inherited`."""
     rendezvous = launch.rendezvous
     options = [f"--nnodes={rendezvous.nodes}", f"--nproc-per-node={launch.per_node}"]
     inherited_names = launch.overridable_variables & inherited.keys()
     variables = {"PET_SIGNALS_TO_HANDLE": _SIGNALS}
     variables |= {name: value for name, value in launch.environment.items() if name not in inherited_names}
     if rendezvous.nodes == 1:
-        # The agent meets itself in a file and rank 0 listens on loopback: nothing of a one-node run can be
-        # reached from outside. A store of the agent would listen on every interface.
+        # A store of the agent would listen on every interface. With a file for the agent and loopback for
+        # rank 0, nothing of a one-node run can be reached from outside.
         options += ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--local-addr={LOOPBACK}"]
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     else:
@@ -83,7 +83,7 @@ def build_command(launch: Launch, inherited: Mapping[str, str]) -> Command:
             "--rdzv-backend=static",
             f"--rdzv-endpoint={address}:{rendezvous.port}",
             f"--node-rank={rendezvous.node_rank}",
-            # Longer than we let it: what torchrun says of a time-out names neither the nodes nor the wait.
+            # Longer than our own limit, as torchrun's message names neither the nodes nor the wait.
             f"--rdzv-conf=timeout={2 * launch.wait}",
         ]
     options += [
@@ -103,7 +103,7 @@ def build_command(launch: Launch, inherited: Mapping[str, str]) -> Command:
 
 
 def format_dry_run(launches: Sequence[Launch], inherited: Mapping[str, str]) -> str:
-    """What would run, one command per node under a line that names the node."""
+    """Return the text of a dry run: one command per node under a line that names the node."""
     lines = []
     for node, launch in enumerate(launches):
         lines += [f"# node {node} of {len(launches)}", build_command(launch, inherited).to_shell()]
@@ -111,5 +111,5 @@ def format_dry_run(launches: Sequence[Launch], inherited: Mapping[str, str]) -> 
 
 
 def _format_redirects(per_node: int) -> str:
-    """Which streams go to the log folder: all but what the first rank of the node prints."""
+    """Return the streams that go to the log folder: all except stdout of the node's first rank."""
     return ",".join(f"{rank}:{2 if rank == 0 else 3}" for rank in range(per_node))

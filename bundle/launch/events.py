@@ -1,6 +1,6 @@
 """The events of `train --json`, one JSON object a line: the launcher writes the first and the last.
 
-Rank 0 writes those between. Its standard output goes to its launcher, which sorts the events out of it.
+Rank 0 writes the others to its standard output, from which the launcher takes them.
 """
 
 import json
@@ -20,7 +20,7 @@ def has_listener() -> bool:
 
 
 def write_event(event: str, **values: Any) -> None:
-    """Write one event to standard output. The values hold no number that is not finite."""
+    """Write one event to standard output. The values contain only finite numbers."""
     document = {"event": event, "time": round(time.time(), 3), **values}
     print(json.dumps(document, allow_nan=False), flush=True)
 

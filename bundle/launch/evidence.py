@@ -1,4 +1,4 @@
-"""What is known of a launch on one node when it has ended: all that a verdict is made of."""
+"""The evidence about a launch on one node after its end, from which the verdict is made."""
 
 import os
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from bundle.launch.outcomes import Outcome
 from bundle.launch.rendezvous import Rendezvous
 
 _KERNEL_LOG = Path("/dev/kmsg")
-_RECORD_BYTES = 8192  # bytes; the kernel's own limit of one
-_TAIL_BYTES = 1 << 16  # bytes of a log: its last words are in there
+_RECORD_BYTES = 8192  # bytes; the kernel's limit of a record
+_TAIL_BYTES = 1 << 16  # bytes of the end of a log that are read
 
 
 class RankLog(NamedTuple):
-    """The end of what a rank wrote on stderr, and where all of it lies."""
+    """The end of a rank's stderr, and the path of the whole log."""
 
     path: Path
     tail: str
@@ -27,14 +27,16 @@ class RankLog(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchEvidence:
-    """A launch on one node, after it: pure data.
+    """The data about a launch on one node after its end.
 
-    `status` is torchrun's and `agent_log` what it wrote; `logs` are by local rank. `snapshots` are of the
-    ranks of all nodes, where they hung. `stop_signal` is the signal that we were sent, `wait_failure` the
-    wait for other nodes that was too long. `kernel_lines` is what the kernel's log got meanwhile, as far as
-    we may read it; `has_memory_kills`: it ended processes, of anybody, for memory. `has_killed_ranks`: we
-    killed what outlived a failure, be it `has_failed_elsewhere`, on another node.
-    `notices` is what was unusual before: stragglers and losses that jumped.
+    `status` is torchrun's exit status and `agent_log` its output; `logs` are by local rank. `snapshots` are
+    of the ranks of all nodes in a hang. `stop_signal` is the signal that we got. `wait_failure` describes a
+    wait for other nodes that was too long.
+
+    `kernel_lines` are the lines of the kernel's log during the launch, where we may read it.
+    `has_memory_kills`: the kernel killed processes of any user for lack of memory. `has_killed_ranks`: we
+    killed ranks that outlived a failure. `has_failed_elsewhere`: that failure was on another node. `notices`
+    are unusual events before: stragglers and jumps of the loss.
     """
 
     status: int
@@ -56,7 +58,7 @@ class LaunchEvidence:
 
 
 class KernelLog:
-    """What the kernel logs from now on; nothing where we may not read it, as in most containers."""
+    """The lines that the kernel logs from now on; none where we may not read them, as in most containers."""
 
     def __init__(self, path: Path = _KERNEL_LOG) -> None:
         self._descriptor: int | None = None
@@ -67,24 +69,24 @@ class KernelLog:
             self.close()
 
     def read_lines(self) -> tuple[str, ...]:
-        """The lines since this was made, or since they were read; without their time and level."""
+        """Return the new lines since the last call, or since the start; without their time and level."""
         lines: list[str] = []
         while self._descriptor is not None:
             try:
                 record = os.read(self._descriptor, _RECORD_BYTES)
             except BrokenPipeError:
-                continue  # so much was logged that some of it is lost
+                continue  # the log overflowed and some records are lost
             except OSError:
                 break
             if not record:
                 break
-            # "level,number,microseconds,flags;text", and what it is about in lines of their own.
+            # "level,number,microseconds,flags;text"; details follow in further lines.
             text = record.decode("utf-8", errors="replace").splitlines()[0]
             lines.append(text.partition(";")[2])
         return tuple(lines)
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Close the kernel's log."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -104,9 +106,10 @@ def gather_evidence(
     kernel_lines: tuple[str, ...] = (),
     has_memory_kills: bool = False,
 ) -> LaunchEvidence:
-    """What the log folder of a launch holds, beside what its starter has seen.
+    """Return the evidence in the log folder of a launch, with what its starter has seen.
 
-    `has_hung`: it killed ranks that stood still in a hang, which have that for their end.
+    `has_hung`: the starter killed ranks in a hang; a rank without an exit code then counts as killed in the
+    hang.
     """
     log_paths = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
     return LaunchEvidence(
@@ -140,7 +143,7 @@ def _mark_killed_in_hang(outcome: Outcome) -> Outcome:
 
 
 def _read_tail(path: Path) -> str:
-    """The last words of a file; empty where there is none."""
+    """Return the end of a file; empty where there is no file."""
     if not files.is_file(path):
         return ""
     with path.open("rb") as file:

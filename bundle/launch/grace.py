@@ -1,14 +1,14 @@
-"""How long a job may take from being told to save to its end, which schedulers wait for before they kill."""
+"""The time from the request to save to the end of a job, which a scheduler must wait before it kills."""
 
 from bundle.launch.job import Job
 
-# The step that is under way, the agreement of the ranks, and a file system that is busy.
+# For the current step, the agreement of the ranks, and a busy file system.
 _LEAST_SECONDS = 300
-# What one node writes to a shared file system at the least, while all of them do; a choice, not measured.
+# The lowest rate of one node on a shared file system while all nodes write; a choice, not measured.
 _BYTES_PER_SECOND = 250e6
 
 
 def estimate_save_seconds(job: Job) -> int:
-    """Seconds that a job may need to save: with the time for a checkpoint of the size that its plan says."""
+    """Return the time that a job may need to save [s], from the size of its planned checkpoint."""
     size = job.plan.get("checkpoint", {}).get("bytes", 0)
     return _LEAST_SECONDS + int(size / (_BYTES_PER_SECOND * job.nodes))

@@ -1,7 +1,7 @@
-"""Where every rank stands when a job hangs, and the one statement that this makes.
+"""Snapshots of all ranks when a job hangs, and the one sentence that summarizes them.
 
-A rank writes its own snapshot (`bundle.distributed.rank_snapshot`);
-a launcher writes that of a rank which cannot.
+A rank writes its own snapshot (`bundle.distributed.rank_snapshot`). The launcher writes it for a rank that
+cannot.
 """
 
 import json
@@ -23,10 +23,10 @@ from bundle.launch.outcomes import Outcome, format_ranks
 
 # The innermost frame of the main thread, as faulthandler writes it.
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
-_MOST_SHOWN = 4  # ranks that are told of one by one
-# That a rank has to write down where it stands before its launcher does, and to print its stacks for that.
+_MOST_SHOWN = 4  # ranks that a summary describes one by one
+# The time for a rank's own snapshot before its launcher writes one, and for printing its stacks.
 _SNAPSHOT_SECONDS, _PRINTING_SECONDS = 2.0, 0.5
-# That ranks have to end, once a hang is noticed; other nodes wait longer than this for our word of it.
+# The time for ranks to end after a hang is noticed; other nodes wait longer for our verdict.
 _ENDING_SECONDS = 10.0
 PROCESS_ENDED = "its process has ended"
 _PROCESS_STATES = {
@@ -51,10 +51,11 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Where a rank stands: what it has been doing for `seconds`, and in which `frame` of no library.
+    """The position of a rank in a hang.
 
-    `waits`: the collective that it is in; `entered`: the number of the last one that it came to, by group.
-    `silent`: what its launcher knows of a rank that said none of this.
+    `doing` is its activity for `seconds`, and `frame` the innermost frame outside libraries. `waits`: the
+    collective that it is in. `entered`: the number of the last collective that it entered, by group.
+    `silent`: the launcher's description of a rank that wrote no snapshot.
     """
 
     rank: int
@@ -67,7 +68,7 @@ class RankSnapshot:
     silent: str = ""
 
     def has_entered(self, collective: Collective) -> bool:
-        """Whether it has called the collective too, or another in its place."""
+        """Return whether the rank has entered the collective, or another one in its place."""
         return self.entered.get(collective.group, 0) >= collective.number
 
     def __str__(self) -> str:
@@ -77,22 +78,22 @@ class RankSnapshot:
 
     @property
     def location(self) -> str:
-        """Where in the code, and in what part of the job."""
+        """The position in the code, and the part of the job."""
         return f"at {self.frame}, in {self.doing}" if self.frame else f"in {self.doing}"
 
 
 def write(folder: Path, snapshot: RankSnapshot) -> None:
-    """Puts down the standing of a rank. Raises JobFailed where nothing can be written."""
+    """Write the snapshot of a rank. Raise JobFailed where nothing can be written."""
     files.write_json(folder / f"hang-rank-{snapshot.rank}.json", asdict(snapshot))
 
 
 def has_snapshot(folder: Path, rank: int) -> bool:
-    """Whether a rank has put down where it stands."""
+    """Return whether a rank has written its snapshot."""
     return (folder / f"hang-rank-{rank}.json").exists()
 
 
 def read(folder: Path) -> list[RankSnapshot]:
-    """What ranks put down, in the order of their ranks."""
+    """Return the snapshots of ranks, in the order of the ranks."""
     snapshots = [
         _read(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("hang-rank-*.json")
     ]
@@ -107,34 +108,34 @@ def _read(values: dict[str, Any]) -> RankSnapshot:
 
 
 def describe_process_state(pid: int) -> str:
-    """Why a process cannot say where it stands, as the kernel knows it; empty where that knows of nothing."""
+    """Return the reason, from the kernel, why a process cannot write a snapshot; empty where none."""
     stat = files.read_text(Path(f"/proc/{pid}/stat"))
     return _PROCESS_STATES.get(stat.rpartition(")")[2].split()[0], "") if stat else PROCESS_ENDED
 
 
 def can_print_stacks(pid: int) -> bool:
-    """Whether a process prints its stacks at SIGUSR1; one that has not begun to would die of it."""
+    """Return whether a process prints its stacks at SIGUSR1; another process would die of the signal."""
     status = files.read_text(Path(f"/proc/{pid}/status")) or ""
     mask = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return mask is not None and bool(int(mask[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def find_innermost_frame(text: str) -> str:
-    """The innermost frame of the stacks that a rank printed at SIGUSR1; empty where there are none."""
+    """Return the innermost frame of the stacks that a rank printed at SIGUSR1; empty where none."""
     _, thread, after = text.rpartition("Current thread ")
     match = _FRAME.search(after) if thread else None
     return f"`{match['function']}` ({match['file']}:{match['line']})" if match else ""
 
 
 class HangSummary(NamedTuple):
-    """What a hang is, in one line, and the rank that it is about; None where all are in it alike."""
+    """The summary of a hang in one line, and the rank at fault; None where no single rank is."""
 
     text: str
     rank: int | None = None
 
 
 def summarize_hang(snapshots: Sequence[RankSnapshot]) -> HangSummary:
-    """Who is in which collective, who never came, and what it does instead."""
+    """Return which ranks are in which collective, which never entered it, and what those do instead."""
     by_rank = {snapshot.rank: snapshot for snapshot in snapshots}
     collectives = {snapshot.waits for snapshot in snapshots if snapshot.waits}
     missing = {
@@ -147,7 +148,7 @@ def summarize_hang(snapshots: Sequence[RankSnapshot]) -> HangSummary:
     }
 
     def find_idle_ranks(collective: Collective) -> list[int]:
-        """Those who never came, and are in no other collective: they are what everybody waits for."""
+        """Return the ranks that never entered and are in no other collective; all others wait for them."""
         return [rank for rank in missing[collective] if rank not in by_rank or by_rank[rank].waits is None]
 
     by_size = sorted(missing, key=lambda collective: len(missing[collective]))
@@ -167,7 +168,7 @@ def summarize_hang(snapshots: Sequence[RankSnapshot]) -> HangSummary:
 def _summarize_collective(
     collective: Collective, missing: Sequence[int], by_rank: Mapping[int, RankSnapshot], about: int | None
 ) -> HangSummary:
-    """The statement about a collective, and those ranks of its group that never came to it."""
+    """Return the summary of a collective and of the ranks of its group that never entered it."""
     present = [
         by_rank[rank] for rank in collective.ranks if rank in by_rank and by_rank[rank].waits == collective
     ]
@@ -190,7 +191,7 @@ def _summarize_collective(
 
 
 def _pick_representatives(snapshots: Iterable[RankSnapshot]) -> list[RankSnapshot]:
-    """One rank of each collective, since the others in it say the same, and all that are in none."""
+    """Return one rank of each collective, as the others are in the same place, and all ranks in none."""
     return list(
         {snapshot.waits or snapshot.rank: snapshot for snapshot in reversed(list(snapshots))}.values()
     )[::-1]
@@ -212,7 +213,7 @@ def _join_parts(parts: Iterable[str]) -> str:
 
 
 class HangMonitor:
-    """What a launcher does about a hang: tells other nodes, asks NCCL, speaks for ranks that say nothing."""
+    """The launcher's part in a hang: tells other nodes, asks NCCL, writes snapshots for silent ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -221,11 +222,11 @@ class HangMonitor:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether ranks had their time to write down where they stand and to end: who is left never will."""
+        """True if ranks had their time to write snapshots and to end; the rest will not end by themselves."""
         return self._noticed_at is not None and time.monotonic() - self._noticed_at > _ENDING_SECONDS
 
     def poll(self, ranks: Sequence[Outcome]) -> None:
-        """Called every now and then, as long as ranks run."""
+        """Check for a hang; the launcher calls it at each poll while ranks run."""
         world = outcomes.find_world_folder(self._folder) or self._folder
         node_file, world_file = self._folder / outcomes.HANG_FILE, world / outcomes.HANG_FILE
         if self._is_done or not (node_file.exists() or world_file.exists()):
@@ -235,7 +236,7 @@ class HangMonitor:
             for file in (node_file, world_file):
                 with suppress(OSError):  # a hang on a full disk is still a hang
                     file.touch()
-            # Of processes that still live, and in nobody's way.
+            # NCCL answers only while the processes live; the thread delays nothing else.
             path = world / f"hang-rank-{ranks[0].rank}.nccl.txt"
             Thread(target=ras.write, args=(path,), daemon=True).start()
         elif time.monotonic() - self._noticed_at > _SNAPSHOT_SECONDS:
@@ -245,7 +246,7 @@ class HangMonitor:
                     self._write_snapshot_for(rank, world)
 
     def _write_snapshot_for(self, rank: Outcome, world: Path) -> None:
-        """Writes down what can be known of a rank that does not; its own stacks, where it can print them."""
+        """Write a snapshot for a rank that does not, from its printed stacks where it can print them."""
         if not (reason := describe_process_state(rank.pid)):
             if can_print_stacks(rank.pid):
                 with suppress(ProcessLookupError):

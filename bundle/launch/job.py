@@ -1,7 +1,7 @@
-"""The job file: everything that was decided about a job, once, as the data that its nodes and ranks execute.
+"""The job file: all decisions about a job, made once, as the data that its nodes and ranks execute.
 
-Whoever starts ranks needs nothing else: our launcher, torchrun, Slurm or Kubernetes. Who reads it trusts
-none of it: it is data, checked before anything happens, and names code only that this package has itself.
+A starter of ranks needs nothing else, be it our launcher, torchrun, Slurm or Kubernetes. A reader does not
+trust the file: it is data, checked before anything happens, and only names code of this package.
 """
 
 import json
@@ -63,38 +63,38 @@ def _write_patches(patches: PatchPlan | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT_CONFIG)
 class Job:
-    """One job, decided. Every value is checked as it comes, by the room that it belongs to."""
+    """One decided job. The room that a value belongs to checks it when the file is read."""
 
     recipe: Annotated[Recipe, BeforeValidator(_read_recipe), PlainSerializer(Recipe.dump)]
     backend: str = Field(pattern=f"^({'|'.join(BACKENDS)})$")
     nodes: int = Field(ge=1, le=MOST_RANKS)
     per_node: int = Field(ge=1, le=MOST_RANKS_PER_NODE)
-    generation: Text = ""  # of the devices that it was planned for, as capabilities know them; "": not known
-    environment: dict[Text, Text]  # that the ranks are started with
-    attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel that the plan says
-    # Of servers on the trainer's devices: their part of the memory, and what the trainer needs at its peak.
+    generation: Text = ""  # of the planned devices, as in `capabilities`; "": unknown
+    environment: dict[Text, Text]  # the variables of the ranks
+    attention: str = Field(pattern="^(auto|flash|fused|unfused)$")  # the kernel in the plan
+    # For servers on the trainer's devices: their share of the memory, and the trainer's peak [bytes].
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
     learning_bytes: int = Field(default=0, ge=0)
-    megatron: Text  # the version that it was planned for
-    # None: the sources of its megatron-core were not at hand.
+    megatron: Text  # the planned version
+    # None: the sources of megatron-core were not available for planning.
     patches: Annotated[PatchPlan | None, BeforeValidator(_read_patches), PlainSerializer(_write_patches)]
     allow_drift: tuple[Text, ...] = ()
-    # The record of the image that it runs in. None: in none of ours; undecided: nobody said what is in it.
+    # The record of the job's image. None: not one of our images; undecided: its content is unknown.
     image: BuildInfo | Literal["undecided"] | None
-    directory: FilePath  # where its run lives
+    directory: FilePath  # the run directory
     start: Start
-    plan: dict[str, Any]  # for people and programs: nothing of it is executed
+    plan: dict[str, Any]  # for people and programs; ranks do not execute it
 
     @cached_property
     def effective_recipe(self) -> Recipe:
-        """The recipe as ranks compute it: with the kernel of the plan, whatever device a node has."""
+        """The recipe that ranks compute, with the kernel of the plan, whatever device a node has."""
         values = self.recipe.dump()
         values["model"]["attention"] = self.attention
         return from_mapping(values, "the job's recipe")
 
     @cached_property
     def agreement_fields(self) -> Mapping[str, str]:
-        """What every rank must have been told alike, by name: no paths, no facts about one machine."""
+        """The values that must be the same on every rank, by name: no paths, no facts about one machine."""
         return {
             "recipe": digest_json(self.recipe.dump()),
             "backend": self.backend,
@@ -111,7 +111,7 @@ class Job:
 
     @cached_property
     def overridable_variables(self) -> frozenset[str]:
-        """Return the variables of `environment` that each node may have other values of."""
+        """The names of the variables in `environment` that each node may set to another value."""
         table = capabilities.find_capabilities(self.backend).list_variables(self.recipe.features, self.nodes)
         return frozenset(variable.name for variable in table if variable.is_overridable) - set(
             self.recipe.environment
@@ -119,17 +119,17 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits over all of them."""
+        """The digest of `agreement_fields`, 16 hexadecimal digits."""
         return digest_json(self.agreement_fields)
 
     def dump(self) -> dict[str, Any]:
-        """The file's JSON values."""
+        """Return the JSON values of the file."""
         document = {"format": FORMAT, "version": VERSION}
         document |= _ADAPTER.dump_python(self, mode="json", by_alias=True)
         return document | {"digest": digest_json(document)}
 
     def to_text(self) -> str:
-        """The file."""
+        """Return the text of the file."""
         return json.dumps(self.dump(), indent=1) + "\n"
 
 
@@ -143,12 +143,12 @@ def _digest_image(record: BuildInfo | Literal["undecided"] | None) -> str:
 
 
 def format_rendezvous(job: Job, rendezvous: str) -> str:
-    """Where the nodes of a job meet in commands that are printed: a name that is none, where nobody says."""
+    """Return the rendezvous in printed commands; a placeholder where several nodes have none."""
     return rendezvous or (f"HOST:{DEFAULT_PORT}" if job.nodes > 1 else "")
 
 
 def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
-    """What is wrong with where the nodes of a job shall meet, "HOST:PORT"; empty where one is alone."""
+    """Return the problems of the rendezvous "HOST:PORT" of a job; empty for a single node."""
     if rendezvous and parse_host_and_port(rendezvous) is None:
         return [f"--rendezvous {format_value(rendezvous)}: HOST:PORT"]
     if job.nodes > 1 and not rendezvous:
@@ -166,10 +166,10 @@ def build_arguments(
     preflight: bool = False,
     spares: int = 0,
 ) -> tuple[str, ...]:
-    """What `mcore-bundle` is told on one node of a job, to execute it from a file.
+    """Return the arguments of `mcore-bundle` that execute a job from a file on one node.
 
-    A `node_rank` that is text is what somebody puts the number in the place of.
-    Without a `rendezvous`, whoever starts the nodes tells them which they are and where they meet.
+    A text as `node_rank` is a placeholder that a scheduler replaces by the number. Without a `rendezvous`,
+    the starter of the nodes tells them their numbers and where they meet.
     """
     arguments = ["train", f"--job={file}", *([f"--restarts={restarts}"] if restarts else [])]
     arguments += ["--preflight"] if preflight else []
@@ -182,9 +182,9 @@ def build_arguments(
 def build_launch(
     job: Job, rendezvous: Rendezvous, wait: int = WAIT_SECONDS, python: str = sys.executable
 ) -> Launch:
-    """What starts one node's ranks, which execute the copy of the job in the log folder of this launch.
+    """Return the start of one node's ranks, which execute a copy of the job in the launch's log folder.
 
-    A copy of their own: the next launch, or that of another node, may be of another job.
+    The copy is needed because the next launch, or that of another node, may execute another job.
     """
     logs = outcomes.find_next_log_folder(job.directory, rendezvous.node_rank)
     return Launch(
@@ -207,7 +207,7 @@ def from_plan(
     start: Start | None = None,
     record: BuildInfo | Literal["undecided"] | None = None,
 ) -> Job:
-    """The job that a plan without problems comes to. Raises PatchError for patches that cannot be applied."""
+    """Return the job of a plan without problems. Raise PatchError for patches that cannot be applied."""
     plan_values, share = to_json(job_plan), job_plan.device_share
     del plan_values["recipe"]
     return Job(
@@ -233,9 +233,9 @@ def from_plan(
 
 
 def decide_patches(job: Job) -> Job:
-    """The job with its patches decided, by the megatron-core that is installed here, and the image that is.
+    """Return the job with its patches decided for the megatron-core and the image of this node.
 
-    Raises EnvironmentUnfit for another node than it was planned for, and what the decisions come to.
+    Raise EnvironmentUnfit for a node that the job was not planned for, and the errors of the decisions.
     """
     refuse_misfits(job)
     installed_packages, reviewed = packages.detect(), megatron_core.load_review_table()
@@ -253,13 +253,16 @@ def decide_patches(job: Job) -> Job:
 
 
 def refuse_misfits(job: Job) -> None:
-    """Raises EnvironmentUnfit with every way in which this node is not what the job was decided for."""
+    """Raise EnvironmentUnfit with every difference between this node and the one that the job needs."""
     if unfit := list(find_misfits(job, packages.detect().megatron, image.read_own_record())):
         raise EnvironmentUnfit("this is not what the job was decided for", unfit)
 
 
 def find_misfits(job: Job, installed: MegatronCopies, record: BuildInfo | None) -> Iterator[str]:
-    """Every way in which this node is not what the job was decided for; `record` is that of its image."""
+    """Yield every difference between this node and the one that the job needs.
+
+    `record` is that of this node's image.
+    """
     if job.image != UNDECIDED and record != job.image:
         yield from image.compare_records(job.image, record)
     core = installed.core
@@ -274,7 +277,7 @@ def find_misfits(job: Job, installed: MegatronCopies, record: BuildInfo | None) 
 
 
 def load(file: Path) -> Job:
-    """The job in a file. Raises UsageError naming the file and what is wrong with it."""
+    """Return the job in a file. Raise UsageError with the file and its problem."""
     try:
         return parse(files.read_content(file, MOST_BYTES))
     except OSError as error:
@@ -284,7 +287,7 @@ def load(file: Path) -> Job:
 
 
 def parse(data: bytes | str) -> Job:
-    """The job that `Job.to_text` wrote. Raises UsageError for anything else."""
+    """Return the job that `Job.to_text` wrote. Raise UsageError for anything else."""
     document, digest = _read_document(data)
     if document.get("format") != FORMAT:
         raise UsageError("this is no job file of mcore-bundle")
@@ -316,7 +319,7 @@ def parse(data: bytes | str) -> Job:
 
 
 def _read_document(data: bytes | str) -> tuple[dict[str, Any], str]:
-    """The object that a text is, and the digest over all of it but its own."""
+    """Return the JSON object in a text, and the digest of its content without the digest itself."""
 
     def refuse_constant(number: str) -> NoReturn:
         raise ValueError(f"{number} is no number of JSON")

@@ -1,15 +1,14 @@
-"""The nodes that were started for a job: which of them run it, which are spare, which are lost.
+"""The registry of the nodes that were started for a job: members of the run, spare nodes, lost nodes.
 
-They meet in a folder that all of them see. What a node says of itself is `node-TOKEN.json`; for as long as
-it lives it renames an empty file beside that again and again, whose name has all that the others decide by
-(`Heartbeat`). Who takes part in a round is a file as well, `round-N.json`, which is there whole or not, and
-which the first makes that sees what it takes. No clock is compared with that of another node, and no node is
-needed for what the others decide.
+All nodes share a folder. `node-TOKEN.json` is a node's entry. Beside it lies an empty file, the heartbeat,
+whose name has all values that the others decide by (`Heartbeat`). A living node renames it again and again.
+The first node that sees enough waiting nodes makes `round-N.json`, the members of a round; the file appears
+in one piece. Clocks of different nodes are never compared, and no single node is needed for a decision.
 
-So a node that looks lists one folder and opens nothing, however many there are: of a thousand nodes that open
-a file of each, a file server would be asked a million times. Times of the files would not do either: a client
-of NFS may show them, as long as it keeps what it once asked, for a minute, while it asks anew whether a
-folder has changed whenever that is opened, and a rename changes it. A file's number would be given again.
+A node therefore lists one folder per poll and opens no file. A thousand nodes that open a file of each would
+send a file server a million requests. Times of files would not do either: an NFS client may show old ones for
+a minute. It asks anew whether a folder has changed whenever the folder is opened, and a rename changes the
+folder. A file's inode number would be used again.
 """
 
 import json
@@ -28,17 +27,17 @@ from bundle.errors import JobFailed
 from bundle.launch.verdict import Verdict, parse
 
 HEARTBEAT_SECONDS = 2.0
-# Without a beat for so long, a node is lost; for a third of that, it is not chosen.
+# A node without a heartbeat for so long is lost; after a third of it, the node is not chosen for a round.
 LOST_SECONDS = 30.0
-# From one look to the next: the more nodes, the longer, so that all together list the folder at most so often
-# in a second; and never so long that a node that lives is not seen to within a third of LOST_SECONDS.
+# The poll interval grows with the nodes, so that all together make at most _LISTINGS_PER_SECOND listings. It
+# has a maximum, so that a heartbeat is seen within a third of LOST_SECONDS.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 5.0
 _LISTINGS_PER_SECOND = 200
 
 
 @dataclass(frozen=True)
 class NodeEntry:
-    """A node: `number` is its node rank as it was started, `address` where others would reach it.
+    """A node: `number` is its node rank at its start, `address` is where others reach it.
 
     `waits_for`: the round that it could take part in; None while its ranks run. `out`: why it may take part
     in none. `ended`: the verdict that it has ended with.
@@ -55,8 +54,10 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """That a node lives, and what others decide by; `count` grows. `out` and `ended` say only whether it is,
-    and with which exit code: the entry has the rest.
+    """The sign that a node lives, with the values that others decide by; `count` grows.
+
+    `is_excluded` and `exit_code` say only whether the node is out and how it ended; the entry has the
+    reasons.
     """
 
     token: str
@@ -68,7 +69,7 @@ class Heartbeat:
 
     @property
     def file_name(self) -> str:
-        """The name of its file."""
+        """The name of the heartbeat's file."""
         waits_for, exit_code = (
             "" if value is None else str(value) for value in (self.waits_for, self.exit_code)
         )
@@ -77,7 +78,7 @@ class Heartbeat:
 
     @classmethod
     def from_file_name(cls, file_name: str) -> "Heartbeat | None":
-        """What the name of a file says; None where it is another's."""
+        """Return the heartbeat in the name of a file; None for another kind of file."""
         if (match := _HEARTBEAT_FILE.fullmatch(file_name)) is None:
             return None
         token, number, count, waits_for, fit, exit_code = match.groups()
@@ -93,7 +94,7 @@ _ROUND_FILE = re.compile(r"round-(\d+)\.json")
 class Round:
     """The nodes that run the job together, by token, in the order of their ranks; they meet at the first.
 
-    `continues`: the round before was of the same start of these nodes.
+    `continues`: the round before belongs to the same start of these nodes.
     """
 
     number: int
@@ -105,22 +106,22 @@ _UNSEEN_NODE = (Heartbeat("", 0), 0.0, False)
 
 
 class NodeRegistry:
-    """The roster as one node sees it, which keeps its own entry there."""
+    """The registry as one node sees it; it keeps this node's entry."""
 
     def __init__(self, folder: Path, number: int, name: str, address: str) -> None:
         self.folder = folder
         self.own_entry = NodeEntry(secrets.token_hex(4), number, name, address)
         self._heartbeat_count, self._last_heartbeat = 0, -HEARTBEAT_SECONDS
-        self._heartbeat_file = self._heartbeat.file_name  # which is not there yet
-        # By token: what it says, when that was seen to be new, whether it has changed since we came.
+        self._heartbeat_file = self._heartbeat.file_name  # does not exist yet
+        # By token: the heartbeat, the time at which it was new, and whether it has changed since our start.
         self._known_nodes: dict[str, tuple[Heartbeat, float, bool]] = {}
         self._has_polled, self._last_poll = False, -_POLL_SECONDS
         self._newest_number = 0  # the number of the newest round
-        self._newest_round: Round | None = None  # the last that was read
+        self._newest_round: Round | None = None  # the last round that was read
         folder.mkdir(parents=True, exist_ok=True)
 
     def update_entry(self, **changes: Any) -> None:
-        """Changes this node's entry. Raises JobFailed where nothing can be written."""
+        """Change this node's entry. Raise JobFailed where nothing can be written."""
         self.own_entry = replace(self.own_entry, **changes)
         files.write_json(self._get_entry_path(self.own_entry.token), asdict(self.own_entry))
         if not self._rename_heartbeat():
@@ -129,19 +130,19 @@ class NodeRegistry:
             self._heartbeat_file = self._heartbeat.file_name
 
     def send_heartbeat(self) -> None:
-        """Called every now and then: says that this node lives."""
+        """Renew this node's heartbeat if it is due; the launcher calls it at each poll."""
         if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
-            with suppress(JobFailed):  # a disk that takes nothing is no reason to end what runs
-                if not self._rename_heartbeat():  # somebody has taken us for lost, and removed what we said
+            with suppress(JobFailed):  # a full disk must not end running ranks
+                if not self._rename_heartbeat():  # another node has taken us for lost and removed our files
                     self.update_entry()
 
     def poll(self) -> bool:
-        """Sees what the other nodes show, if it is time to; whether it was."""
+        """Read the heartbeats of the other nodes if a poll is due, and return whether it was."""
         now, interval = time.monotonic(), get_poll_interval(len(self._known_nodes))
         if now - self._last_poll < interval:
             return False
         if (late := now - self._last_poll - interval) > LOST_SECONDS / 3:
-            # We had no time to look, or the disk none for anybody: nobody else is to blame for that.
+            # We or the disk were late, so the other nodes are not to blame for old heartbeats.
             self._known_nodes = {
                 token: (heartbeat, seen_at + late, has_changed)
                 for token, (heartbeat, seen_at, has_changed) in self._known_nodes.items()
@@ -150,7 +151,7 @@ class NodeRegistry:
         file_names = [path.name for path in self.folder.iterdir()]
         for heartbeat in filter(None, map(Heartbeat.from_file_name, file_names)):
             known = self._known_nodes.get(heartbeat.token)
-            # While it is renamed, a listing may have a file twice, or not at all.
+            # A listing may contain a file twice, or not at all, while it is renamed.
             if known is None or heartbeat.count > known[0].count:
                 self._known_nodes[heartbeat.token] = (heartbeat, now, not is_first)
         rounds = (int(match[1]) for match in map(_ROUND_FILE.fullmatch, file_names) if match)
@@ -158,7 +159,7 @@ class NodeRegistry:
         return True
 
     def find_live_nodes(self, within: float | None = None) -> list[Heartbeat]:
-        """The nodes that were seen to live `within` seconds; without that, those that are not lost."""
+        """Return the nodes seen alive within `within` seconds, or within LOST_SECONDS, with this node."""
         now, within = time.monotonic(), LOST_SECONDS if within is None else within
         live = [
             heartbeat
@@ -170,7 +171,7 @@ class NodeRegistry:
         ]
 
     def find_lost_nodes(self, tokens: Iterable[str]) -> set[str]:
-        """Those that have said nothing for long, or never did, and have not ended either."""
+        """Return the nodes without a heartbeat for LOST_SECONDS, or without any, that have not ended."""
         now = time.monotonic()
         present = {
             token
@@ -180,24 +181,28 @@ class NodeRegistry:
         return set(tokens) - present - {self.own_entry.token}
 
     def find_ended_nodes(self, tokens: Iterable[str]) -> set[str]:
-        """Those that have ended."""
+        """Return the nodes that have ended."""
         return {
             token for token in tokens if self._known_nodes.get(token, _UNSEEN_NODE)[0].exit_code is not None
         }
 
     def has_seen_any_heartbeat(self, tokens: Iterable[str]) -> bool:
-        """Whether any of them has lived since this node came: what never did is of an earlier start."""
+        """Return whether any of the nodes has lived since this one came.
+
+        Nodes that never did belong to an earlier start.
+        """
         return any(
             token == self.own_entry.token or self._known_nodes.get(token, _UNSEEN_NODE)[2] for token in tokens
         )
 
     def format_names(self, tokens: Iterable[str]) -> str:
-        """What nodes are called, as far as they ever said."""
+        """Return the names of nodes, as far as they have entries."""
         return ", ".join(entry.name for entry in map(self.read_entry, tokens) if entry)
 
     def read_exit_codes(self, tokens: Iterable[str]) -> dict[str, int]:
-        """With which exit codes those ended that did so while we looked: what was there before is of an
-        earlier start.
+        """Return the exit codes of the nodes that ended while we polled.
+
+        Nodes that had ended before belong to an earlier start.
         """
         known = (self._known_nodes[token] for token in tokens if token in self._known_nodes)
         return {
@@ -207,17 +212,17 @@ class NodeRegistry:
         }
 
     def read_entry(self, token: str) -> NodeEntry | None:
-        """All that a node says; None where it is not there, or no more."""
+        """Return a node's entry; None where there is none, or none any more."""
         values = json.loads(files.read_text(self._get_entry_path(token)) or "null")
         return values and NodeEntry(**values)
 
     def read_verdict(self, token: str) -> Verdict | None:
-        """The verdict that a node has ended with; None where it does not say one."""
+        """Return the verdict that a node has ended with; None where it has none."""
         entry = self.read_entry(token)
         return parse(entry.ended) if entry and entry.ended else None
 
     def read_newest_round(self) -> Round | None:
-        """The newest round that was there at the last look, or that this node has proposed since."""
+        """Return the newest round at the last poll, or the one that this node has proposed since."""
         if self._newest_number and (
             self._newest_round is None or self._newest_round.number != self._newest_number
         ):
@@ -228,7 +233,7 @@ class NodeRegistry:
         return self._newest_round
 
     def propose(self, new_round: Round) -> None:
-        """Makes a round, unless somebody else has made one of that number. Raises JobFailed."""
+        """Make a round, unless another node has made one with that number. Raise JobFailed."""
         path = self.folder / f"round-{new_round.number}.json"
         complete_file = self.folder / f".{path.name}.{self.own_entry.token}"
         files.write_json(complete_file, asdict(new_round))
@@ -240,11 +245,11 @@ class NodeRegistry:
         self._newest_number = max(self._newest_number, new_round.number)
 
     def _remove_old_entries(self) -> None:
-        """Removes what earlier starts have left."""
+        """Remove the files of earlier starts."""
         live_tokens = {heartbeat.token for heartbeat in self.find_live_nodes()}
         for token in [token for token in self._known_nodes if token not in live_tokens]:
             heartbeat, _, _ = self._known_nodes.pop(token)
-            with suppress(FileNotFoundError):  # it lives after all
+            with suppress(FileNotFoundError):  # the node lives after all
                 (self.folder / heartbeat.file_name).unlink()
                 self._get_entry_path(token).unlink()
 
@@ -257,9 +262,9 @@ class NodeRegistry:
         )
 
     def _rename_heartbeat(self) -> bool:
-        """Shows what this node says, and that it lives; whether there was a file to rename.
+        """Renew this node's heartbeat by a rename, and return whether there was a file to rename.
 
-        Raises JobFailed where the disk does not take it.
+        Raise JobFailed where the disk refuses it.
         """
         self._heartbeat_count += 1
         self._last_heartbeat = time.monotonic()
@@ -276,17 +281,18 @@ class NodeRegistry:
 
 
 def get_poll_interval(nodes: int) -> float:
-    """The seconds from one look to the next of each of so many nodes."""
+    """Return the poll interval of each of `nodes` nodes [s]."""
     return min(max(_POLL_SECONDS, nodes / _LISTINGS_PER_SECOND), _LONGEST_POLL_SECONDS)
 
 
 def plan_next_round(
     last: Round | None, live_nodes: Iterable[Heartbeat], gone: Iterable[str], nodes: int, *, continues: bool
 ) -> Round | None:
-    """The round after `last`, of whose members `gone` will not come back; None while it cannot be.
+    """Return the round after `last`; None while it cannot begin.
 
-    It can when every member of the last one is gone or waits, and enough nodes wait that are not out. Who has
-    run the job goes on with it, and then who was started with the lower node rank.
+    `gone` are members of `last` that will not come back. A round begins when every member of the last one is
+    gone or waits, and enough nodes wait that are not excluded. Former members come first, then lower node
+    ranks.
     """
     live, number = list(live_nodes), (last.number if last else 0) + 1
     last_members = last.members if last else ()
@@ -301,7 +307,7 @@ def plan_next_round(
 
 
 def is_round_over(last: Round | None, live_nodes: Iterable[Heartbeat], gone: Iterable[str]) -> bool:
-    """Whether no member of the last round runs the job any more."""
+    """Return whether no member of the last round runs the job any more."""
     number = (last.number if last else 0) + 1
     finished = {heartbeat.token for heartbeat in live_nodes if heartbeat.waits_for == number} | set(gone)
     return last is None or set(last.members) <= finished

@@ -1,12 +1,12 @@
-"""One verdict for all nodes of a launch, each of which has a launcher of its own.
+"""The common verdict of all nodes of a launch, each of which has its own launcher.
 
-They meet in the folder of what concerns all of them, which they share where they share the run directory. A
-node whose ranks only lost their connections waits there for the word of another; one without a word is lost.
-Where the ranks of one have ended, those of the others wait for them in vain: their launchers end them. A node
-that may start again leaves when all have ended: at the same address it would meet what others still run.
+Nodes that share the run directory share a folder there. A node whose ranks only lost their connections waits
+there for the verdict of another; a node without a verdict is lost. Where the ranks of one node have ended,
+those of the others would wait for them in vain, so their launchers end them. A node that may start again
+leaves when all have ended; otherwise it would meet running ranks at the same address.
 
-The name of a node's word says what it comes to, `RANK.CODE.KIND.ACTION.verdict.json`, so that a node that
-waits lists one folder, and reads a single word in the end: of a thousand nodes, each would read a thousand.
+The name of a verdict's file has its main values, `RANK.CODE.KIND.ACTION.verdict.json`. A waiting node lists
+one folder and reads a single verdict at the end; a thousand nodes would otherwise read a thousand each.
 """
 
 import json
@@ -27,10 +27,10 @@ from bundle.launch.outcomes import NODES_FOLDER
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict, get_consequence_level, is_restartable, parse
 
-# That a node has to say how it ended, after one that has ended: its launcher may take its time to notice.
+# The time for a node's verdict after another one has ended; its launcher may notice late.
 VERDICT_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 0.5
-# From one look to the next while ranks run: days, in which nothing changes there.
+# The poll interval while ranks run, which may be days without a change.
 _PEER_POLL_SECONDS = 2.0
 _NODE_FILE = re.compile(r"(\d+)\.json")
 _VERDICT_FILE = re.compile(r"\d+\.\d+\.[a-z-]+\.[a-z-]+\.verdict\.json")
@@ -42,9 +42,9 @@ def agree_on_verdict(
     seconds: float = VERDICT_SECONDS,
     send_heartbeat: Callable[[], None] = lambda: None,
 ) -> Verdict:
-    """The verdict of all nodes, as far as they say it within `seconds`; leaves this node's word for them.
+    """Return the common verdict of the nodes that report within `seconds`, and write this node's.
 
-    Calls `send_heartbeat` every now and then. Raises JobFailed where nothing can be written.
+    Call `send_heartbeat` at each poll. Raise JobFailed where nothing can be written.
     """
     if world is None or own_verdict.nodes == 1:
         return own_verdict
@@ -55,7 +55,7 @@ def agree_on_verdict(
     while _needs_other_verdicts(own_verdict):
         send_heartbeat()
         now = time.monotonic()
-        # What was said while we looked may have been said in time: there is one more look afterwards.
+        # A verdict that came during the last poll may be in time, so one more poll follows the limit.
         is_final = now > began + seconds
         if is_final or now - last_poll >= get_poll_interval(own_verdict.nodes):
             last_poll = now
@@ -76,10 +76,10 @@ def agree_on_verdict(
 def choose_common_verdict(
     own_verdict: Verdict, verdicts: Mapping[int, Verdict], node_names: Mapping[int, str], *, is_final: bool
 ) -> Verdict | None:
-    """The verdict that all nodes have together; None where it is still to be waited for.
+    """Return the verdict that all nodes have together; None where it must be waited for.
 
-    `verdicts` are the verdicts of nodes and `node_names` all nodes, by their rank; `is_final`: none will say
-    more.
+    `verdicts` are the verdicts of nodes and `node_names` all nodes, both by rank. `is_final`: no more
+    verdicts will come.
     """
     broken = [verdict for verdict in verdicts.values() if verdict.code != ExitCode.OK]
     first = min(broken, key=lambda verdict: get_consequence_level(verdict.kind), default=own_verdict)
@@ -101,22 +101,22 @@ def choose_common_verdict(
 
 
 def build_lost_node_verdict(node_names: Sequence[str], reason: str) -> Verdict:
-    """The verdict on nodes that are lost; `reason` is by what that is known."""
+    """Return the verdict on lost nodes; `reason` says how their loss is known."""
     return Verdict(
         ExitCode.JOB_FAILED,
         FailureKind.LOST_NODE,
         f"lost, and all that ran there: {reason}",
         RestartAction.RESTART_WITHOUT,
         node=", ".join(node_names),
-        nodes=2,  # at least: who says so is another
+        nodes=2,  # at least: the reporting node is another one
     )
 
 
 class PeerNodes:
     """The other nodes of a launch, as this one sees them while its own ranks run.
 
-    `has_failed_peer`: one of them has, with a failure, so that its ranks will not meet ours any more. How a
-    hang ends is told apart (`hang.HangMonitor`).
+    `has_failed_peer`: one of them ended with a failure, so its ranks will not meet ours any more.
+    `hang.HangMonitor` tells how a hang ends.
     """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
@@ -125,12 +125,12 @@ class PeerNodes:
         self.has_failed_peer = False
 
     def poll(self) -> bool:
-        """Called every now and then: whether another node has ended with a failure."""
+        """Return whether another node has ended with a failure; the launcher calls it at each poll."""
         now, nodes = time.monotonic(), self._rendezvous.nodes
         if nodes > 1 and now - self._last_poll >= max(_PEER_POLL_SECONDS, get_poll_interval(nodes)):
             self._last_poll = now
             if world := outcomes.find_world_folder(self._folder):
-                with suppress(OSError):  # who has ended will be told by its silence
+                with suppress(OSError):  # the silence of ended nodes will be noticed
                     self.has_failed_peer = any(
                         map(self._has_failed, _read_verdicts(world / NODES_FOLDER)[1].values())
                     )
@@ -142,23 +142,23 @@ class PeerNodes:
 
 
 def _needs_other_verdicts(verdict: Verdict) -> bool:
-    """Whether a node with this verdict waits for the words of all others."""
+    """Return whether a node with this verdict waits for the verdicts of all others."""
     return _may_blame_another_node(verdict) or is_restartable(verdict)
 
 
 def _may_blame_another_node(verdict: Verdict) -> bool:
-    """Whether a verdict may be about another node."""
+    """Return whether the cause in a verdict may lie on another node."""
     return bool(get_consequence_level(verdict.kind)) or verdict.kind is FailureKind.HANG
 
 
 def _name_verdict_file(verdict: Verdict) -> str:
-    """The name of the file of a node's word."""
+    """Return the name of the file of a node's verdict."""
     kind, action = (value.replace(" ", "-") for value in (verdict.kind, verdict.action))
     return f"{verdict.node_rank}.{int(verdict.code)}.{kind}.{action}.verdict.json"
 
 
 def _read_verdicts(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
-    """All nodes, and their verdicts as far as the names of these say them, in the order of their ranks."""
+    """Return all nodes, and the verdicts in the names of their files, in the order of ranks."""
     file_names = sorted(path.name for path in folder.iterdir())
     parts = [
         match[0].replace("-", " ").split(".") for match in map(_VERDICT_FILE.fullmatch, file_names) if match

@@ -1,6 +1,6 @@
-"""No process outlives the one that started it, however that ends: the kernel kills it then.
+"""The end of child processes with their parent, by a signal of the kernel, however the parent ends.
 
-On Linux; elsewhere a process learns nothing of the end of another. What the kernel waits for is the end of
+This works on Linux; elsewhere a process does not learn of the end of another. The signal comes at the end of
 the thread that started the process.
 """
 
@@ -19,9 +19,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def prepare_parent_death_signal(number: int) -> Callable[[], object]:
-    """What a process calls to get this signal when its parent ends.
+    """Return a function by which a process requests this signal for its parent's end.
 
-    Loaded here, as `prepare_death_with_parent` is.
+    The C library is loaded here, as `prepare_death_with_parent` needs it.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -29,24 +29,25 @@ def prepare_parent_death_signal(number: int) -> Callable[[], object]:
 
 
 def prepare_death_with_parent() -> Callable[[int], None]:
-    """What a process calls with the number of its parent, to be killed with it: at once where it has ended.
+    """Return a function that lets the kernel kill the calling process with its parent.
 
-    Loaded here, so that it can be called between fork and exec.
+    The function takes the parent's process number, and ends the process at once where the parent has ended.
+    The C library is loaded here, so the function can be called between fork and exec.
     """
     die_with_it = prepare_parent_death_signal(signal.SIGKILL)
 
     def bind(parent: int) -> None:
         die_with_it()
-        if os.getppid() != parent:  # nobody will send the signal any more
+        if os.getppid() != parent:  # the parent is gone and no signal will come
             os._exit(ExitCode.TERMINATED)
 
     return bind
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent, torchrun's agent, dies: no rank stays as an orphan.
+    """Let the kernel kill this rank when its parent, torchrun's agent, dies, so no rank is an orphan.
 
-    Does nothing for a rank that torchrun did not start: its parent may be a shell that is meant to go away.
+    Do nothing for a rank that torchrun did not start: its parent may be a shell that ends early by intent.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         folder = outcomes.get_launch_folder()
@@ -55,9 +56,10 @@ def die_with_parent() -> None:
 
 
 def kill_forks_on_exit() -> None:
-    """Has what this process forks killed when it ends, and what that forks in turn: writers of checkpoints.
+    """Let the kernel kill forks of this process, and forks of these, when their parent ends.
 
-    What another thread than the main one forks is left alone: it would be killed at the end of that thread.
+    The forks are writers of checkpoints. Forks of other threads than the main one are left alone, as they
+    would be killed at the end of that thread.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""How each rank of this node ended: torchrun says 1 whatever happened, so that ranks write down why."""
+"""The end of each rank of this node. torchrun always returns 1, so ranks write down the reason."""
 
 import json
 import logging
@@ -18,22 +18,22 @@ from bundle.errors import BundleError, ExitCode, JobFailed
 
 _log = logging.getLogger(__name__)
 
-# The variable that names the folder of one launch on one node; unset where somebody else started the ranks.
+# The variable with the folder of one launch on one node; unset where another launcher started the ranks.
 DIRECTORY_VARIABLE = "BUNDLE_OUTCOMES"
-# The variable in which a pod is told the name of its node: its own host name is the pod's.
+# The variable with the name of a pod's node; the host name is that of the pod.
 KUBERNETES_NODE_VARIABLE = "K8S_NODE_NAME"
 AGENT_PID_FILE = "agent.pid"
 STOP_FILE, HANG_FILE = "stop", "hang"
 NOTICES_FILE, _MOST_NOTICES = "noticed.log", 4
-# In the folder of a launch on one node: the folder of what concerns all of its nodes.
+# In the folder of a launch on one node: the file with the path of the folder that all nodes share.
 WORLD_FILE = "world"
-# In that, what each node says of itself and of its end, apart from what its ranks leave there in a hang.
+# In the shared folder: the names and verdicts of nodes, apart from the snapshots of ranks in a hang.
 NODES_FOLDER = "nodes"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One rank: alive while `code` is None; `time` is when it said so, in seconds since the epoch.
+    """The state of one rank: alive while `code` is None; `time` is when it wrote this [s since the epoch].
 
     `explained`: the message says what is wrong, rather than what broke.
     """
@@ -48,33 +48,33 @@ class Outcome:
 
 
 def find_next_log_folder(run: Path, node_rank: int) -> Path:
-    """The log folder of the next launch of this node in a run directory; makes nothing."""
+    """Return the log folder of this node's next launch in a run directory; it is not created."""
     node_folder = run / "logs" / f"node-{node_rank}"
     numbers = [int(path.name) for path in node_folder.glob("*") if path.name.isdecimal()]
     return node_folder / str(max(numbers, default=0) + 1)
 
 
 def count_earlier_launches() -> int:
-    """How many launches of this run this node has had before this one, as far as they are ours."""
+    """Return the number of launches of this run on this node before this one, by our launcher."""
     folder = get_launch_folder()
     return int(folder.name) - 1 if folder and folder.name.isdecimal() else 0
 
 
 def get_node_name() -> str:
-    """What this node is called where somebody would leave it out: by Slurm, Kubernetes, or itself."""
+    """Return the name by which this node can be excluded: of Slurm, Kubernetes, or the host."""
     return (
         os.environ.get("SLURMD_NODENAME") or os.environ.get(KUBERNETES_NODE_VARIABLE) or socket.gethostname()
     )
 
 
 def get_launch_folder() -> Path | None:
-    """The folder of this launch, or None for a rank that somebody else started."""
+    """Return the folder of this launch; None for a rank that another launcher started."""
     value = os.environ.get(DIRECTORY_VARIABLE)
     return Path(value) if value else None
 
 
 def write(outcome: Outcome) -> None:
-    """Puts down how a rank stands, in one rename, where the launcher reads it."""
+    """Write the state of a rank, in one rename, where the launcher reads it."""
     folder = get_launch_folder()
     if folder is None:
         return
@@ -82,7 +82,7 @@ def write(outcome: Outcome) -> None:
 
 
 def read(folder: Path) -> list[Outcome]:
-    """What the ranks of a launch put down, in the order of their ranks."""
+    """Return the outcomes of the ranks of a launch, in the order of the ranks."""
     outcomes = [
         Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")
     ]
@@ -90,9 +90,10 @@ def read(folder: Path) -> list[Outcome]:
 
 
 def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
-    """Makes the folder of what concerns all ranks of this launch, and tells the launcher of it.
+    """Create the folder that all ranks of this launch share, and write its path for the launcher.
 
-    Nodes that share the run directory share it; the first rank of each notes there that it is one, by name.
+    Nodes that share the run directory share the folder; the first rank of each node writes the node's name
+    there.
     """
     (world / NODES_FOLDER).mkdir(parents=True, exist_ok=True)
     folder = get_launch_folder()
@@ -102,29 +103,29 @@ def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
 
 
 def find_world_folder(folder: Path) -> Path | None:
-    """The folder that `create_world_folder` made, of the launch whose log folder this is.
+    """Return the folder that `create_world_folder` made for the launch with this log folder.
 
-    None where ranks never met.
+    Return None where ranks never met.
     """
     path = files.read_text(folder / WORLD_FILE)
     return Path(path) if path else None
 
 
 def announce_hang() -> None:
-    """Has all ranks of this node write down where they stand."""
+    """Tell all ranks of this node to write their snapshots."""
     if folder := get_launch_folder():
         with suppress(OSError):  # a hang on a full disk is still a hang
             (folder / HANG_FILE).touch()
 
 
 def is_hang_noticed() -> bool:
-    """Whether a rank of this node has noticed a hang."""
+    """Return whether a rank of this node has noticed a hang."""
     folder = get_launch_folder()
     return folder is not None and (folder / HANG_FILE).exists()
 
 
 def record_notice(message: str) -> None:
-    """Tells what a rank has seen that is unusual, and keeps it for the verdict of this launch."""
+    """Log an unusual event of a rank, and keep it for the verdict of this launch."""
     _log.warning(message)
     if folder := get_launch_folder():
         with suppress(OSError), (folder / NOTICES_FILE).open("a", encoding="utf-8") as file:
@@ -132,22 +133,23 @@ def record_notice(message: str) -> None:
 
 
 def read_notices(folder: Path) -> tuple[str, ...]:
-    """What ranks of this node noticed last."""
+    """Return the last notices of the ranks of this node."""
     return tuple((files.read_text(folder / NOTICES_FILE) or "").splitlines()[-_MOST_NOTICES:])
 
 
 def is_stop_requested() -> bool:
-    """Whether the launcher was told to stop, perhaps before this rank could take a signal."""
+    """Return whether the launcher was told to stop, perhaps before this rank could take a signal."""
     folder = get_launch_folder()
     return folder is not None and (folder / STOP_FILE).exists()
 
 
 def run_and_report(rank: int, local_rank: int, body: Callable[[], None]) -> ExitCode:
-    """Return the exit code of a rank whose work is `body`; its launcher and its log learn how it ended.
+    """Run `body`, the work of a rank, write how it ended, and return the rank's exit code.
 
-    To the torchrun of our own launcher, a rank that has saved and stopped as told has ended well.
+    The launcher and the rank's log get the outcome. For torchrun under our launcher, a rank that saved and
+    stopped as told has ended well.
     """
-    # Our launcher starts ranks that ignore it; until the rank can save, it must end it.
+    # Our launcher starts ranks that ignore SIGTERM; it must end a rank that cannot save yet.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write(Outcome(rank, local_rank, os.getpid(), time.time()))
     code, message, explained = ExitCode.OK, "", True
@@ -161,14 +163,14 @@ def run_and_report(rank: int, local_rank: int, body: Callable[[], None]) -> Exit
         code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
         traceback.print_exc()
     report_end(rank, local_rank, code, message, explained=explained)
-    # torchrun takes any code but 0 for a failure: it logs a traceback and kills the ranks that still save.
+    # At any code but 0, torchrun logs a traceback and kills the ranks that still save.
     return ExitCode.OK if code is ExitCode.PREEMPTED and get_launch_folder() else code
 
 
 def report_end(
     rank: int, local_rank: int, code: ExitCode, message: str = "", *, explained: bool = True
 ) -> None:
-    """Puts down the end of a rank; says it on stderr too, which is the rank's log."""
+    """Write the outcome of a rank that ends, also to stderr, which is the rank's log."""
     try:
         write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
     except JobFailed as error:  # a full disk must not hide why the rank ends
@@ -178,7 +180,7 @@ def report_end(
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """The ranks as a person would list them: "rank 3", "ranks 0-3, 8"."""
+    """Return a short list of ranks, for example "rank 3" or "ranks 0-3, 8"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -1,22 +1,22 @@
-"""What ranks print, as every launcher shows it: behind the node and the rank that printed it."""
+"""The lines that ranks print, with a label of their node and rank, as every launcher shows them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 from typing import IO
 
-# How long the last words of a rank may take to arrive when it has ended.
+# The time for the last lines of an ended rank to arrive.
 _DRAIN_SECONDS = 5.0
 
 
 def format_label(node_rank: int, rank: int) -> str:
-    """What stands before a line of a rank."""
+    """Return the label before a line of a rank."""
     return f"[{node_rank}/{rank}]"
 
 
 @contextmanager
 def forward_lines(stream: IO[bytes] | None, show: Callable[[str], None]) -> Iterator[None]:
-    """Call `show` with each line of a stream as it comes; does nothing where there is no stream."""
+    """Call `show` with each line of a stream as it comes; do nothing where there is no stream."""
     if stream is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""This node's ranks from their start by torchrun to their end.
+"""This node's ranks, from their start by torchrun to their end.
 
-A launch ends with one of our exit codes, and nothing that it started outlives it.
+A launch ends with one of our exit codes, and no process that it started outlives it.
 """
 
 import logging
@@ -28,12 +28,12 @@ from bundle.launch.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
 
-# An orchestrator wants the node back, the terminal went away, Ctrl-C: each is a request to save and stop.
+# An orchestrator needs the node, the terminal closed, Ctrl-C: each is a request to save and stop.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _POLL_SECONDS = 0.5
-# How long the other ranks of a failed job may take to end by themselves; torchrun would give them 30.
+# The time for the other ranks of a failed job to end by themselves; torchrun would give them 30 s.
 _GRACE_SECONDS = 5.0
-# How long torchrun may take to end after its ranks, which were killed; the kernel may hold one of them.
+# The time for torchrun to end after its ranks were killed; the kernel may hold one of them.
 _AFTER_KILL_SECONDS = 8.0
 _FIRST_REPORT_SECONDS = 10.0
 # In /proc/PID/status: the signals that a process ignores, and those that it handles.
@@ -41,7 +41,7 @@ _SIGNAL_MASKS = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 
 
 class LaunchFailed(BundleError):
-    """A launch that did not end with 0, with the code that its ranks agree on."""
+    """The error of a launch that did not end with 0, with the code that its ranks agree on."""
 
     def __init__(self, launch_verdict: Verdict) -> None:
         super().__init__(launch_verdict.to_text())
@@ -49,7 +49,7 @@ class LaunchFailed(BundleError):
 
 
 class NodeWait:
-    """The wait of one node of several for the others; a node that is alone waits for nobody."""
+    """The wait of one node for the others; a single node does not wait."""
 
     def __init__(self, rendezvous: Rendezvous, folder: Path, limit: float) -> None:
         self._rendezvous, self._folder, self._limit = rendezvous, folder, limit
@@ -59,13 +59,13 @@ class NodeWait:
 
     @property
     def is_over(self) -> bool:
-        """Whether this node's ranks have been started: torchrun makes their logs once all nodes have met."""
+        """True if this node's ranks have started: torchrun makes their logs once all nodes have met."""
         self._is_over = self._is_over or any(self._folder.glob("*/attempt_*"))
         return self._is_over
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the others had their time."""
+        """True if the wait for the other nodes exceeds its limit."""
         return not self.is_over and self._seconds > self._limit
 
     @property
@@ -73,7 +73,7 @@ class NodeWait:
         return time.monotonic() - self._began
 
     def report_wait(self) -> None:
-        """Says on stderr what is waited for; every time after twice the time before."""
+        """Log which nodes are waited for; the interval doubles each time."""
         if not self.is_over and self._seconds > self._next_report:
             _log.info("%s", self)
             self._next_report *= 2
@@ -90,13 +90,14 @@ class NodeWait:
 def run(
     launch: Launch, inherited: Mapping[str, str], send_heartbeat: Callable[[], None] = lambda: None
 ) -> None:
-    """Starts this node's ranks and returns when all ended well.
+    """Start this node's ranks and return when all ended well.
 
-    Calls `send_heartbeat` every now and then until then.
+    Call `send_heartbeat` at each poll until then.
 
-    Of several nodes, each line that a rank prints is shown behind [node/rank]; beside events, on stderr.
-    SIGTERM, SIGHUP and Ctrl-C have the ranks save and end with 75; the second of them ends all at once. While
-    the other nodes are not there yet, the first ends this one. Raises Ended with the code and the cause.
+    With several nodes, each line that a rank prints gets the prefix [node/rank]; with events, other lines go
+    to stderr. At SIGTERM, SIGHUP or Ctrl-C the ranks save and end with 75; a second signal ends all ranks at
+    once. While other nodes are missing, the first signal ends this node. Raise LaunchFailed with the code and
+    the cause.
     """
     folder = launch.logs
     try:
@@ -122,7 +123,7 @@ def run(
                 torchrun.argv,
                 env=torchrun.build_environment(inherited) | variables,
                 stdin=subprocess.DEVNULL,
-                # The agent itself writes only to stderr; what is left of stdout is the first rank's.
+                # The agent writes only to stderr; stdout has only lines of the first rank.
                 stdout=subprocess.PIPE if is_read else None,
                 stderr=log,
                 start_new_session=True,
@@ -158,7 +159,10 @@ def run(
 
 
 def _build_line_printer(launch: Launch) -> Callable[[str], None]:
-    """Return what shows a line of this node's first rank: behind its label, where there are several nodes."""
+    """Return the function that shows a line of this node's first rank.
+
+    The line gets its label where there are several nodes.
+    """
     node, prefix = launch.rendezvous.node_rank, ""
     if launch.rendezvous.nodes > 1:
         prefix = f"{output.format_label(node, node * launch.per_node)} "
@@ -168,12 +172,15 @@ def _build_line_printer(launch: Launch) -> Callable[[str], None]:
 
 
 def _prepare_agent(parent: int, folder: Path) -> Callable[[], None]:
-    """What the agent does before it becomes torchrun: it dies with us, and leaves SIGTERM to us."""
+    """Return the function that the agent calls before it becomes torchrun.
+
+    The agent then dies with us, and ignores SIGTERM.
+    """
     die_with = orphans.prepare_death_with_parent()
 
     def bind() -> None:
         die_with(parent)
-        # Ranks compare this with their parent, so that one whose agent died while it was starting ends too.
+        # Ranks compare this with their parent, so a rank whose agent died during its start ends too.
         (folder / outcomes.AGENT_PID_FILE).write_text(str(os.getpid()), encoding="utf-8")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
@@ -182,7 +189,7 @@ def _prepare_agent(parent: int, folder: Path) -> Callable[[], None]:
 
 
 class _AgentExit(NamedTuple):
-    """How the agent ended, and whether that is of our doing: what outlived a failure, or hung, was killed."""
+    """The end of the agent, and whether we caused it by killing ranks that outlived a failure, or hung."""
 
     status: int
     has_killed_ranks: bool = False
@@ -196,10 +203,10 @@ def _watch(
     peers: nodes.PeerNodes,
     send_heartbeat: Callable[[], None],
 ) -> _AgentExit:
-    """Returns when the agent has ended: ranks that outlive a failure too long, or hang, are killed.
+    """Wait until the agent has ended; kill ranks that outlive a failure too long, or hang.
 
-    So are those that outlive the ranks of another node. An agent that has waited too long for the other nodes
-    is killed as well, and one that outlives its ranks.
+    Ranks that outlive those of another node are killed as well. So is an agent that has waited too long for
+    the other nodes, or that outlives its ranks.
     """
     failed_at: float | None = None
     killed_at: float | None = None
@@ -220,7 +227,7 @@ def _watch(
             failed_at = now
         if not hang_monitor.is_overdue and (failed_at is None or now - failed_at <= _GRACE_SECONDS):
             continue
-        if killed_at is None:  # what torchrun has seen by now is not our doing
+        if killed_at is None:  # deaths that torchrun has seen by now are not caused by us
             killed_at = now
             has_seen_death = verdict.has_seen_death((folder / "agent.log").read_text(errors="replace"))
             agent_exit = agent_exit._replace(
@@ -234,7 +241,7 @@ def _watch(
 
 
 def _abandon_agent(agent: subprocess.Popen[bytes], ranks: Sequence[outcomes.Outcome]) -> None:
-    """Ends an agent that waits for ranks which the kernel holds; what cannot be ended is left, and named."""
+    """End an agent that waits for ranks which the kernel holds; log the ranks that do not end."""
     agent.kill()
     with suppress(subprocess.TimeoutExpired):
         agent.wait(_POLL_SECONDS)
@@ -252,7 +259,7 @@ def _has_failed(outcome: outcomes.Outcome) -> bool:
 
 
 def _send_signal(pid: int, number: int) -> bool:
-    """Whether there was a process to send the signal to."""
+    """Send a signal to a process and return whether there was such a process."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -262,7 +269,7 @@ def _send_signal(pid: int, number: int) -> bool:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """What arrives inside is heard afterwards, when there is somebody to pass it on to."""
+    """Block stop signals within the context; they arrive afterwards, when they can be forwarded."""
     earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
@@ -274,14 +281,14 @@ def _block_signals() -> Iterator[None]:
 def _forward_stop_signals(
     agent: subprocess.Popen[bytes], folder: Path, node_wait: NodeWait
 ) -> Iterator[dict[str, int]]:
-    """Passes on the signals that this process gets; yields where the first of them is written down."""
+    """Forward stop signals within the context; yield the dictionary that gets the first as "by"."""
     first_signal: dict[str, int] = {}
 
     def stop(number: int, _: object) -> None:
         is_repeated = "by" in first_signal
         first_signal.setdefault("by", number)
         if is_repeated or not node_wait.is_over or not _can_ranks_survive_sigterm(folder):
-            # No more patience, or nothing to save. The ranks die with their agent, which writes no traceback.
+            # A second request, or nothing to save. The ranks die with their agent, which writes no traceback.
             agent.kill()
         else:
             _request_stop(folder)
@@ -293,8 +300,8 @@ def _forward_stop_signals(
 
 @contextmanager
 def handle_stop_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Has `handler` called for each signal inside by which this process is asked to stop."""
-    # Started by nohup, or in the background of a shell script, we are not to hear of it.
+    """Call `handler` for each stop signal that this process gets within the context."""
+    # A signal that is ignored, as under nohup or in the background of a shell script, stays ignored.
     numbers = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     earlier_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -305,20 +312,23 @@ def handle_stop_signals(handler: Callable[[int, Any], object]) -> Iterator[None]
 
 
 def _can_ranks_survive_sigterm(folder: Path) -> bool:
-    """Return whether no rank would end by a request to save; one that is not there yet finds it later."""
+    """Return whether no running rank would be ended by a request to save.
+
+    A rank that has not started yet finds the request later.
+    """
     running = [outcome.pid for outcome in outcomes.read(folder) if outcome.code is None]
     return not any(map(_ends_by_sigterm, running))
 
 
 def _ends_by_sigterm(pid: int) -> bool:
-    """Return whether a process neither handles nor ignores SIGTERM; False where nothing says so."""
+    """Return whether a process neither handles nor ignores SIGTERM; False where it is unknown."""
     status = files.read_text(Path("/proc", str(pid), "status")) or ""
     masks = [int(mask, 16) for mask in _SIGNAL_MASKS.findall(status)]
     return bool(masks) and not any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
 def _request_stop(folder: Path) -> None:
-    """Asks every rank of this node to save and stop, those that are still starting too."""
+    """Ask every rank of this node to save and stop, also those that are still starting."""
     try:
         (folder / outcomes.STOP_FILE).touch()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What NCCL itself says of the ranks of a job: its service for reliability, availability and serviceability.
+"""The status of a job's ranks from NCCL: its service for reliability, availability and serviceability.
 
-From 2.24 each process has one that answers on its node, in lines of text (docs.nvidia.com/deeplearning/nccl/
-user-guide/docs/troubleshooting/ras.html). What its client `ncclras` asks is asked here, so that no such
-program needs to be there.
+From 2.24 each process has such a service, which answers on its node in lines of text
+(docs.nvidia.com/deeplearning/ nccl/user-guide/docs/troubleshooting/ras.html). We send the requests of its
+client `ncclras`, which need not be installed.
 """
 
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 from bundle import files
 
 PORT = 28028
-_PEER_TIMEOUT_SECONDS = 1  # that it waits for the answers of other processes
+_PEER_TIMEOUT_SECONDS = 1  # the service's limit for answers of other processes
 _TIMEOUT_SECONDS = 5.0
 _MOST_BYTES = 1 << 22  # bytes of an answer
 
 
 def query_status(address: str = "") -> str:
-    """All that it says of the communicators here and of who does not answer; "" where nobody listens.
+    """Return the service's report about communicators and silent processes; "" where no service listens.
 
-    `address` is HOST:PORT, without one what NCCL_RAS_ADDR says, or NCCL's own.
+    `address` is HOST:PORT; the default is NCCL_RAS_ADDR, or else NCCL's own address.
     """
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or f"localhost:{PORT}").rpartition(":")
     answer = b""
@@ -32,12 +32,12 @@ def query_status(address: str = "") -> str:
             connection.sendall(b"VERBOSE STATUS\n")
             while len(answer) < _MOST_BYTES and (received := connection.recv(1 << 16)):
                 answer += received
-    except (OSError, ValueError):  # what has come so far is worth reading
+    except (OSError, ValueError):  # a part of the answer is useful too
         pass
     return answer.decode("utf-8", errors="replace")
 
 
 def write(path: Path) -> None:
-    """Puts down what it says now, where it says something."""
+    """Write the service's current report to a file, where there is one."""
     if answer := query_status():
         files.write_text(path, answer)

@@ -1,6 +1,6 @@
-"""Where this process stands, made of what the environment and the flags say (the rendezvous).
+"""The place of this process among nodes and ranks, from the environment and the flags (the rendezvous).
 
-Anything that cannot be true is refused.
+Contradictions are refused.
 """
 
 import socket
@@ -24,10 +24,11 @@ ALONE_REASON = "nobody set a rank or a node in the environment: one node, this m
 
 
 class Rendezvous(NamedTuple):
-    """Where this process stands, where the ranks meet, and who said so.
+    """The place of this process, the address where the ranks meet, and the source of both.
 
     A process that stands for a node starts that node's ranks; its `rank`, `local_rank` and `world_size` are
-    None. `per_node` is None where nobody fixed the ranks of a node, `port` where a free one is to be taken.
+    None. `per_node` is None where the number of ranks per node is open, `port` where a free one is to be
+    chosen.
     """
 
     nodes: int
@@ -43,7 +44,7 @@ class Rendezvous(NamedTuple):
 
     @property
     def is_rank(self) -> bool:
-        """Whether this process is one rank, rather than the starter of a node's ranks."""
+        """True if this process is one rank, rather than the starter of a node's ranks."""
         return self.rank is not None
 
 
@@ -55,10 +56,11 @@ def discover(
     endpoint: str | None = None,
     planned_nodes: int = 1,
 ) -> Rendezvous:
-    """Where this process stands; `nodes`, `node_rank` and `endpoint` are the values of the flags,
-    `planned_nodes` the nodes of a job about which neither they nor a starter say anything (devices.nodes).
+    """Return the place of this process.
 
-    Raises UsageError with every contradiction and every value that is not what its variable means.
+    `nodes`, `node_rank` and `endpoint` are the values of the flags. `planned_nodes` is the number of nodes of
+    the job (devices.nodes), which counts where neither flags nor a starter give one. Raise UsageError with
+    every contradiction and every value that does not fit its variable.
     """
     env = VariableReader(environment)
     flags = _read_flags(env, nodes, node_rank, endpoint)
@@ -67,7 +69,7 @@ def discover(
         if starter_claim := starter(env):
             claims.append(starter_claim)
         if claims and "rank" in claims[0].settings:
-            break  # one rank of torchrun: whatever started torchrun is no longer about this process
+            break  # one rank of torchrun: the starter of torchrun does not describe this process
     first_claim = claims[0] if claims else Claim("none", ALONE_REASON, {})
     violations = [*env.violations, *first_claim.find_contradictions(), *flags.find_contradictions()]
     violations += flags.find_conflicts(first_claim)
@@ -87,7 +89,7 @@ def discover(
             violations,
         )
     values = {name: fact.value for name, fact in merged.settings.items()}
-    # One node needs nobody from outside: its ranks meet where only this machine can reach them.
+    # The ranks of a single node meet on loopback, where only this machine can reach them.
     loopback = {"address": LOOPBACK, "port": None}
     address_values = values | loopback if values["nodes"] == 1 and "rank" not in values else loopback | values
     return Rendezvous(source=merged.source, reason=merged.reason, **address_values)
@@ -112,7 +114,7 @@ def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, e
 
 
 def _merge(first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_nodes: int) -> Claim:
-    """The speaker's claim with its gaps filled, first by the flags, then by the other starters."""
+    """Return the first claim with its gaps filled, first by the flags, then by the other starters."""
     source, reason, settings = first_claim.source, first_claim.reason, dict(first_claim.settings)
     if source == "none" and "nodes" in flags.settings:
         source_names = dict.fromkeys(fact.source for fact in flags.settings.values())
@@ -149,7 +151,7 @@ def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
 
 
 def find_own_address(other: str) -> str:
-    """The address of this machine by which it would speak to another; its name where that is not known."""
+    """Return this machine's address on the way to another one; its name where that is unknown."""
     with suppress(OSError):
         for family, kind, _, _, socket_address in socket.getaddrinfo(
             other, _DISCARD_PORT, type=socket.SOCK_DGRAM

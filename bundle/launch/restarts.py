@@ -1,4 +1,4 @@
-"""Starting again in place what a restart may mend, as the verdict says, and not without end."""
+"""Restarts in place where the verdict says that a restart may help, at most a number of times."""
 
 import logging
 from collections.abc import Callable
@@ -12,11 +12,11 @@ _log = logging.getLogger(__name__)
 def run_with_restarts(
     start: Callable[[], None], most_restarts: int, get_progress: Callable[[], object]
 ) -> None:
-    """Calls `start`, and again when its verdict is that a restart may mend it.
+    """Call `start`, and call it again where its verdict says that a restart may help.
 
-    At most `most_restarts` times in a row in which nothing is gained: `get_progress` is what a restart goes
-    on from. Not while other nodes may still run what this one has ended: their ranks would be met, which wait
-    for those that are gone. Raises Ended.
+    Restart at most `most_restarts` times in a row without progress; `get_progress` names the state that a
+    restart continues from. Do not restart while other nodes may still run the launch that ended here: new
+    ranks would meet theirs, which wait for those that are gone. Raise LaunchFailed.
     """
     remaining, last_progress = most_restarts, get_progress()
     while True:

@@ -1,6 +1,6 @@
-"""Running a job on as many nodes as it needs of those that were started for it: the others are spare.
+"""Runs a job on as many of the started nodes as it needs; the others are spare nodes.
 
-What a verdict says of its end decides what follows: the same nodes again, another in the place of one that is
+The verdict on a round decides what follows: the same nodes again, another node in the place of one that is
 lost or bad, or the end.
 """
 
@@ -33,10 +33,10 @@ _SLEEP_SECONDS = 0.1
 
 
 class NodeRunnerWithSpares:
-    """This node among those that were started for a job, more of them by `spares` than it needs.
+    """This node among those that were started for a job: `spares` more than the job needs.
 
-    `where`: where it stands among all of them; they meet in the run directory's logs. `wait`: seconds that
-    the first round may take to come about; `most_restarts`: those in place without anything gained between.
+    `rendezvous` is its place among all of them; they meet in the run directory's logs. `wait` is the limit
+    for the first round to begin [s]. `most_restarts` limits restarts in place without progress.
     """
 
     def __init__(
@@ -54,14 +54,15 @@ class NodeRunnerWithSpares:
         get_progress: Callable[[], object],
         unfit: str = "",
     ) -> None:
-        """Returns when the job has ended well, be it without this node; raises Ended as it did otherwise.
+        """Run this node's part of the job and return when the job has ended well, even without this node.
 
-        `start` runs the ranks of one round on this node: where it stands in that, whether it goes on with a
-        round before it, and what is to be called every now and then. `get_progress` is what a restart goes on
-        from, `unfit` why this node takes part in none.
+        `start` runs the ranks of one round on this node. Its arguments are the place in the round, whether
+        the round continues an earlier one, and a function to call at each poll. `get_progress` names the
+        state that a restart continues from. `unfit` is the reason why this node takes part in no round. Raise
+        LaunchFailed where the job fails.
         """
         remaining, last_progress = self._most_restarts, get_progress()
-        last_verdict: Verdict | None = None  # how this node's last round ended
+        last_verdict: Verdict | None = None  # the verdict on this node's last round
         self._registry.update_entry(out=unfit)
         try:
             while (placement := self._wait_for_round(last_verdict)) is not None:
@@ -94,10 +95,10 @@ class NodeRunnerWithSpares:
             raise
 
     def _wait_for_round(self, last_verdict: Verdict | None) -> tuple[Rendezvous, bool] | None:
-        """This node's place in the next round that it takes part in; None once the job has ended well.
+        """Return this node's place in the next round that it takes part in; None once the job ended well.
 
-        `last_verdict` is how its last round ended. Raises Ended as the job did, and where there is no next
-        round.
+        `last_verdict` is the verdict on its last round. Raise LaunchFailed where the job failed or no round
+        can follow.
         """
         began, registry = time.monotonic(), self._registry
         with handle_stop_signals(self._record_signal):
@@ -124,7 +125,7 @@ class NodeRunnerWithSpares:
                 time.sleep(_SLEEP_SECONDS)
 
     def _build_rendezvous(self, last: Round) -> Rendezvous:
-        """This node's place in a round, whose members meet at the first. Raises JobFailed."""
+        """Return this node's place in a round, whose members meet at the first. Raise JobFailed."""
         first = self._registry.read_entry(last.members[0])
         if first is None:
             raise JobFailed(f"{self._registry.folder}: what node {last.members[0]} said is no longer there")
@@ -134,7 +135,10 @@ class NodeRunnerWithSpares:
     def _begin_round_unless_ended(
         self, last: Round | None, last_verdict: Verdict | None, waited: float
     ) -> bool:
-        """Makes the next round where it can be; whether the job has ended well. Raises Ended."""
+        """Make the next round where it can begin, and return whether the job has ended well.
+
+        Raise LaunchFailed where the job failed or no round can follow.
+        """
         registry, members = self._registry, last.members if last else ()
         is_own_start, exit_codes = registry.has_seen_any_heartbeat(members), registry.read_exit_codes(members)
         lost = registry.find_lost_nodes(members)
@@ -147,7 +151,7 @@ class NodeRunnerWithSpares:
             if last_verdict is not None and not registry.own_entry.out:
                 raise LaunchFailed(last_verdict)
             return True
-        # Far from being lost: one that went together with who is lost by now is not chosen.
+        # Only nodes with a recent heartbeat: a node that vanished together with a lost one is not chosen.
         recently_alive = registry.find_live_nodes(within=LOST_SECONDS / 3)
         if (
             next_round := plan_next_round(last, recently_alive, gone, self._nodes, continues=is_own_start)
@@ -166,7 +170,7 @@ class NodeRunnerWithSpares:
         return False
 
     def _build_refusal(self, live_nodes: Sequence[Heartbeat]) -> Verdict:
-        """That too few of all nodes may take part."""
+        """Return the verdict that too few of all nodes may take part."""
         excluded = sorted(
             (heartbeat.number, heartbeat.token) for heartbeat in live_nodes if heartbeat.is_excluded
         )
@@ -184,7 +188,7 @@ class NodeRunnerWithSpares:
         )
 
     def _build_timeout_verdict(self, live_nodes: Sequence[Heartbeat], waited: float) -> Verdict:
-        """That the other nodes did not come."""
+        """Return the verdict that the other nodes did not come."""
         cause = (
             f"gave up: {len(live_nodes)} of at least {self._nodes} nodes came to"
             f" {self._registry.folder} within"
@@ -197,7 +201,7 @@ class NodeRunnerWithSpares:
         )
 
     def _build_stop_verdict(self, number: int, last: Round | None) -> Verdict:
-        """That this node was told to end while no rank of it ran."""
+        """Return the verdict that this node was told to end while none of its ranks ran."""
         if last is not None and self._registry.has_seen_any_heartbeat(last.members):
             cause = "this node has no part in the job at present, and ends as told"
             return self._build_verdict(

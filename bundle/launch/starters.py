@@ -1,7 +1,7 @@
-"""What a starter says in the environment, one reader per starter: facts, each with the variable that said it.
+"""The facts that a starter puts in the environment: one reader per starter; each fact has its variable.
 
-Host names, ports and endpoints are read here; what a shell or a parser could take for something else is
-refused. A reader returns its claim, or None when that starter did not start us.
+Host names, ports and endpoints are read here. Texts that a shell or a parser could misread are refused. A
+reader returns its claim, or None where that starter did not start us.
 """
 
 import ipaddress
@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# torchrun's own default, which is what PET_MASTER_PORT means when it is not set.
+# torchrun's default, which counts where PET_MASTER_PORT is not set.
 DEFAULT_PORT = 29500
 
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -19,29 +19,29 @@ _NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _GROUP = re.compile(r"\[([0-9]+)[^][]*\]", re.ASCII)
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x[0-9]{1,9}\))?", re.ASCII)
-# Below the ephemeral ports, so that no outgoing connection of the machine holds the one we derive.
+# Below the ephemeral ports, so no outgoing connection of the machine holds the derived port.
 _SLURM_PORTS = range(20000, 32000)
 
 
 def parse_number(text: str) -> int | None:
-    """The plain decimal number that `text` is, or None: no sign, blank or foreign digit."""
+    """Return the plain decimal number in `text`, or None: no sign, blank or foreign digit."""
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def parse_fixed_number(text: str) -> int | None:
-    """The number from 1 that `text` is, or that both ends of the range `N:N` are, or None."""
+    """Return the number from 1 in `text`, or in both ends of the range `N:N`, or None."""
     least, _, most = text.partition(":")
     return (parse_number(least) or None) if most in ("", least) else None
 
 
 def parse_port(text: str) -> int | None:
-    """A TCP port that a client can connect to, or None."""
+    """Return a TCP port that a client can connect to, or None."""
     value = parse_number(text)
     return value if value is not None and 0 < value < 2**16 else None
 
 
 def parse_host(text: str) -> str | None:
-    """A host name, an IPv4 or an IPv6 address (brackets removed), or None."""
+    """Return a host name, an IPv4 or an IPv6 address (brackets removed), or None."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
         return str(ipaddress.ip_address(bare)) if "%" not in bare else None
@@ -50,7 +50,7 @@ def parse_host(text: str) -> str | None:
 
 
 def parse_host_and_port(text: str) -> tuple[str, int] | None:
-    """(host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
+    """Return (host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
     name, colon, digits = text.rpartition(":")
     host_value, port_value = parse_host(name), parse_port(digits)
     if not colon or host_value is None or port_value is None or (":" in host_value) != name.startswith("["):
@@ -59,9 +59,9 @@ def parse_host_and_port(text: str) -> tuple[str, int] | None:
 
 
 def parse_first_host(nodelist: str) -> str | None:
-    """The first host of a SLURM node list such as `gpu[001-003,10],login1`, or None.
+    """Return the first host of a SLURM node list such as `gpu[001-003,10],login1`, or None.
 
-    Only the first host of a list is ever needed, and `scontrol show hostnames` is fatal without a slurm.conf.
+    Only the first host of a list is ever needed, and `scontrol show hostnames` fails without a slurm.conf.
     """
     if len(nodelist) > 1_000_000:
         return None
@@ -75,14 +75,14 @@ def parse_first_host(nodelist: str) -> str | None:
 
 
 def parse_tasks_per_node(text: str) -> int | None:
-    """The tasks of every node in what SLURM says of them, such as `2(x3),2`, or None where they differ."""
+    """Return the tasks per node in SLURM's form such as `2(x3),2`; None where nodes differ."""
     tasks = {match and match[1] for match in map(_TASKS.fullmatch, text.split(","))}
     only = tasks.pop() if len(tasks) == 1 else None
     return int(only) if only else None
 
 
 class SourcedValue(NamedTuple, Generic[T]):
-    """A value and the variable or flag that said it."""
+    """A value and the variable or flag that it comes from."""
 
     value: T
     source: str
@@ -94,7 +94,7 @@ class SourcedValue(NamedTuple, Generic[T]):
 class Claim(NamedTuple):
     """Everything that one starter says about this process.
 
-    `settings` has what it says of nodes, node_rank, per_node, world_size, rank, local_rank, address and port.
+    `settings` has its values of nodes, node_rank, per_node, world_size, rank, local_rank, address and port.
     """
 
     source: str
@@ -102,7 +102,7 @@ class Claim(NamedTuple):
     settings: Mapping[str, SourcedValue[Any]]
 
     def find_contradictions(self) -> list[str]:
-        """What cannot be true together, naming both variables."""
+        """Return messages about values that cannot be true together, with both variables."""
         problems = []
         for index, size in (("rank", "world_size"), ("local_rank", "per_node"), ("node_rank", "nodes")):
             i, n = self.settings.get(index), self.settings.get(size)
@@ -121,7 +121,7 @@ class Claim(NamedTuple):
         return problems
 
     def find_conflicts(self, other: "Claim") -> list[str]:
-        """Where two starters disagree about the nodes, naming both variables."""
+        """Return messages about the nodes where two starters disagree, with both variables."""
         pairs = ((self.settings.get(name), other.settings.get(name)) for name in ("nodes", "node_rank"))
         return [
             f"{ours} contradicts {theirs}: unset or correct one of them"
@@ -131,14 +131,14 @@ class Claim(NamedTuple):
 
 
 def build_claim(source: str, reason: str, **facts: SourcedValue[Any] | None) -> Claim:
-    """The claim of these facts; None where nothing is said."""
+    """Return the claim of the facts that are not None."""
     return Claim(source, reason, {name: fact for name, fact in facts.items() if fact is not None})
 
 
 class VariableReader:
-    """Reads an environment and collects what is wrong in it, so that all of it can be said at once.
+    """Reads an environment and collects its problems, so that all can be reported at once.
 
-    What a variable that is not set would have meant is `missing_hint` where it must be there.
+    `missing_hint` describes a required variable; where it is not set, that is a problem too.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -146,19 +146,19 @@ class VariableReader:
         self.violations: list[str] = []
 
     def has(self, *names: str) -> bool:
-        """Whether all of `names` are set to something."""
+        """Return whether all of `names` are set and not empty."""
         return all(self.environment.get(name) for name in names)
 
     def choose_name(self, name: str, fallback: str) -> str:
-        """`name` where it is set, else the other one."""
+        """Return `name` where it is set, else `fallback`."""
         return name if self.has(name) else fallback
 
     def get_text(self, name: str) -> str:
-        """The value, empty when it is not set."""
+        """Return the value, empty where it is not set."""
         return self.environment.get(name, "")
 
     def read_count(self, name: str, least: int = 0, missing_hint: str = "") -> SourcedValue[int] | None:
-        """A whole number of at least `least`."""
+        """Return a whole number of at least `least`."""
 
         def parse(text: str) -> int | None:
             value = parse_number(text)
@@ -167,21 +167,21 @@ class VariableReader:
         return self.read(name, parse, f"a whole number from {least}", missing_hint)
 
     def read_host(self, name: str, missing_hint: str = "") -> SourcedValue[str] | None:
-        """A host name or an IP address."""
+        """Return a host name or an IP address."""
         return self.read(name, parse_host, "a host name or an IP address", missing_hint)
 
     def read_port(self, name: str, missing_hint: str = "") -> SourcedValue[int] | None:
-        """A TCP port."""
+        """Return a TCP port."""
         return self.read(name, parse_port, "a port from 1 to 65535", missing_hint)
 
     def refuse(self, name: str, expected: str) -> None:
-        """Adds the violation that the value of `name` is not `expected`."""
+        """Add the violation that the value of `name` is not `expected`."""
         self.violations.append(f"{name}={self.get_text(name)[:80]!r} is not {expected}")
 
     def read(
         self, name: str, parse: Callable[[str], T | None], expected: str, missing_hint: str = ""
     ) -> SourcedValue[T] | None:
-        """What `parse` makes of the value, which must be as `expected`."""
+        """Return the value as `parse` reads it; a value that is not `expected` is a violation."""
         if not self.has(name):
             self.violations += [f"{name} is not set: {missing_hint}"] if missing_hint else []
             return None
@@ -193,7 +193,7 @@ class VariableReader:
 
 
 def read_torchrun(env: VariableReader) -> Claim | None:
-    """The claim of torchrun, or of anybody who sets the variables that it sets: we are one rank."""
+    """Return the claim of torchrun, or of a starter that sets the same variables: we are one rank."""
     if not env.has("RANK", "WORLD_SIZE", "LOCAL_RANK") or "," in env.get_text("LOCAL_RANK"):
         return None
     per_node = env.read_count("LOCAL_WORLD_SIZE", 1, "the ranks on this node")
@@ -218,7 +218,7 @@ def read_torchrun(env: VariableReader) -> Claim | None:
 
 
 def read_ascend_operator(env: VariableReader) -> Claim | None:
-    """The claim of the Ascend operator, whose RANK counts nodes and whose LOCAL_RANK is a list."""
+    """Return the claim of the Ascend operator: RANK counts nodes and LOCAL_RANK is a list."""
     if not env.has("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or "," not in env.get_text("LOCAL_RANK"):
         return None
     per_node, world = env.read_count("LOCAL_WORLD_SIZE", 1), env.read_count("WORLD_SIZE", 1)
@@ -239,7 +239,7 @@ def read_ascend_operator(env: VariableReader) -> Claim | None:
 
 
 def read_pet(env: VariableReader) -> Claim | None:
-    """The claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
+    """Return the claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
     if not env.has("PET_NNODES"):
         return None
     fixed = "one fixed number of nodes (elastic ranges cannot hold a parallel layout)"
@@ -261,7 +261,7 @@ def read_pet(env: VariableReader) -> Claim | None:
 
 
 def read_slurm(env: VariableReader) -> Claim | None:
-    """The claim of SLURM: several tasks on a node are ranks, a single task stands for its node."""
+    """Return the claim of SLURM: several tasks on a node are ranks, a single task stands for its node."""
     if not env.has("SLURM_JOB_ID"):
         return None
     step = env.has("SLURM_STEP_ID")
@@ -304,7 +304,7 @@ def read_slurm(env: VariableReader) -> Claim | None:
 
 
 def read_indexed_job(env: VariableReader) -> Claim | None:
-    """The claim of an indexed Kubernetes Job, which says only the index of its pod."""
+    """Return the claim of an indexed Kubernetes Job, which only has the index of its pod."""
     index = env.read_count("JOB_COMPLETION_INDEX")
     if index is None:
         return None
@@ -323,14 +323,14 @@ STARTERS: tuple[Callable[[VariableReader], Claim | None], ...] = (
 )
 
 
-# What the readers above read, and what beside it is of the same starters.
+# The variables that the readers above read, and further ones of the same starters.
 _STARTER_VARIABLES = re.compile(
     r"(SLURM|PET|GROUP)_.*|(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|JOB_COMPLETION_INDEX", re.ASCII
 )
 
 
 def remove_starter_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what starters say in it, for a process whose place is another."""
+    """Return the environment without the starters' variables, for a process in another place."""
     return {name: value for name, value in environment.items() if not _STARTER_VARIABLES.fullmatch(name)}
 
 
@@ -348,7 +348,7 @@ def _derive_job_port(env: VariableReader) -> SourcedValue[int] | None:
     job, step = env.read_count("SLURM_JOB_ID"), env.read_count("SLURM_STEP_ID")
     if job is None or step is None:
         return None
-    # Two steps of one job, and two jobs of one array, must not meet on the port of a node they share.
+    # Two steps of one job, and two jobs of one array, need different ports on a node that they share.
     return SourcedValue(
         _SLURM_PORTS[(job.value * 7 + step.value) % len(_SLURM_PORTS)], "SLURM_JOB_ID and SLURM_STEP_ID"
     )

@@ -1,6 +1,6 @@
-"""The verdict of a launch: what broke, on which rank and node, by which evidence, and whether to start again.
+"""The verdict of a launch: the failure, its rank and node, the evidence, and whether to start again.
 
-Rules and no model: a pure function of what was gathered. One JSON and one sentence.
+Fixed rules decide; a verdict is a pure function of the evidence. It is written as one JSON and one sentence.
 """
 
 import re
@@ -19,7 +19,7 @@ from bundle.launch.outcomes import Outcome
 
 FILE_NAME = "verdict.json"
 FORMAT = "mcore-bundle verdict"
-# What a rank says only when it knows the cause, and that no restart mends; by the strength of the word.
+# The codes of a rank that knows the cause, which no restart mends; the most certain first.
 _REFUSAL_CODES = (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 _HARMLESS_CODES = (None, ExitCode.OK, ExitCode.PREEMPTED)
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+).*")
@@ -42,10 +42,10 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a launch ended: its exit code, what broke, where, why we believe it, and what to do.
+    """The end of a launch: exit code, failure, place, evidence and remedy.
 
-    `cause` is one line; `details` are lines for a person, beside it. `rank` is None where it is about none.
-    `silent`: nodes that had said nothing of their own end when this was told.
+    `cause` is one line; `details` are further lines for a person. `rank` is None where no rank is concerned.
+    `silent`: nodes without a verdict when this one was made.
     """
 
     code: ExitCode
@@ -63,10 +63,10 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """What broke, on which rank and node, and whether to start again."""
+        """The failure, its rank and node, and whether to start again, in one sentence."""
         if self.kind in (FailureKind.NOTHING, FailureKind.PREEMPTED, FailureKind.STOPPED):
             return self.cause
-        if self.kind is FailureKind.HANG:  # which is about several ranks, and names them
+        if self.kind is FailureKind.HANG:  # the cause is about several ranks, and names them
             return f"{self.cause}{_ADVICE[self.action]}"
         place_parts = [] if self.rank is None else [f"rank {self.rank}"]
         place_parts += [self.node] if self.nodes > 1 and self.node else []
@@ -77,22 +77,22 @@ class Verdict:
         return f"{subject}{self.cause}{_ADVICE[self.action].format(node=self.node)}"
 
     def to_text(self) -> str:
-        """What a person is told: the details, and the sentence at the end."""
+        """Return the text for a person: the details, then the sentence."""
         return "\n".join([*self.details, self.sentence])
 
     def dump(self) -> dict[str, Any]:
-        """The values of its JSON."""
+        """Return the JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"format": FORMAT, **values, "code": int(self.code), "sentence": self.sentence}
 
 
 def write(folder: Path, verdict: Verdict) -> None:
-    """Puts a verdict into the log folder of its launch. Raises JobFailed where nothing can be written."""
+    """Write a verdict into the log folder of its launch. Raise JobFailed where nothing can be written."""
     files.write_json(folder / FILE_NAME, verdict.dump())
 
 
 def parse(values: Mapping[str, Any]) -> Verdict:
-    """The verdict that `Verdict.dump` made these JSON values of."""
+    """Return the verdict in the JSON values of `Verdict.dump`."""
     field_values = {field.name: values[field.name] for field in fields(Verdict)}
     field_values |= {
         "code": ExitCode(field_values["code"]),
@@ -105,7 +105,7 @@ def parse(values: Mapping[str, Any]) -> Verdict:
 
 
 def judge(launch: LaunchEvidence) -> Verdict:
-    """The verdict of a launch on one node: of who knows what is wrong, and only then of who merely broke."""
+    """Return the verdict of a launch on one node, first from ranks that know the cause, then from others."""
     verdict = _find_verdict(launch)
     return replace(verdict, evidence=(*verdict.evidence, *(f"before: {notice}" for notice in launch.notices)))
 
@@ -115,7 +115,7 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
         (outcome for outcome in launch.outcomes if outcome.code),
         key=lambda outcome: (not outcome.explained, outcome.time),
     )
-    if launch.status == 0:  # which is also how ranks end that have saved and stopped
+    if launch.status == 0:  # ranks that have saved and stopped end with 0 too
         return _detect_preemption(launch, ended) or _build_verdict(launch, ExitCode.OK)
     if launch.wait_failure:
         return _build_verdict(
@@ -142,17 +142,17 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
 
 
 def has_seen_death(agent_log: str) -> bool:
-    """Whether torchrun, by what it wrote, has seen a rank end."""
+    """Return whether torchrun's output says that a rank ended."""
     return _FIRST_DEATH.search(agent_log) is not None
 
 
 def get_consequence_level(kind: FailureKind) -> int:
-    """0 for what can only be a cause; more for what may be the echo of one."""
+    """Return 0 for a kind that can only be a cause; more for one that may follow from another."""
     return SECONDARY.index(kind) + 1 if kind in SECONDARY else 0
 
 
 def is_restartable(verdict: Verdict) -> bool:
-    """Whether the same ranks may get further on the same nodes: nobody had them stopped, no node is bad."""
+    """Return whether the same ranks on the same nodes may succeed: not stopped by request, no bad node."""
     return verdict.action is RestartAction.RESTART and verdict.kind not in (
         FailureKind.PREEMPTED,
         FailureKind.STOPPED,
@@ -190,10 +190,10 @@ def _build_rank_verdict(
     evidence: tuple[str, ...] = (),
     details: tuple[str, ...] = (),
 ) -> Verdict:
-    """The verdict about one rank; without a `cause`, in the rank's own words."""
+    """Return the verdict about one rank; the default of `cause` is the rank's message."""
     summary, message = _shorten_message(outcome.message), outcome.message.rstrip().splitlines()
     quotes = (f"{_name_rank(outcome)}: {summary}",) if summary else ()
-    # What does not fit into one line is shown above it.
+    # Messages of several lines are shown in full above the sentence.
     full_message = (f"{_name_rank(outcome)}: {message[0]}", *message[1:]) if len(message) > 1 else ()
     return _build_verdict(
         launch,
@@ -226,7 +226,7 @@ def _detect_preemption(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict 
 
 
 def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
-    """What the kernel says of a device or of memory, where nobody had us stopped."""
+    """Return a verdict from the kernel's log on a device or memory, if we were not stopped."""
     pids = {outcome.pid: outcome.rank for outcome in launch.outcomes}
     for line in launch.kernel_lines if launch.stop_signal is None else ():
         if (hit := causes.find_cause(causes.KERNEL_RULES, line)) is None:
@@ -234,7 +234,7 @@ def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict 
         groups = hit.match.groupdict()
         rank = pids.get(int(groups.get("pid") or 0))
         if rank is None and hit.rule.kind is FailureKind.HOST_MEMORY:
-            continue  # a process of somebody else
+            continue  # a foreign process
         device = groups.get("device")
         return _build_verdict(
             launch,
@@ -265,7 +265,7 @@ def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None
         )
     text, rank = hang.summarize_hang(launch.snapshots)
     longest = max(launch.snapshots, key=lambda snapshot: snapshot.seconds)
-    since = f" for {longest.seconds:.0f} s" if longest.seconds else ""  # ranks know, and none may have said
+    since = f" for {longest.seconds:.0f} s" if longest.seconds else ""  # only ranks know it
     cause = f"no progress{since}: {text}"
     verdict = _build_rank_verdict(launch, hang_reports[0], FailureKind.HANG, RestartAction.RESTART, cause)
     rank_snapshots = [snapshot for snapshot in launch.snapshots if snapshot.rank == rank]
@@ -297,7 +297,7 @@ def _detect_stop(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
 
 
 def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterator[Verdict]:
-    """What each rank that broke is a case of, the likeliest to be the first before the others."""
+    """Yield a verdict for each broken rank, the likeliest first cause first."""
     if launch.has_killed_ranks and launch.has_failed_elsewhere and not ended:
         cause = "its launcher ended its ranks, since another node had ended without them"
         yield _build_verdict(launch, ExitCode.JOB_FAILED, FailureKind.ECHO, cause, RestartAction.RESTART)
@@ -324,7 +324,7 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
 
 
 def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict:
-    """What a rank that wrote down its end is a case of: an error that we explain keeps its own words."""
+    """Return the verdict on a rank that wrote its outcome; an explained error keeps its message."""
     log_lines = _describe_log(launch, outcome)
     if (hit := causes.find_cause(causes.RANK_RULES, outcome.message)) is None:
         return _build_rank_verdict(
@@ -335,7 +335,7 @@ def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict
 
 
 def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Match[str] | None) -> Verdict:
-    """What a rank that ended without a word is a case of: by the signal that ended it, or by its log."""
+    """Return the verdict on a rank without an outcome, from its signal or its log."""
     code = int(first[1]) if first and int(first[2]) == outcome.local_rank else 0
     death_lines = (f"torchrun: {first[0].strip()}",) if first and code else ()
     log_lines = _describe_log(launch, outcome)
@@ -375,7 +375,7 @@ def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Ma
 
 
 def _judge_failed_start(launch: LaunchEvidence) -> Verdict:
-    """What torchrun says where it started no rank."""
+    """Return the verdict from torchrun's output where it started no rank."""
     shown = _take_tail(_remove_warnings(launch.agent_log), "[torchrun]")
     if hit := causes.find_cause(causes.AGENT_RULES, launch.agent_log):
         quotes, rule = (f"torchrun: {hit.line}",), hit.rule
@@ -395,7 +395,7 @@ def _judge_failed_start(launch: LaunchEvidence) -> Verdict:
 
 
 def _shorten_message(message: str) -> str:
-    """A message as one line: what it says, and the first of the violations that it lists."""
+    """Return a message as one line: its first line and the first of the violations that it lists."""
     first, *rest = message.strip().splitlines() or [""]
     listed = [line.strip().removeprefix("- ") for line in rest if line.strip().startswith("- ")]
     more = f", and {len(listed) - 1} more" if len(listed) > 1 else ""
