@@ -16,7 +16,7 @@ from bundle.recipe import flatten
 from bundle.report.reading import parse_json
 from bundle.report.samples import SampleAnswer, read_samples
 
-# Points of a curve that are drawn. Of more, the lowest and highest of each stretch stay: they are looked for.
+# The most points of a drawn curve. From a longer one, the lowest and highest of each stretch are drawn.
 MAX_POINTS = 800
 _DIGITS = 6  # that are significant, of a value in a curve
 # The file beside a page that draws its curves.
@@ -29,13 +29,13 @@ _METRICS_LIMIT, _FILE_LIMIT = (
 
 @dataclass(frozen=True)
 class Curve:
-    """One number over the steps of a run, in their order."""
+    """One metric over the steps of a run, in the order of steps."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
     def downsample(self) -> "Curve":
-        """The curve with at most `MAX_POINTS` points."""
+        """Return the curve with at most `MAX_POINTS` points."""
         count = len(self.steps)
         if count <= MAX_POINTS:
             return self
@@ -47,18 +47,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run as its directory has it."""
+    """The content of a run directory that a page shows."""
 
     name: str
     curves: Mapping[str, Curve]
     plan: Mapping[str, Any]
     versions: Mapping[str, Any]
     result: Mapping[str, Any]
-    unread: tuple[str, ...]  # what there was to read and could not be
+    unread: tuple[str, ...]  # messages about files that could not be read
     samples: tuple[SampleAnswer, ...] = ()  # of task rl
 
     def find_plan_value(self, *keys: str) -> Any:
-        """A value of the plan by its keys, None where there is none."""
+        """Return a value of the plan by its keys; None where there is none."""
         value: Any = self.plan
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -66,7 +66,7 @@ class RunReport:
 
 
 def read_run(directory: Path) -> RunReport:
-    """The run in `directory`. Raises UsageError where no run has reported anything."""
+    """Return the run in `directory`. Raise UsageError where no run has reported anything."""
     unread: list[str] = []
     numbers = directory / "metrics.jsonl"
     try:
@@ -90,7 +90,7 @@ def read_run(directory: Path) -> RunReport:
 
 
 def _is_drawable(run: RunReport) -> bool:
-    """Whether all that a page shows of a plan has the form that a launcher gives it."""
+    """Return whether the parts of a plan that a page shows have the form that a launcher writes."""
     try:
         _summarize_run(run)
         dict(flatten(run.find_plan_value("recipe") or {}))
@@ -102,7 +102,7 @@ def _is_drawable(run: RunReport) -> bool:
 
 
 def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
-    """The curves of a metrics.jsonl; of a step that is there twice, after a resume, the last one counts."""
+    """Return the curves of a metrics.jsonl; the last report of a step counts, as a resume repeats steps."""
     seen: dict[str, dict[int, float]] = {}
     broken = 0
     for line in data.splitlines():
@@ -123,7 +123,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
 
 
 def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no file, or no object in it."""
+    """Return the JSON object in a file; an empty one where there is no file, or no object in it."""
     try:
         document = parse_json(read_content(path, _FILE_LIMIT))
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
 
 
 _MEMORY = "Memory, GiB"
-# Title of a chart -> beginnings of the names of the numbers on it. What fits nowhere gets a chart of its own.
+# The beginnings of the metrics' names by the title of a chart. Any other metric gets its own chart.
 CHARTS: Mapping[str, tuple[str, ...]] = {
     "Reward": ("reward/mean", "evaluation/reward"),
     "Accuracy on questions that are not learned": ("evaluation/accuracy", "evaluation/pass@"),
@@ -208,7 +208,7 @@ def write_page(path: Path, runs: Sequence[RunReport]) -> None:
 
 
 def label_runs(runs: Sequence[RunReport]) -> list[str]:
-    """A name for each run, by which the page tells them apart."""
+    """Return a label for each run that no other run on the page has."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({at + 1})" for at, name in enumerate(names)]
 
@@ -223,7 +223,7 @@ def group_metrics_by_chart(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
-    """Title and HTML of each chart. A colour is a number, a dash is a run."""
+    """Yield the title and the HTML of each chart. Each metric has its colour, each run its dash."""
     import plotly.graph_objects as go
 
     for title, numbers in group_metrics_by_chart({name for run in runs for name in run.curves}).items():
@@ -251,7 +251,7 @@ def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
 
 
 def _summarize_run(run: RunReport) -> dict[str, Any]:
-    """What a run was and came to."""
+    """Return the facts of a run for the page's table: steps, loss, layout, hardware and versions."""
     axes = run.find_plan_value("layout", "axes") or {}
     sizes = {name: axis.get("size") for name, axis in axes.items() if isinstance(axis, dict)}
     last = max(step for curve in run.curves.values() for step in curve.steps)
@@ -285,14 +285,14 @@ def _format_versions(run: RunReport) -> dict[str, Any]:
 
 
 def _build_rows(columns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """A row per fact, a column per run."""
+    """Yield a row per fact, with a column per run."""
     for name in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(name) for column in columns]
         yield name, ["" if value is None else str(value) for value in values]
 
 
 def _find_differences(runs: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
-    """The recipe's keys whose values are not the same in all runs."""
+    """Yield the recipe's keys whose values differ between runs, with the values."""
     for name, values in _build_rows([dict(flatten(run.find_plan_value("recipe") or {})) for run in runs]):
         if len(set(values)) > 1:
             yield name, values

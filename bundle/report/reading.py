@@ -5,7 +5,7 @@ from typing import Any
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value of a JSON text; None where it is no JSON."""
+    """Return the value of a JSON text; None where it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reads sample answers of a run of task rl for its report: a few of the first and of the last step."""
+"""Reads a few answers of the first and of the last step of a run of task rl, for its report."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _FILE_LIMIT = 1 << 28  # bytes
 
 @dataclass(frozen=True)
 class SampleAnswer:
-    """One answer as the report shows it; `step` is the stem of its file, long texts are cut."""
+    """One answer in the report; `step` is the stem of its file; long texts are cut."""
 
     step: str
     question: str

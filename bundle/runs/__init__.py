@@ -1,1 +1,1 @@
-"""Runs: the directory of each, which one process holds, and where its numbers go."""
+"""Runs: the directory of each run, which one process locks, and the outputs of its metrics."""

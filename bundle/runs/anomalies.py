@@ -1,4 +1,4 @@
-"""What is unusual while a run trains, told as it happens: ranks slower than others, losses that jump."""
+"""Unusual events in a training run, reported as they happen: ranks slower than others, jumps of the loss."""
 
 import math
 import statistics
@@ -10,27 +10,30 @@ import torch.distributed as dist
 
 from bundle.launch import outcomes
 
-# A rank that takes so many times as long as the middle of its stage, in so many reports in a row.
+# The ratio of a rank's time to the median of its stage, and the number of reports in a row.
 STRAGGLER_RATIO, STRAGGLER_REPORTS = 1.5, 2
-# A loss that is so many times as far above the middle of the reports before it as these usually are.
+# A jump's ratio to the median deviation of earlier losses; the number of earlier reports, at most and least.
 SPIKE_RATIO, SPIKE_WINDOW, SPIKE_LEAST_REPORTS = 10.0, 32, 8
 
 
 class Stragglers:
-    """Compares what ranks of the same stage take for their own part of a step; of all ranks, rank 0 tells."""
+    """Compares the time that ranks of the same stage need for their own part of a step; rank 0 reports."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        """A collective, as is `measure`; `stage` is this rank's, of the pipeline."""
+        """Gather the stages and nodes of all ranks. `stage` is this rank's pipeline stage.
+
+        The constructor and `measure` are collectives.
+        """
         self._device = device
         places: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
         dist.all_gather_object(places, (stage, outcomes.get_node_name()))
         self._stages, self._nodes = [stage for stage, _ in places], [node for _, node in places]
-        self._slow: tuple[int | None, int] = (None, 0)  # which rank was the slowest, in how many reports
+        self._slow: tuple[int | None, int] = (None, 0)  # the slowest rank, and in how many reports
 
     def measure(self, step: int, seconds: float) -> Mapping[str, float]:
-        """How many times as long as the middle of its stage the slowest rank took, as a metric.
+        """Return the slowest rank's time, as a multiple of the median of its stage, as a metric.
 
-        `seconds` is this rank's own time of a step. Nothing where no two ranks can be compared.
+        `seconds` is this rank's own time of a step. Return nothing where no two ranks can be compared.
         """
         own_seconds = torch.tensor([seconds], dtype=torch.float32, device=self._device)
         all_seconds = [torch.empty_like(own_seconds) for _ in self._stages]
@@ -52,9 +55,9 @@ class Stragglers:
 
 
 def find_slowest(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int | None, float, float]:
-    """The rank that is slowest beside the middle of its stage, how many times so, and that middle.
+    """Return the rank that is slowest relative to its stage's median, the ratio, and the median [s].
 
-    Of two ranks, the faster one is the middle. None for the rank where every stage has one rank.
+    Of two ranks, the faster one is the median. The rank is None where every stage has one rank.
     """
     result: tuple[int | None, float, float] = (None, 1.0, 0.0)
     for stage in set(stages):
@@ -70,14 +73,14 @@ def find_slowest(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int |
 
 
 class LossSpikes:
-    """Losses that are far above those before them."""
+    """Counts losses that are far above earlier ones."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self.count = 0
 
     def measure(self, step: int, loss: float) -> Mapping[str, float]:
-        """How many there were so far, as a metric; call it with every report's loss."""
+        """Return the number of jumps so far, as a metric; call it with the loss of every report."""
         if len(self._before) >= SPIKE_LEAST_REPORTS and math.isfinite(loss):
             middle = statistics.median(self._before)
             usual = statistics.median(abs(earlier_loss - middle) for earlier_loss in self._before)
@@ -93,10 +96,10 @@ class LossSpikes:
 
 
 class Anomalies:
-    """What is unusual about the updates that are about to be reported, as metrics."""
+    """Computes the metrics about unusual events in the updates of a report."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        """All ranks call it; `stage` is this rank's, of the pipeline."""
+        """Prepare the metrics; all ranks call it. `stage` is this rank's pipeline stage."""
         self._stragglers, self._spikes = Stragglers(stage, device), LossSpikes()
 
     def measure(self, step: int, loss: float, seconds: float | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The directory of one run: everything that made it and everything it made."""
+"""The directory of one run: its start and everything that it produced."""
 
 import fcntl
 import json
@@ -22,23 +22,23 @@ from bundle.planning.size import DiskUsage, estimate_disk
 from bundle.recipe import Recipe, list_differences, load
 from bundle.recipe.document import to_yaml
 
-# The first line of a run's recipe.yaml, by which a directory is known as a run's.
+# The first line of a run's recipe.yaml, which marks the directory of a run.
 _RECIPE_HEADER = "# The recipe of the run in this directory, written by mcore-bundle.\n"
-# What may lie in a directory before its first run: logs of launches, tokens, what a file system makes.
+# The names that a directory may have before its first run: logs, tokens, and names of the file system.
 _ALLOWED_NAMES = {"logs", "data", "lost+found"}
-_MAX_NAMED_FILES = 8  # files of somebody else that a message names
+_MAX_NAMED_FILES = 8  # the most foreign files in a message
 _EXPORT_NAME = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a run begins with, as it was named, and whether it takes its weights alone."""
+    """The checkpoint that a run begins with, as the user named it, and whether only its weights are used."""
 
     checkpoint: Path
     weights_only: bool = False
 
     @classmethod
     def from_start(cls, start: Start) -> "Origin | None":
-        """What a start names."""
+        """Return the origin that a start names; None where it names none."""
         return cls(start.origin.absolute(), start.weights_only) if start.origin else None
 
     def __str__(self) -> str:
@@ -46,61 +46,63 @@ class Origin(NamedTuple):
 
 
 class RunDirectory:
-    """The names inside a run directory; nothing needs to exist."""
+    """The paths in a run directory; none needs to exist."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.recipe = root / "recipe.yaml"  # the recipe, complete: a resumed run is compared with it
-        # What was decided before the run began: the job file that its ranks execute.
+        self.recipe = root / "recipe.yaml"  # the complete recipe; a resume is compared with it
+        # The job file that the ranks execute.
         self.job = root / "job.json"
-        self.versions = root / "versions.json"  # what was installed
-        # The checkpoint that the run began with, as it was named; missing where it began with none.
+        self.versions = root / "versions.json"  # of the installed packages
+        # The checkpoint that the run began with, as the user named it; missing where there was none.
         self.origin = root / "origin.json"
-        # What experiment trackers call this run; missing where it names none.
+        # The names of this run in experiment trackers; missing where the recipe has no tracker.
         self.trackers = root / "trackers.json"
         self.profile = root / "profile"  # traces of the steps that the recipe names
         self.metrics = root / "metrics.jsonl"  # one JSON object per line, each with its `step`
         self.tensorboard = root / "tensorboard"  # event files
-        self.reference = root / "reference.npz"  # what the reference says of each answer of preference data
+        self.reference = root / "reference.npz"  # the reference's log-probabilities of preference data
         self.checkpoints = root / "checkpoints"  # one folder per checkpoint
-        # What the ranks of each launch said; kept by a fresh start, which is itself logged there.
+        # The logs of each launch's ranks; a fresh start keeps them, as its own log is there.
         self.logs = root / "logs"
         self.rollouts = root / "rollouts"  # answers of task rl, a file for each step
-        self.result = root / "result.json"  # written when the run is finished, and only then
+        self.result = root / "result.json"  # exists only for a finished run
 
     def build_export_path(self, kind: str, step: int | None = None) -> Path:
-        """Where an export of that kind (checkpoint.export) goes; `step`: one before the last, by its number.
+        """Return the path of an export of that kind (checkpoint.export).
 
-        It is the trained model as Hugging Face has it, or its adapters as PEFT has them.
+        `step` is the step of an export before the last one, which is part of its name. An export is the
+        trained model in Hugging Face's format, or its adapters in PEFT's format.
         """
         name = "peft" if kind == "peft" else "hf"
         return self.root / (name if step is None else f"{name}-{step:08d}")
 
     @property
     def exports(self) -> list[Path]:
-        """Every export that is there."""
+        """The paths of all existing exports."""
         inside = self.root.glob("*") if files.is_directory(self.root) else ()
         return [path for path in inside if _EXPORT_NAME.fullmatch(path.name)]
 
     def estimate_disk(self, recipe: Recipe) -> DiskUsage:
-        """The disk of a run of that recipe here, which may have written of it before."""
+        """Return the disk space of a run of that recipe, with what an earlier launch has written here."""
         steps = CheckpointDirectory(self.checkpoints).list_steps()
         return estimate_disk(recipe, self.root, len(steps), len(self.exports))
 
     def identify_start(self) -> tuple[int, int] | None:
-        """Which start made the run what it is, as something to compare; None where none has."""
+        """Return a value that identifies the start that wrote the job file; None where there is none."""
         if not files.is_file(self.job):
             return None
         status = self.job.stat()
         return status.st_ino, status.st_mtime_ns
 
     def decide_resume(self, recipe: Recipe, start: Start) -> bool:
-        """Whether there is a run to go on with; looks only, and changes nothing.
+        """Return whether there is a run to resume; nothing is changed.
 
-        An unfinished run goes on without being asked: a scheduler starts the same command again. One that has
-        trained nothing is begun anew, so that its recipe can be corrected.
-        Raises UsageError for a finished run without a flag, for a recipe or an origin that is not the run's,
-        for --resume where there is nothing, and where files lie that no run of ours has written.
+        An unfinished run resumes without a flag, as a scheduler starts the same command again. A run that has
+        trained nothing begins anew, so its recipe can be corrected.
+
+        Raise UsageError for a finished run without a flag, for a recipe or an origin that is not the run's,
+        for --resume without a run, and for files that no run of ours has written.
         """
         if start.fresh and start.resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")
@@ -127,7 +129,7 @@ class RunDirectory:
         return True
 
     def find_problems(self, recipe: Recipe, start: Start) -> tuple[Problem, ...]:
-        """Everything for which `decide_resume` would refuse a run here."""
+        """Return the problems for which `decide_resume` would refuse a run here."""
         try:
             self.decide_resume(recipe, start)
         except UsageError as error:
@@ -135,16 +137,16 @@ class RunDirectory:
         return ()
 
     def inspect_start(self, recipe: Recipe, start: Start) -> tuple[str, list[Problem]]:
-        """Return what the model begins with, and the problems of the inputs and of this directory."""
+        """Return a description of the model's first weights, and the problems of inputs and directory."""
         weights = self.find_initial_weights(recipe, start)
         input_problems = find_input_problems(recipe, self.root, weights)
         return weights.description, [*input_problems, *self.find_problems(recipe, start)]
 
     def is_finished(self, recipe: Recipe) -> bool:
-        """Whether the run has come to its result, and `recipe` asks for no more of it.
+        """Return whether the run has its result and `recipe` requires nothing more.
 
-        More steps or epochs do, another early stop, or none, where that has ended it, and an export that is
-        not there.
+        More is required by more steps or epochs, by a missing export, and by another early stop, or none,
+        where one has ended the run.
         """
         export = recipe.checkpoint.export
         if not files.is_file(self.result) or (
@@ -159,22 +161,25 @@ class RunDirectory:
         if ended_by is not None:
             rule = recipe.train.early_stop
             return rule is not None and rule.dump() == ended_by
-        if recipe.train.epochs is not None:  # whose steps only the data tells
+        if recipe.train.epochs is not None:  # only the data tells the number of steps
             return not recipe.train.exceeds(load(self.recipe).train)
         return not isinstance(step, int) or step >= recipe.train.steps
 
     def describe_finished(self) -> str:
-        """What to tell the user who resumes a finished run."""
+        """Return the message for a user who resumes a finished run."""
         return (
             f"{self.root}: this run is finished; --resume with more train.steps goes on with it,"
             " or with another train.early_stop where that has ended it"
         )
 
     def find_initial_weights(self, recipe: Recipe, start: Start) -> InitialWeights:
-        """What the run begins with, or why it cannot: --from counts until it has a checkpoint of its own."""
+        """Return the weights that the run begins with, or the problems of them.
+
+        --from counts until the run has a checkpoint of its own.
+        """
         if start.origin is None:
             return inspect_weights(recipe)
-        # Adapters are beside the weights of model.path, whatever they begin with.
+        # A run with adapters needs the weights of model.path too, whatever the adapters begin with.
         base = inspect_weights(recipe) if recipe.model.lora else InitialWeights("")
         if not start.fresh and CheckpointDirectory(self.checkpoints).list_steps():
             return base._replace(description="the run's own newest checkpoint")
@@ -192,16 +197,17 @@ class RunDirectory:
         return base._replace(description=description)
 
     def read_origin(self) -> Origin | None:
-        """What this run's --from was."""
+        """Return the --from of this run; None where it had none."""
         if not files.is_file(self.origin):
             return None
         record = json.loads(self.origin.read_text(encoding="utf-8"))
         return Origin(Path(record["from"]), record.get("weights_only", False))
 
     def find_origin_checkpoint(self) -> Path | None:
-        """The checkpoint that --from was when the run began: what it names may have gone on since.
+        """Return the checkpoint that --from was when the run began, as that run may have later ones.
 
-        None where the run began with none. Raises UsageError where it is gone, or is another one by now.
+        Return None where the run began without one. Raise UsageError where the checkpoint is gone or has
+        changed.
         """
         if not files.is_file(self.origin):
             return None
@@ -216,7 +222,7 @@ class RunDirectory:
         return checkpoint
 
     def read_origin_digest(self) -> str:
-        """What tells the checkpoint that the run began with from any other; empty where there is none."""
+        """Return the digest of the checkpoint that the run began with; empty where there is none."""
         if not files.is_file(self.origin):
             return ""
         return str(json.loads(self.origin.read_text(encoding="utf-8")).get("manifest", ""))
@@ -228,16 +234,16 @@ class RunDirectory:
         versions: Mapping[str, Any],
         origin: Origin | None = None,
     ) -> None:
-        """Writes what makes this run; what an earlier run here made, but for its logs, is removed first.
+        """Write the start of this run, after an earlier run's files except its logs are removed.
 
-        Nothing else is removed: a file of a reference says what it is of. Interrupted, it leaves the earlier
-        run at an older checkpoint, or nothing.
+        Nothing else is removed; the reference's file records its own inputs. If it is interrupted, the
+        earlier run is at an older checkpoint, or nothing is left of it.
         """
         self.result.unlink(missing_ok=True)
         CheckpointDirectory(self.checkpoints).remove_all()
         for exported in self.exports:
             if exported.exists():
-                shutil.rmtree(exported.resolve())  # a link may say where there is room
+                shutil.rmtree(exported.resolve())  # the export may be a link to a larger disk
         for path in (
             *self.tensorboard.glob("events.out.tfevents.*"),
             self.metrics,
@@ -258,13 +264,16 @@ class RunDirectory:
         self._write_description(job, versions)
 
     def write_resume(self, recipe: Recipe, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
-        """Writes what a run has that goes on: it may have become longer, or be elsewhere."""
+        """Write the recipe, job and versions of a resumed run, which may be longer or on other machines."""
         self.result.unlink(missing_ok=True)
         self._write_recipe(recipe)
         self._write_description(job, versions)
 
     def rewind_metrics(self, step: int) -> None:
-        """Takes out what an interrupted run noted after `step`: the resumed run will note it again."""
+        """Remove the metrics that an interrupted run wrote after `step`.
+
+        The resumed run writes them again.
+        """
         if not self.metrics.exists():
             return
         lines = [line for line in _read_lines(self.metrics) if _is_up_to_step(step, line)]
@@ -272,9 +281,9 @@ class RunDirectory:
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """Holds the directory for this process; the kernel lets go when it ends, however it ends.
+        """Lock the directory for this process within the context; the kernel releases the lock at its end.
 
-        Raises UsageError while another run holds it, and where nothing can be held.
+        Raise UsageError while another run holds it, and where the file system has no locks.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / LOCK_FILE).open("a+", encoding="utf-8") as file:
@@ -288,7 +297,7 @@ class RunDirectory:
                     f"{self.root}: its file system locks no files ({error.strerror}), so that two runs could"
                     " use it at once: mount it with flock, or name another place with --run-directory"
                 ) from error
-            # What this process forks has the same lock, and may outlive it: it lets go at once.
+            # A fork shares the lock and may outlive this process, so it closes the file at once.
             os.register_at_fork(after_in_child=file.close)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -296,14 +305,14 @@ class RunDirectory:
             yield
 
     def _has_progress(self) -> bool:
-        """Whether a fresh start would lose anything."""
+        """Return whether a fresh start would lose anything."""
         noted = self.metrics.exists() and not all(
             _is_up_to_step(0, line) for line in _read_lines(self.metrics)
         )
         return noted or self.result.exists() or bool(CheckpointDirectory(self.checkpoints).list_steps())
 
     def _refuse_foreign_files(self) -> None:
-        """Raises UsageError where files lie that no run has written; a new or an empty directory is fine."""
+        """Raise UsageError for files that no run has written; a new or empty directory is allowed."""
         try:
             if files.is_file(self.recipe) and self.recipe.read_bytes().startswith(_RECIPE_HEADER.encode()):
                 return
@@ -312,7 +321,7 @@ class RunDirectory:
             raise UsageError(
                 f"--run-directory {self.root}: cannot be read ({error.strerror}). Name another directory"
             ) from error
-        except (OSError, ValueError):  # nothing is there; `planning.inputs` says what stands in its place
+        except (OSError, ValueError):  # there is no directory; `planning.inputs` reports a file in its place
             return
         if foreign_names:
             more = (
@@ -374,14 +383,14 @@ class RunDirectory:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether something in a directory without a run speaks against beginning one there."""
+    """Return whether a path in a directory without a run prevents a run from beginning there."""
     if path.name in _ALLOWED_NAMES or path.name.startswith("."):
         return False
     return not files.is_directory(path) or any(path.iterdir())
 
 
 def find_newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that is `path`, or the newest of the run or of the folder that it names, if any."""
+    """Return the checkpoint `path`, or the newest one of the run or folder `path`; None if none."""
     if files.is_file(path / manifest.FILE_NAME):
         return path
     for folder in (path, RunDirectory(path).checkpoints):
@@ -392,9 +401,9 @@ def find_newest_checkpoint(path: Path) -> Path | None:
 
 
 def find_starting_checkpoint(path: Path) -> Path:
-    """The checkpoint to begin with: `path` itself, or the newest of the run or of the folder that it names.
+    """Return the checkpoint `path`, or the newest one of the run or folder `path`.
 
-    Raises UsageError where there is none.
+    Raise UsageError where there is none.
     """
     if (checkpoint := find_newest_checkpoint(path)) is not None:
         return checkpoint
@@ -407,7 +416,7 @@ def find_starting_checkpoint(path: Path) -> Path:
 
 
 def refuse_impossible_continuation(checkpoint: Path, step: int, recipe: Recipe) -> None:
-    """Raises UsageError where a run cannot go on behind that step of another one."""
+    """Raise UsageError where a run cannot continue after that step of another run."""
     if recipe.task_traits.has_pairs:
         raise UsageError(
             f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
@@ -421,7 +430,7 @@ def refuse_impossible_continuation(checkpoint: Path, step: int, recipe: Recipe) 
 
 
 def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: InitialWeights, *, weights_only: bool) -> None:
-    """Raises UsageError for what a rank would refuse of a checkpoint by what that says of itself."""
+    """Raise UsageError where a rank would refuse a checkpoint because of its recorded facts."""
     try:
         saved = state.read(checkpoint)
     except ValueError as error:
@@ -437,7 +446,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _is_up_to_step(step: int, line: str) -> bool:
-    """Whether a line of the metrics stays: all but later ones, and one whose writing was interrupted."""
+    """Return whether a line of the metrics stays: not a later step, and not an incomplete line."""
     try:
         noted = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run reports, its numbers, speed and traces, and to whom: files, TensorBoard, the terminal, trackers.
+"""The reports of a run: numbers, speed and traces for files, TensorBoard, the terminal and trackers.
 
 A recipe may name Weights & Biases and MLflow (extras `wandb` and `mlflow`).
 """
@@ -28,7 +28,7 @@ from bundle.recipe import Recipe, flatten
 from bundle.runs.directory import RunDirectory
 
 _SPEED, _MEMORY, _SECONDS_LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
-# What a line for people leaves to the files, or writes in other words at its end.
+# Metrics that a line for people leaves out, or writes in another form at its end.
 _NOT_IN_LINE = (
     _SPEED,
     _MEMORY,
@@ -61,7 +61,7 @@ _NOT_IN_LINE_PREFIXES = (
     "reward/failed/",
     "rollout/",
 )
-# What an event is called that holds such numbers; any other is a step.
+# The name of an event by the first part of its metrics; the default is "step".
 _EVENTS = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
 
 
@@ -74,7 +74,7 @@ class Sink(Protocol):
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """`value` with null in place of every number that is not finite, for which JSON has no words."""
+    """Return `value` with null in place of every number that is not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -83,7 +83,7 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 class JsonLines:
-    """One JSON object per line, added to what is there; null for what is not finite."""
+    """Appends one JSON object per line; numbers that are not finite become null."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
@@ -136,7 +136,7 @@ class LiveProgress:
         self._bar: Any = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn())
         self._task = self._bar.add_task("training", total=steps, completed=done)
         self._numbers = ""
-        # Warnings belong into the rank's log, where stderr goes, not above the bar.
+        # Warnings go to stderr, which is the rank's log, not above the bar.
         self._live: Any = Live(get_renderable=self._view, console=console, redirect_stderr=False)
         self._live.start()
 
@@ -157,7 +157,7 @@ class LiveProgress:
 
 
 class EventLines:
-    """An event of `train --json` per report, with the keys of metrics.jsonl."""
+    """Writes an event of `train --json` per report, with the keys of metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         kind = _EVENTS.get(next(iter(values)).partition("/")[0], "step")
@@ -168,14 +168,18 @@ class EventLines:
 
 
 def build_terminal_sink(steps: int, done: int, stream: TextIO = sys.stdout) -> Sink:
-    """Events where the launcher waits for them, live progress on a terminal, plain lines otherwise."""
+    """Return the sink for the terminal.
+
+    It writes events where the launcher waits for them, live progress on a terminal, and plain lines
+    otherwise.
+    """
     if events.has_listener():
         return EventLines()
     return LiveProgress(steps, done) if stream.isatty() else PlainLines(steps, stream)
 
 
 def _format_line(values: Mapping[str, float]) -> str:
-    """Return what a person watches: losses, tokens a second, peak memory and the time that is left."""
+    """Return the line for people: losses, tokens per second, peak memory and remaining time."""
     words = [
         f"{name} {_format_value(value)}"
         for name, value in values.items()
@@ -195,10 +199,10 @@ def _format_value(value: float) -> str:
 
 
 def start_trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
-    """A sink for each tracker of the recipe; a run that goes on goes on in the tracker's run, too.
+    """Return a sink for each tracker of the recipe; a resumed run continues the tracker's run.
 
-    Raises EnvironmentUnfit where a tracker is not installed or cannot be reached. One that fails later is
-    told once and left out: it is no reason to end a training.
+    Raise EnvironmentUnfit where a tracker is not installed or cannot be reached. A tracker that fails later
+    is reported once and left out, as it must not end a training.
     """
     kinds: dict[str, Callable[[Recipe, RunDirectory, str | None], Any]] = {
         "wandb": WeightsAndBiasesSink,
@@ -296,7 +300,7 @@ class MLflowSink:
 
 
 class TolerantSink:
-    """A sink that may fail: it is told once, on standard error, and gets nothing more."""
+    """A sink that may fail: the failure is reported once on standard error, and it gets no more reports."""
 
     def __init__(self, name: str, sink: Sink) -> None:
         self._name, self._sink = name, sink
@@ -328,7 +332,7 @@ class MetricsWriter:
         self._sinks = sinks
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Reports `values` of `step` everywhere."""
+        """Write the `values` of `step` to all sinks."""
         for sink in self._sinks:
             sink.write(step, values)
 
@@ -341,16 +345,16 @@ class MetricsWriter:
 
 
 class Speed:
-    """Counts for the average rank: all ranks share what all replicas were fed."""
+    """Computes the speed of the average rank: all ranks share the work of all replicas."""
 
     def __init__(self, recipe: Recipe, backend: str, device: torch.device, *, dp: int) -> None:
-        """`dp` is the number of replicas."""
+        """Prepare the counts; `dp` is the number of replicas."""
         parallel = recipe.parallel
         self._size = compute_model_size(recipe.architecture, recipe.model)
         self._tower = compute_tower_flops(recipe.architecture, recipe.model)
         self._ranks = parallel.tp * parallel.cp * parallel.pp * dp
         self._device = device
-        self._peak: float | None = None  # FLOP/s of the arithmetic that is used, where it is known
+        self._peak: float | None = None  # FLOP/s in the dtype in use, where known
         if device.type != "cpu" and recipe.model.dtype == "bf16" and recipe.model.fp8 is None:
             peak = capabilities.find_capabilities(backend).find_peak(torch.cuda.get_device_name(device))
             self._peak = peak.bf16 if peak else None
@@ -370,9 +374,9 @@ class Speed:
         return (self._size.count_step_flops(int(tokens.sum()), pairs, windowed) + image_flops) / self._ranks
 
     def compute_gauges(self, flops: float, seconds: float) -> Mapping[str, float]:
-        """FLOP/s of a device (TFLOP/s; MFU where the peak is known) and the peak of its memory in bytes.
+        """Return the speed of a device (TFLOP/s; MFU where the peak is known) and its peak memory [bytes].
 
-        On the cpu that is the resident memory of this process.
+        On the cpu the memory is the resident memory of this process.
         """
         gauges = {"train/tflops_per_device": flops / seconds / 1e12}
         if self._peak is not None:
@@ -385,10 +389,10 @@ class Speed:
 
 
 class Profiler:
-    """Writes one trace a rank, `profile/rank-R-steps-A-B.json.gz`, which chrome://tracing and Perfetto open.
+    """Writes one trace a rank, `profile/rank-R-steps-A-B.json.gz`, for chrome://tracing and Perfetto.
 
-    Where a run goes on or ends inside the stretch, the trace has the steps that it made there: a context
-    manager, which writes it at the end.
+    A run that starts or ends within the profiled steps writes a trace of the steps that it made there. The
+    profiler is a context manager, which writes that trace at the end.
     """
 
     def __init__(self, recipe: Recipe, directory: Path, rank: int) -> None:
@@ -409,7 +413,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, counted from 1."""
+        """Profile a step within the context; `number` counts from 1."""
         if not self._first <= number <= self._last:
             yield
             return

@@ -1,7 +1,7 @@
-"""The numbers of a run for Prometheus: an endpoint of rank 0 that gives the latest, in OpenMetrics' text.
+"""The metrics of a run for Prometheus: an endpoint of rank 0 with the latest values in OpenMetrics' text.
 
-The format: prometheus.io/docs/specs/om/open_metrics_spec. A number that is reported as `train/loss` is the
-gauge `mcore_bundle_train_loss`; what stands between, the name of a data set, is its label `of`.
+The format: prometheus.io/docs/specs/om/open_metrics_spec. The metric `train/loss` is the gauge
+`mcore_bundle_train_loss`. A data set's name in the middle of a metric becomes the label `of`.
 """
 
 import logging
@@ -23,13 +23,13 @@ _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class PrometheusSink:
-    """A sink that serves what it was given last, to whoever asks for /metrics.
+    """A sink that serves the latest values at /metrics.
 
-    `run` is the label of all; `restarts` is how often the run was started again.
+    `run` is the label of all values; `restarts` is the number of restarts of the run.
     """
 
     def __init__(self, settings: PrometheusSection, run: str, restarts: int) -> None:
-        """Raises EnvironmentUnfit where nobody can listen there."""
+        """Start the endpoint. Raise EnvironmentUnfit where its address cannot be used."""
         self._run, self._lock = run, threading.Lock()
         self._values: dict[str, tuple[int, float]] = {}
         self._latest: dict[str, float] = {RESTARTS: restarts}
@@ -47,17 +47,17 @@ class PrometheusSink:
         _log.info("metrics for Prometheus at http://%s:%d/metrics", settings.address, self.port)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Keeps the values of a step until others of their names come."""
+        """Keep the values of a step until later values with the same names come."""
         with self._lock:
             self._latest |= {STEP: step, **values}
 
     def close(self) -> None:
-        """Ends the endpoint."""
+        """Stop the endpoint."""
         self._server.shutdown()
         self._server.server_close()
 
     def render_text(self) -> str:
-        """What is served."""
+        """Return the text that the endpoint serves."""
         with self._lock:
             return format_exposition(self._latest, self._run)
 
@@ -77,13 +77,13 @@ class PrometheusSink:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Nobody reads who asked."""
+                """Write no log of requests."""
 
         return Handler
 
 
 def format_exposition(values: Mapping[str, float], run: str) -> str:
-    """The values as OpenMetrics' text, every family once, with its type."""
+    """Return the values as OpenMetrics' text, each family once with its type."""
     families: dict[str, list[str]] = {}
     for key, value in values.items():
         name, data_set = parse_metric_key(key)
@@ -94,7 +94,7 @@ def format_exposition(values: Mapping[str, float], run: str) -> str:
 
 
 def parse_metric_key(key: str) -> tuple[str, str]:
-    """The name of a metric that is reported as `key`, and the data set that it is of, if any."""
+    """Return the name of the metric `key` for Prometheus, and its data set, if any."""
     first, *between = key.split("/")
     last = between.pop() if between else ""
     if first == "data" and between:  # data/skipped/NAME

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepSizes(Protocol):
-    """The sizes of what an update learned from, on all replicas together."""
+    """The sizes of the data of an update, on all replicas together."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -40,7 +40,7 @@ class StepSizes(Protocol):
 
     @property
     def grids(self) -> NDArray[np.int64]:
-        """[images, 3]: patches of each image in time, height and width."""
+        """The patches of each image in time, height and width, [images, 3]."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Session:
     def run(self, train: Callable[[], None], describe_result: Callable[[], Mapping[str, Any]]) -> None:
         """Call `train`, then complete the last checkpoint, export, and write the result.
 
-        Raises what `train` raises; for Preempted the last checkpoint is complete. Raises JobFailed where no
+        Raise what `train` raises; at Preempted the last checkpoint is complete. Raise JobFailed where no
         update had a finite gradient.
         """
         with self.metrics, self.profiler:
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the last update of the recipe was made."""
+        """True if the last update of the recipe was made."""
         return self.progress.step >= self.recipe.train.steps
 
     def is_due(self, interval: int, previous_step: int | None = None) -> bool:
@@ -100,7 +100,7 @@ class Session:
     def make_update(self, learn: Callable[[], StepSizes], samples: int) -> StepResult:
         """Make one update: `learn` adds the gradients and returns sizes; `samples` are counted as read.
 
-        Raises JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
+        Raise JobFailed for a gradient that is not finite, unless `train.on_nan` is skip.
         """
         progress = self.progress
         started = time.perf_counter()
@@ -118,7 +118,7 @@ class Session:
     def report(self, result: StepResult, extra: Mapping[str, float] | None = None) -> None:
         """Write the metrics of the updates since the last report, and `extra`; `result` is of the last one.
 
-        Raises JobFailed for a loss that is not finite, unless `train.on_nan` is skip.
+        Raise JobFailed for a loss that is not finite, unless `train.on_nan` is skip.
         """
         progress = self.progress
         progress.losses = losses = self.engine.take_losses()

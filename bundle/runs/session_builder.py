@@ -84,7 +84,7 @@ class SessionBuilder:
 
         `samples` is the size of an epoch. `identity` holds digests of the data by name. `objective` replaces
         the main loss. `keep_reference` gets the engine while it has the weights that the run began with,
-        before a checkpoint of the run is loaded. All ranks call it. Raises UsageError for a checkpoint of a
+        before a checkpoint of the run is loaded. All ranks call it. Raise UsageError for a checkpoint of a
         run on other data.
         """
         recipe = with_epochs_as_steps(self.recipe, samples)
@@ -224,7 +224,7 @@ class SessionBuilder:
 def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
     """Return the weights of model.path, or None for random ones, and log which; all ranks call it.
 
-    Raises UsageError where they cannot be loaded, or where ranks find different ones.
+    Raise UsageError where they cannot be loaded, or where ranks find different ones.
     """
     weights: list[PretrainedWeights | None] = []
 
