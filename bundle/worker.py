@@ -1,4 +1,4 @@
-"""The life of one rank: meet the others, agree on the job, prepare the backend, train, leave in order."""
+"""One rank from start to end: meet the others, agree on the job, prepare the backend, train, and exit."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 def run_rank(
     rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: Job | None, wait: int
 ) -> ExitCode:
-    """How this rank ended; whoever started it learns why.
+    """Run this rank, report how it ended to its launcher, and return its exit code.
 
-    `prepared_job` is the job that this rank was given. Where that is none, or leaves its patches open, rank 0
-    calls `decide` and hands down what comes of it. Ranks that were told nothing wait `wait` seconds for
-    others.
+    `prepared_job` is the job that this rank got. Where it is None, or its patches are undecided, rank 0 calls
+    `decide` and shares the result. Ranks without a job wait `wait` seconds for others.
     """
     rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
@@ -47,9 +46,10 @@ def run_rank(
 
 
 def prepare_runtime(patches: PatchPlan, backend: str, recipe: "Recipe | None" = None) -> "Runtime":
-    """The runtime of a backend, for the job of `recipe`; its patches stay in force while this process lives.
+    """Apply the patches and return the runtime of a backend for the job of `recipe`.
 
-    Raises PatchError where megatron-core is not the planned one.
+    The patches stay applied while this process lives. Raise PatchError where megatron-core is not the planned
+    one.
     """
     patcher.apply(patches)
     return backends.prepare(backend, recipe)

@@ -1,8 +1,8 @@
-"""Whether a node can do what a job will ask of it, found out by doing it: a module for each probe.
+"""Checks of a node before a job, which try what the job will need: one module for each probe.
 
-A probe is a process of its own, `python -m bundle.preflight.PROBE WORDS`, which has a time limit: a driver in
-trouble never answers, and a file server late. It prints what it found as one line, `ProbeResult`, and ends
-with who asks (`bundle.preflight.__main__`): what it holds, as a port, is free for the next.
+A probe is a process of its own, `python -m bundle.preflight.PROBE WORDS`, with a time limit: a broken driver
+never answers, and a file server may answer late. It prints one line with its result, `ProbeResult`. It ends
+with its starter (`bundle.preflight.__main__`), so its resources, such as a port, are free for the next probe.
 """
 
 import errno
@@ -30,30 +30,30 @@ from bundle.launch.outcomes import get_node_name
 from bundle.launch.rendezvous import Rendezvous
 from bundle.preflight import nodes
 
-# That the probes of devices may take together, torch's import included, and then the others.
+# The time limit for the probes of all devices, with torch's import; and again for the other probes.
 SECONDS, QUICK_SECONDS = 300.0, 28.0
-# That measuring links may take, once all nodes are there.
+# The time limit for measuring links, once all nodes have come.
 LINK_SECONDS, QUICK_LINK_SECONDS = 120.0, 25.0
-_STARTING_SECONDS = 60.0  # beyond those, for imports and for saying what came of it
-# A device that is slower than this share of its neighbours holds them all up.
+_STARTING_SECONDS = 60.0  # beyond those, for imports and for the report
+# A device below this share of its neighbours' speed slows all of them down.
 LEAST_SPEED_SHARE = 0.9
 DEVICE, DISK, LINKS = (f"bundle.preflight.{name}" for name in ("device", "disk", "links"))
 HOST, KERNEL, RDMA, RECOVERY, VERSIONS = (
     f"bundle.preflight.{name}" for name in ("host", "kernel", "rdma", "recovery", "versions")
 )
 _DISK_BYTES, _QUICK_DISK_BYTES = 1 << 30, 1 << 26  # bytes that are written and read
-_LEAST_SHARED_BYTES = 1 << 28  # what NCCL and gloo need of /dev/shm, and loaders
-_AFTER_KILL_SECONDS = 1.0  # that a process has to end which is told to, unless a driver holds it
+_LEAST_SHARED_BYTES = 1 << 28  # bytes of /dev/shm that NCCL, gloo and loaders need
+_AFTER_KILL_SECONDS = 1.0  # for a killed process to end, unless a driver holds it
 _SPEED_UNIT = "TFLOP/s"
 _RESULT_PREFIX = "preflight found "  # libraries print lines of their own
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found: what it measured, by name and unit, and what is wrong, if anything.
+    """The result of a probe: its measurements by name and unit, and the defect, if any.
 
-    `skipped` is why nothing can be said here, `note` what else there is to say, `seconds` what it took.
-    `nodes`: the names of nodes that were asked together and what is wrong with each, by their number.
+    `skipped` is the reason why it could not run, `note` further information, and `seconds` its duration.
+    `nodes` are the names and defects of nodes that were checked together, by their number.
     """
 
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -65,17 +65,17 @@ class ProbeResult:
 
     @property
     def status(self) -> str:
-        """passed, failed or skipped."""
+        """The status: passed, failed or skipped."""
         return "failed" if self.wrong else "skipped" if self.skipped else "passed"
 
     def print_result(self) -> None:
-        """Prints it for who started the probe."""
+        """Print the result for the starter of the probe."""
         print(_RESULT_PREFIX + json.dumps(asdict(self)), flush=True)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What is asked of a node: its subject, the module and its words, and what to do where it fails."""
+    """One check of a node: its subject, the module and its arguments, and the remedy where it fails."""
 
     subject: str
     module: str
@@ -86,7 +86,10 @@ class Probe:
 def build_probes(
     hardware: Hardware, directory: Path, *, quick: bool, devices: int | None = None
 ) -> Iterator[Probe]:
-    """What is asked of a node with this hardware, whose runs lie in `directory`, and of `devices` devices."""
+    """Yield the probes of a node with this hardware and of `devices` devices.
+
+    Runs lie in `directory`.
+    """
     device = capabilities.find_capabilities(hardware.backend).device
     reset = (
         "look at its clocks, temperature, power and the driver's log; leave the node out until it is reset"
@@ -109,7 +112,10 @@ def build_probes(
 
 
 def run(probes: Sequence[Probe], seconds: float) -> dict[Probe, ProbeResult]:
-    """What all probes found: those of devices at once, as in a job, and then the others."""
+    """Return the results of all probes.
+
+    The probes of devices run at the same time, as in a job, and then the others.
+    """
     device_probes = [probe for probe in probes if probe.module == DEVICE]
     other_probes = [probe for probe in probes if probe.module != DEVICE]
     results: dict[Probe, ProbeResult] = {}
@@ -120,11 +126,11 @@ def run(probes: Sequence[Probe], seconds: float) -> dict[Probe, ProbeResult]:
 
 
 class NodeCheck:
-    """What all probes of this node found, and what nodes that were asked together came to.
+    """The results of all probes of this node, and the defects of the nodes that were checked together.
 
-    `results` as `mark_slow_devices` has it; `own_defects` is what is wrong with this node; `nodes` are the
-    names of all, and what is wrong with each. Of several, node 0 leaves lists of those that pass and those
-    that fail in `directory`.
+    `results` are those of `mark_slow_devices`. `own_defects` are the defects of this node; `node_defects` are
+    the names and defects of all nodes. With several nodes, node 0 writes lists of passing and failing nodes
+    into `directory`.
     """
 
     def __init__(
@@ -137,15 +143,15 @@ class NodeCheck:
         devices: int | None,
         wait: float,
     ) -> None:
-        """Asks this node alone and then, each doing this, all of `rendezvous`.
+        """Check this node alone, and then all nodes of `rendezvous` together, which all call this.
 
-        Raises JobFailed where the lists cannot be written, and what `measure_links` raises.
+        Raise JobFailed where the lists cannot be written, and what `measure_links` raises.
         """
         node_probes = list(build_probes(hardware, directory, quick=quick, devices=devices))
         own_results = run(node_probes, QUICK_SECONDS if quick else SECONDS)
         if (
             capabilities.find_capabilities(hardware.backend).device != "cpu"
-        ):  # whose processors all ranks share
+        ):  # ranks share the processors of a cpu
             own_results = mark_slow_devices(own_results)
         link_results = measure_links(
             hardware, rendezvous, own_results, quick=quick, devices=devices, wait=wait
@@ -169,11 +175,11 @@ def measure_links(
     devices: int | None = None,
     wait: float,
 ) -> dict[Probe, ProbeResult]:
-    """What the links of this node's devices, and of all nodes of `rendezvous`, carry. Each node calls this.
+    """Measure the links between this node's devices, and between all nodes of `rendezvous`.
 
-    `own_results` is what was found before: a node that fails alone is measured with nobody, and says why. For
-    nodes that have yet to come it waits for `wait` seconds. Nothing where there is one device. Raises
-    LaunchUnavailable on node 0 where the port is taken at which the nodes meet.
+    Each node calls this. `own_results` are the earlier results: a node that failed alone takes no part and
+    reports the reason. `wait` is the limit for the other nodes to come [s]. Return nothing for a single
+    device. Raise LaunchUnavailable on node 0 where the port is taken at which the nodes meet.
     """
     per_node = devices or max(1, len(hardware.devices))
     if rendezvous.nodes * per_node == 1:
@@ -210,8 +216,8 @@ def measure_links(
 
 
 def _refuse_taken_port(port: int) -> None:
-    """Raises LaunchUnavailable where somebody listens, which is nothing against the node."""
-    with socket.socket() as asking:  # which does not listen, so that no other node meets it
+    """Raise LaunchUnavailable where the port is in use, which is not a defect of the node."""
+    with socket.socket() as asking:  # it does not listen, so no other node connects to it
         asking.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             asking.bind(("", port))
@@ -221,9 +227,9 @@ def _refuse_taken_port(port: int) -> None:
 
 
 def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, ProbeResult]:
-    """The same, where a device that is slower than its neighbours is wrong as well."""
+    """Return the results, with a defect for each device that is slower than its neighbours."""
     speeds = [result.measured[_SPEED_UNIT] for result in results.values() if _SPEED_UNIT in result.measured]
-    # Of two, the faster one: the middle between them would let the other be slower.
+    # The faster of two devices counts, as their mean would hide a slow one.
     usual = statistics.median_high(speeds) if speeds else 0.0
     slow = {
         probe: replace(result, wrong=f"computes {speed:.3g} TFLOP/s, its neighbours {usual:.3g}")
@@ -234,7 +240,7 @@ def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, Probe
 
 
 def build_findings(results: Mapping[Probe, ProbeResult]) -> Iterator[Finding]:
-    """A finding for each probe, as `mark_slow_devices` has them."""
+    """Yield a finding for each probe, from results of `mark_slow_devices`."""
     for probe, result in results.items():
         if result.wrong:
             yield fail(probe.subject, result.wrong, probe.fix)
@@ -248,7 +254,7 @@ def build_findings(results: Mapping[Probe, ProbeResult]) -> Iterator[Finding]:
 def build_report(
     backend: str, results: Mapping[Probe, ProbeResult], node_defects: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """What a node's probes came to, as JSON can hold it; `node_defects` is what is wrong with each node."""
+    """Return the results of a node's probes as JSON values; `node_defects` are all nodes' defects."""
     return {
         "schema": 1,
         "node": get_node_name(),
@@ -272,7 +278,7 @@ def build_report(
 def _run_probe(probe: Probe, seconds: float) -> ProbeResult:
     began = time.monotonic()
     process = subprocess.Popen(
-        # By the process, since a thread of it is the parent: that lives until the probe has ended.
+        # The parent is a thread of this process, which lives until the probe has ended.
         [sys.executable, "-m", __name__, str(os.getpid()), probe.module, *probe.arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -303,7 +309,7 @@ def _run_probe(probe: Probe, seconds: float) -> ProbeResult:
 
 
 def _end_process(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a process; one that a driver holds is left alone: to wait for it has no end."""
+    """Kill a process; do not wait for a process that a driver holds, as that may never end."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_AFTER_KILL_SECONDS)

@@ -1,4 +1,4 @@
-"""A probe that ends with PROCESS, which asks: `python -m bundle.preflight PROCESS MODULE WORDS`."""
+"""Run a probe that ends with the process PROCESS: `python -m bundle.preflight PROCESS MODULE WORDS`."""
 
 import runpy
 import sys

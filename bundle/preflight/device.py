@@ -1,4 +1,4 @@
-"""Whether a device computes right, and how fast: `python -m bundle.preflight.device TYPE INDEX quick`."""
+"""The results and speed of a device: `python -m bundle.preflight.device TYPE INDEX quick`."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ import torch
 
 from bundle.preflight import ProbeResult
 
-# Of the matrices: large enough to keep a device busy, and a cpu not for long.
+# Sizes of the matrices: large enough to keep a device busy, and small enough for a cpu.
 _SIZES = {"cpu": 1024}
 _SIZE = 8192
 _INNER_SIZE = (
@@ -18,7 +18,7 @@ _LEAST_FREE_SHARE = 0.9
 
 
 def probe(kind: str, index: int, seconds: float) -> ProbeResult:
-    """Multiplies matrices of whole numbers, of which every device must make the same."""
+    """Multiply matrices of whole numbers, whose product is the same on every device."""
     if kind == "npu":
         import torch_npu  # noqa: F401  registers the device
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
@@ -34,17 +34,17 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
         torch.randint(-1, 2, shape, generator=generator).to(torch.float32)
         for shape in ((size, _INNER_SIZE), (_INNER_SIZE, size))
     )
-    # The rows that are compared: all of them would take a processor long.
+    # Only these rows are compared, as all of them would take a processor too long.
     expected = (left[:64] @ right).to(torch.bfloat16)
     left, right = left.to(device, torch.bfloat16), right.to(device, torch.bfloat16)
     runs, began = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds or runs < 2:
         product = left @ right
-        # Waits for the device as well.
+        # This also waits for the device.
         if not torch.equal(product[:64].cpu(), expected):
             return ProbeResult(measured, f"a product of matrices is wrong, the {runs + 1}. of its kind")
         runs += 1
-        if runs == 1:  # which has loaded what the others find
+        if runs == 1:  # the first run loads libraries and kernels
             began = time.perf_counter()
     return ProbeResult(
         {**measured, "TFLOP/s": 2e-12 * size * size * _INNER_SIZE * (runs - 1) / max(elapsed, 1e-9)}

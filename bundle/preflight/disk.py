@@ -1,4 +1,4 @@
-"""Whether a directory gives back what it took: `python -m bundle.preflight.disk DIRECTORY BYTES`."""
+"""A test that a directory returns what was written: `python -m bundle.preflight.disk DIRECTORY BYTES`."""
 
 import hashlib
 import os
@@ -13,9 +13,9 @@ _PIECE_BYTES = 1 << 20
 
 
 def probe(directory: Path, size: int) -> ProbeResult:
-    """Writes a file, waits until it is on the disk, reads it and removes it."""
+    """Write a file, wait until it is on the disk, read it and remove it."""
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:  # without a name, gone however this ends
+        with tempfile.TemporaryFile(dir=directory) as file:  # the file has no name, so it is gone in any case
             piece, written = os.urandom(_PIECE_BYTES), hashlib.sha256()
             began = time.perf_counter()
             for _ in range(size // _PIECE_BYTES):
@@ -25,7 +25,7 @@ def probe(directory: Path, size: int) -> ProbeResult:
             os.fsync(file.fileno())
             seconds = time.perf_counter() - began
             read = hashlib.sha256()
-            # What is kept in memory is what was written; what is on the disk may not be.
+            # Drop the cached pages, so the data is read from the disk.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             while data := file.read(_PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Whether the host's memory is free: `python -m bundle.preflight.host`."""
+"""The free memory of the host: `python -m bundle.preflight.host`."""
 
 import re
 
@@ -10,7 +10,10 @@ _LEAST_FREE_SHARE = 0.1
 
 
 def probe(local_machine: Machine) -> ProbeResult:
-    """What a process could get without swapping, of what this one may use at all."""
+    """Return the memory that a process can get without swapping [GiB].
+
+    The probe fails where less than 10 % of the memory that this process may use is free.
+    """
     memory = hardware.read_host(local_machine).memory
     meminfo = local_machine.read("/proc/meminfo")
     match = re.search(rf"^MemAvailable:\s*({NUMBER}) kB", meminfo.value or "", re.MULTILINE)

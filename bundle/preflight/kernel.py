@@ -1,4 +1,4 @@
-"""Whether the kernel has logged that a device or memory failed: `python -m bundle.preflight.kernel`."""
+"""Failures of devices or memory in the kernel's log: `python -m bundle.preflight.kernel`."""
 
 from bundle.environment import machine
 from bundle.environment.machine import Machine
@@ -6,13 +6,13 @@ from bundle.launch.causes import KERNEL_RULES, RestartAction, find_cause
 from bundle.preflight import ProbeResult
 
 _COMMAND = ("dmesg",)
-# What a launch would leave the node out for.
+# The rules for which a launch excludes the node.
 _RULES = tuple(rule for rule in KERNEL_RULES if rule.action is RestartAction.RESTART_WITHOUT)
 _MOST_SHOWN = 4
 
 
 def probe(local_machine: Machine) -> ProbeResult:
-    """What the log says since the machine was started; most containers may not read it."""
+    """Return the failures in the log since the machine started; most containers may not read the log."""
     log = local_machine.run(_COMMAND)
     if log.value is None:
         return ProbeResult(skipped=log.reason)

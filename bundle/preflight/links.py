@@ -1,7 +1,7 @@
-"""What the links of devices carry, of one node or of several: `python -m bundle.preflight.links PLACE`.
+"""The speed of the links between devices, within and between nodes: `python -m bundle.preflight.links PLACE`.
 
-A process for each device: they meet in a store, send to each other in pairs, and then act all together.
-One that is held by a dead link tells where, from a thread of its own, when its time is over.
+Each device has a process. The processes meet in a store, exchange data in pairs, and then run collectives. A
+process that a dead link blocks reports from another thread when its time is over.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from bundle.preflight import ProbeResult
 from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, list_partner_offsets, parse_report
 
 _COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
-# Bytes that are reduced, and a quarter of which a link carries: as large as a bandwidth needs to be seen.
+# Bytes of a reduction; a link carries a quarter of them. They are enough to measure the bandwidth.
 _BYTES = {"cpu": {True: 1 << 22, False: 1 << 24}}
 _BYTES_OF_DEVICES = {True: 1 << 28, False: 1 << 30}
 _REPEATS, _PINGS = 5, 20
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.2
 
 
 class LinkMeasurement:
-    """The measurements of one process, of rank `rank` of `size`; says at what it is, for who waits for it."""
+    """The measurements of one process with the rank `rank` of `size`; `stage` is its current step."""
 
     def __init__(self, worker: LinkWorker, rank: int, size: int, node_count: int) -> None:
         self.worker, self.rank, self.size = worker, rank, size
@@ -42,20 +42,20 @@ class LinkMeasurement:
         self.bytes = _BYTES.get(worker.kind, _BYTES_OF_DEVICES)[worker.quick]
         self.links: list[Link] = []
         self.stage = "meeting the others"
-        # What is received in the first exchange with somebody, and with whom that is.
+        # The received data of the first exchange with a partner, and the ranks of the exchange.
         self.received: torch.Tensor | None = None
         self.source = self.target = rank
         self.measured: dict[str, float] = {}
 
     def build_report(self) -> Report:
-        """What there is to say so far."""
+        """Return the report of the measurements so far."""
         return Report(tuple(self.links), self.stage, self._find_awaited_rank())
 
     def _find_awaited_rank(self) -> int | None:
-        """Who keeps it in an exchange: who sends, unless that has arrived; then who takes nothing."""
+        """Return the rank that blocks an exchange: the sender until its data arrived, then the receiver."""
         if self.received is None:
             return None
-        # Beside what is held on the device.
+        # On another stream, as a blocked exchange holds the default one.
         with contextlib.nullcontext() if self.device.type == "cpu" else self._open_side_stream():
             arrived = self.received[-1].item() == self.source
         return self.target if arrived else self.source
@@ -66,7 +66,7 @@ class LinkMeasurement:
         return stream
 
     def measure_all(self) -> None:
-        """Links within the node and between nodes, then what all do together."""
+        """Measure links within the node and between nodes, then collectives of all ranks."""
         per_node = self.worker.per_node
         node, local = divmod(self.rank, per_node)
         if per_node > 1:
@@ -79,7 +79,7 @@ class LinkMeasurement:
         self.stage = ""
 
     def _measure_link(self, target: int, source: int) -> None:
-        """Every rank sends to one and receives from one at the same time."""
+        """Measure a link while every rank sends to one rank and receives from one at the same time."""
         self._wait_at_barrier()
         self.stage, self.source, self.target = "an exchange", source, target
         large = torch.full((self.bytes // 16,), float(self.rank), device=self.device)
@@ -89,7 +89,7 @@ class LinkMeasurement:
         self.links.append(Link(source, self.rank, large.nbytes / seconds / 1e9, 1e6 * latency))
 
     def _time_exchange(self, data: torch.Tensor, target: int, source: int, repeats: int) -> float:
-        """Seconds of one exchange. Raises ValueError where what comes is not what was sent."""
+        """Return the duration of one exchange [s]. Raise ValueError where the received data is wrong."""
         received = self.received = torch.full_like(data, float("nan"))
 
         def exchange() -> None:
@@ -123,7 +123,10 @@ class LinkMeasurement:
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.worker.local_rank])
 
     def _time_calls(self, body: Callable[[], object], repeats: int) -> float:
-        """Seconds of one call when all call it; the first one, that sets up connections, is not counted."""
+        """Return the duration of one call of all ranks [s].
+
+        The first call, which sets up connections, is not counted.
+        """
         body()
         self._wait_for_device()
         stage, self.received = self.stage, None
@@ -141,7 +144,7 @@ class LinkMeasurement:
 
 
 class LinkStore:
-    """The store where the processes of all nodes meet; that of node 0's first device serves it and judges."""
+    """The store where the processes of all nodes meet; the first process of node 0 serves it and judges."""
 
     def __init__(self, worker: LinkWorker) -> None:
         self.worker, self.is_first = worker, worker.node_rank == 0 and worker.local_rank == 0
@@ -161,11 +164,11 @@ class LinkStore:
         return store
 
     def open_group_store(self) -> Store:
-        """Where process groups meet, by a connection of its own: one that waits lets nobody else speak."""
+        """Return the store for process groups, on a connection of its own, as a waiting one is blocked."""
         return PrefixStore("links", self._connect())
 
     def find_participants(self) -> list[int]:
-        """The nodes that came in time and found nothing wrong with themselves, as node 0 has seen it."""
+        """Return the nodes that came in time without a defect of their own, as node 0 has seen them."""
         if self.is_first:
             while (
                 len(arrivals := self._read_arrivals()) < self.worker.nodes
@@ -179,11 +182,11 @@ class LinkStore:
         return participants
 
     def write_report(self, rank: int, report: Report) -> None:
-        """Puts down what this process measured."""
+        """Write the report of this process to the store."""
         self.store.set(f"report/{rank}", json.dumps(report))
 
     def collect_defects(self, participants: list[int]) -> dict[int, tuple[str, str]]:
-        """The name of every node and what is wrong with it, by number; nothing with those that pass."""
+        """Return the name and the defect of every node, by its number; the defect of a good node is empty."""
         worker = self.worker
         if self.is_first:
             ranks = range(len(participants) * worker.per_node)
@@ -202,7 +205,7 @@ class LinkStore:
         defects = {number: (name, defect) for number, (name, defect) in json.loads(self.store.get("result"))}
         if not self.is_first:
             self.store.add("read", 1)
-        elif worker.nodes > 1:  # it serves the store
+        elif worker.nodes > 1:  # this process serves the store
             readers, limit = (
                 worker.per_node * len(self._read_arrivals()) - 1,
                 time.monotonic() + worker.seconds,
@@ -217,7 +220,7 @@ class LinkStore:
 
 
 def probe(worker: LinkWorker) -> ProbeResult:
-    """Measures with the others; what comes of it is the same on every node."""
+    """Measure the links together with the other processes; the defects are the same on every node."""
     link_store = LinkStore(worker)
     participants = link_store.find_participants()
     if worker.node_rank not in participants:
@@ -234,7 +237,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
             sys.stdout.flush()
             os._exit(0)
 
-    # What is held by a link runs no Python in which an exception could be raised.
+    # A process that a link blocks runs no Python code, so an exception cannot end it.
     timer = threading.Timer(worker.seconds, report_and_exit)
     timer.daemon = True
     timer.start()
@@ -251,7 +254,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
     try:
         measurement.measure_all()
     except Exception:
-        with end_lock:  # where time was over, others that have told end before us, and their links with them
+        with end_lock:  # after the time limit, other processes end first, and the error is theirs
             timer.cancel()
         raise
     with end_lock:
@@ -279,5 +282,5 @@ def _build_result(
 if __name__ == "__main__":
     probe(LinkWorker.from_argument(sys.argv[1])).print_result()
     sys.stdout.flush()
-    # A group whose ranks are not all left may not let go of a process in order.
+    # Without all of its ranks, a process group may block an orderly exit.
     os._exit(0)

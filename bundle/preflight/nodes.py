@@ -1,6 +1,6 @@
-"""Several nodes asked together: where they meet, what their links came to, which of them pass.
+"""The joint check of several nodes: where they meet, how their links perform, which nodes pass.
 
-A node that found something wrong with itself says so and is measured with nobody.
+A node with a defect of its own reports it and takes no part in measurements.
 """
 
 import json
@@ -15,7 +15,7 @@ from bundle import files
 from bundle.launch.outcomes import get_node_name
 from bundle.launch.rendezvous import Rendezvous
 
-# A node whose best link carries less than this share of what is usual holds up every collective.
+# A node whose best link carries less than this share of the usual slows down every collective.
 LEAST_BANDWIDTH_SHARE = 0.5
 FOLDER = "preflight"
 PASSING, FAILING = "passing.txt", "failing.txt"
@@ -23,10 +23,10 @@ PASSING, FAILING = "passing.txt", "failing.txt"
 
 @dataclass(frozen=True)
 class LinkWorker:
-    """Where one device's process stands: `kind` is torch's name of the device, `address` of node 0.
+    """The process of one device: `kind` is torch's name of the device, `address` is that of node 0.
 
-    One node alone meets in the file `address`. `unfit` is what the node has found wrong with itself; `wait`
-    the seconds that nodes have to come, `seconds` those that measuring may take.
+    The processes of a single node meet in the file `address`. `unfit` are the node's own defects. `wait` is
+    the limit for nodes to come [s], `seconds` the limit for measurements [s].
     """
 
     kind: str
@@ -44,12 +44,12 @@ class LinkWorker:
 
     @classmethod
     def from_argument(cls, argument: str) -> "LinkWorker":
-        """What `argument` made."""
+        """Return the worker in a text of `argument`."""
         return cls(**json.loads(argument))
 
     @property
     def argument(self) -> str:
-        """All of it as one word of a command line."""
+        """The worker as one word of a command line."""
         return json.dumps(asdict(self))
 
 
@@ -64,7 +64,7 @@ def build_workers(
     seconds: float,
     quick: bool,
 ) -> Iterator[LinkWorker]:
-    """The processes of this node; `store_file` is where they meet if there is no other node."""
+    """Yield the processes of this node; they meet in `store_file` if there is no other node."""
     is_alone = rendezvous.nodes == 1
     for local_rank in range(per_node):
         yield LinkWorker(
@@ -84,7 +84,7 @@ def build_workers(
 
 
 class Link(NamedTuple):
-    """What came over a link: GB/s of large messages, and the microseconds of an exchange of small ones."""
+    """The measured speed of a link: GB/s of large messages, and microseconds of an exchange of small ones."""
 
     source: int  # a rank among those that were measured
     target: int
@@ -93,9 +93,10 @@ class Link(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one process measured: of what reached its device; `waits_for`: the rank that never sent anything.
+    """The measurements of one process: the links to its device.
 
-    `stage` is what it was at when its time was over; empty where it came to the end.
+    `waits_for` is the rank that never sent anything. `stage` is its step when its time was over; empty where
+    it completed all.
     """
 
     links: tuple[Link, ...] = ()
@@ -104,13 +105,13 @@ class Report(NamedTuple):
 
 
 def parse_report(values: Sequence[Any]) -> Report:
-    """The report that these JSON values were made of."""
+    """Return the report in these JSON values."""
     links, stage, waits_for = values
     return Report(tuple(Link(*fields) for fields in links), stage, waits_for)
 
 
 def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_node: int) -> dict[int, str]:
-    """What is wrong with nodes, by their number; `reports` are by rank, node by node of `participants`."""
+    """Return the defects of nodes by their number; `reports` are by rank, ordered as `participants`."""
     node_of_rank = [number for number in participants for _ in range(per_node)]
     wrong: dict[int, str] = {}
     for rank, number in enumerate(node_of_rank):
@@ -128,7 +129,7 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
 
 
 def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
-    """The nodes without which no link is silent, as few as come of taking the worst first."""
+    """Return the nodes to blame for all silent links, chosen by the most silent links first."""
     wrong: dict[int, str] = {}
     remaining = list(silent)
     while remaining:
@@ -142,7 +143,7 @@ def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
 
 
 def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int]) -> dict[int, str]:
-    """Nodes that send, or receive, on no link as fast as nodes usually do; of two, none can be told."""
+    """Return nodes whose fastest link in one direction is slow; with two nodes, none can be blamed."""
     best: dict[int, dict[int, float]] = {}
     for report in reports.values():
         for link in report.links:
@@ -161,7 +162,7 @@ def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int])
 
 
 def list_partner_offsets(nodes: int) -> Iterator[int]:
-    """How many nodes away from each node its partners are: 1, 2, 4, ... as long as there are so many."""
+    """Yield the distances from each node to its partners, in nodes: 1, 2, 4, ... below `nodes`."""
     distance = 1
     while distance < nodes:
         yield distance
@@ -169,9 +170,9 @@ def list_partner_offsets(nodes: int) -> Iterator[int]:
 
 
 def write(folder: Path, node_defects: Iterable[tuple[str, str]]) -> None:
-    """Puts the names of nodes into two lists, as `srun --nodelist=FILE` and `--exclude=FILE` take them.
+    """Write the names of nodes into two lists for `srun --nodelist=FILE` and `--exclude=FILE`.
 
-    `node_defects`: names, and what is wrong. Raises JobFailed where nothing can be written.
+    `node_defects` are names and defects. Raise JobFailed where nothing can be written.
     """
     pairs = list(node_defects)
     folder.mkdir(parents=True, exist_ok=True)

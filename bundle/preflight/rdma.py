@@ -1,6 +1,7 @@
-"""Whether RDMA ports are up and can be used here: `python -m bundle.preflight.rdma`.
+"""The state of RDMA ports: `python -m bundle.preflight.rdma`.
 
-One that is down beside others may be meant to be; `doctor --compare` tells where only one node has it down.
+A port that is down beside others may be down by intent; `doctor --compare` shows where only one node has it
+down.
 """
 
 from bundle.environment import hardware, machine
@@ -11,7 +12,7 @@ _PORTS_DIRECTORY = "/sys/class/infiniband"
 
 
 def probe(local_machine: Machine) -> ProbeResult:
-    """How many ports there are, and which of them are up."""
+    """Return the number of ports, and the ports that are up."""
     port_count = sum(
         len(local_machine.list_names(f"{_PORTS_DIRECTORY}/{device}/ports"))
         for device in local_machine.list_names(_PORTS_DIRECTORY)

@@ -1,6 +1,6 @@
-"""Whether the driver wants a GPU reset or its node started again: `python -m bundle.preflight.recovery`.
+"""The driver's request for a reset of a GPU or a restart of its node: `python -m bundle.preflight.recovery`.
 
-By the health check of nvidia-resiliency-ext (github.com/NVIDIA/nvidia-resiliency-ext), where there is one.
+The health check of nvidia-resiliency-ext (github.com/NVIDIA/nvidia-resiliency-ext) finds it, where installed.
 """
 
 import logging
@@ -9,7 +9,7 @@ from bundle.preflight import ProbeResult
 
 
 class _WarningCollector(logging.Handler):
-    """What is warned of while this is a handler: the check says nowhere else what is wrong."""
+    """Collects warnings while it is a handler, as the health check reports defects only in warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -20,7 +20,7 @@ class _WarningCollector(logging.Handler):
 
 
 def probe() -> ProbeResult:
-    """Asks it of all GPUs of the node."""
+    """Run the health check for all GPUs of the node."""
     try:
         from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
     except ImportError as error:

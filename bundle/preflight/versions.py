@@ -1,4 +1,4 @@
-"""Whether driver and packages can run a job: `python -m bundle.preflight.versions BACKEND`."""
+"""The check that driver and packages can run a job: `python -m bundle.preflight.versions BACKEND`."""
 
 import sys
 
@@ -10,7 +10,7 @@ from bundle.preflight import ProbeResult
 
 
 def probe(local_machine: Machine, installed: InstalledPackages, backend: str) -> ProbeResult:
-    """What doctor finds that must be fixed first, and the versions."""
+    """Return the versions, and doctor's findings that must be fixed before a job."""
     hardware, findings = examine(local_machine, installed, backend)
     versions = [f"{package.name} {package.version}" for package in installed.list_packages()]
     if hardware is not None and hardware.driver.value is not None:
