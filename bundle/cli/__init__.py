@@ -1,6 +1,6 @@
 """The command `mcore-bundle`: a module per verb, imported only when that verb runs.
 
-Whoever reads its standard output and error may go away: no reason to end, least of all for a training run.
+A command continues when the reader of its standard output and error is gone, above all a training run.
 """
 
 import errno
@@ -19,7 +19,7 @@ from bundle import __version__, log
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, UsageError
 from bundle.imports import pause_collection
 
-# verb -> what it does; the module is bundle.cli.<verb>, which holds a typer app named `app`.
+# The summary of each verb. Its module is bundle.cli.<verb>, with a typer app named `app`.
 VERBS: dict[str, str] = {
     "sft": "Fine-tune a model on conversations, by flags alone.",
     "dpo": "Train a model on preferences, by flags alone.",
@@ -48,7 +48,7 @@ def _import_verb(verb: str) -> Any:
 
 
 class VerbGroup(TyperGroup):
-    """The verbs by name: their modules are not imported to be listed."""
+    """The verbs by name; the list of verbs imports none of their modules."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -89,9 +89,9 @@ def program(
 
 
 def main() -> None:
-    """Runs the command line; ends the process with a code of `errors.ExitCode`."""
+    """Run the command line and end the process with a code of `errors.ExitCode`."""
     guard_streams()
-    # What other packages plug into pydantic is not looked for in all that is installed: our models take none.
+    # Our models take no plugins, so pydantic need not search all installed packages for them.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         try:
@@ -106,24 +106,24 @@ def main() -> None:
         sys.exit(int(ExitCode.INTERRUPTED))
 
 
-# A pipe that nobody reads any more, a terminal that is gone.
+# The errors of a pipe without a reader and of a closed terminal.
 _NO_READER_ERRORS = (errno.EPIPE, errno.EIO)
 
 
 class OutputLost(JobFailed):
-    """What a command was asked to print could not be written, as on a full disk."""
+    """The error that a command's output could not be written, as on a full disk."""
 
 
 class OutputFile(io.FileIO):
     """A file descriptor that turns into /dev/null when it cannot be written to any more.
 
-    Raises OutputLost at that moment, unless nobody reads it or it `may_fail`.
+    Raise OutputLost at that moment, unless its reader is gone or it `may_fail`.
     """
 
     may_fail = False
 
     def write(self, data: Any, /) -> int:
-        """The number of bytes that are done with."""
+        """Write the data and return the number of bytes that are written or dropped."""
         try:
             return super().write(data)
         except OSError as error:
@@ -144,13 +144,13 @@ class OutputFile(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Puts an Outlet under both standard streams; errors may get lost, what was asked for may not."""
+    """Put an OutputFile under both standard streams; only standard error may lose output."""
     sys.stdout, sys.stderr = _guard_stream(sys.stdout, 1), _guard_stream(sys.stderr, 2)
     _set_may_fail(sys.stderr)
 
 
 def ignore_lost_output() -> None:
-    """Has the command go on where standard output cannot be written: its results are elsewhere."""
+    """Let the command continue where standard output cannot be written, as its results are elsewhere."""
     _set_may_fail(sys.stdout)
 
 
@@ -161,7 +161,7 @@ def _set_may_fail(stream: TextIO) -> None:
 
 
 def _guard_stream(stream: Any, descriptor: int) -> TextIO:
-    if stream is None:  # closed by whoever started us
+    if stream is None:  # closed by our starter
         return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  as long as the process
     return io.TextIOWrapper(
         io.BufferedWriter(OutputFile(descriptor, "wb", closefd=False)),

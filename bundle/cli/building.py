@@ -1,4 +1,4 @@
-"""From a task, a model and a data file to a recipe: what these leave open is chosen here, with a reason."""
+"""Builds a recipe from a task, a model and a data file; each open value is chosen here with a reason."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from bundle.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from bundle.data import Corpus
 
-# SFT: the default of transformers' TrainingArguments and of ms-swift. DPO: what Zephyr and Tulu 3 trained.
+# SFT: the default of transformers' TrainingArguments and of ms-swift. DPO: as for Zephyr and Tulu 3.
 EPOCHS = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
 SHORTEST_SAMPLE = 64
 PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
 PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
 LARGEST_BATCH = 64
-LEAST_EPOCH_STEPS = 32  # of an epoch at least, where the data has as many samples
-ENOUGH_SAMPLES = 16  # samples of such a step, from which on samples may be longer
+LEAST_EPOCH_STEPS = 32  # the least steps of an epoch, where the data has as many samples
+ENOUGH_SAMPLES = 16  # samples of a step; with more, samples become longer
 
 
 class KeyChoice(NamedTuple):
@@ -40,7 +40,7 @@ class KeyChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a user gives in the place of a recipe."""
+    """The values that a user gives instead of a recipe."""
 
     task: str
     model: str
@@ -52,7 +52,7 @@ class TaskSpec:
 
     @property
     def name(self) -> str:
-        """The recipe's name: that of the run directory where one is named, else of task and model."""
+        """The recipe's name: that of the run directory, if given, or else made of task and model."""
         output, suffix = self.request.run_directory, "-lora" if self.lora else ""
         text = output.absolute().name if output else f"{self.task}{suffix}-{Path(self.model).absolute().name}"
         return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:63] or self.task
@@ -63,12 +63,12 @@ class TaskSpec:
         return [override.partition("=")[0].strip() for override in self.request.overrides or ()]
 
     def leaves_open(self, key: str) -> bool:
-        """Whether the user sets neither this key nor a section that it stands in."""
+        """Return whether the user sets neither this key nor a section that contains it."""
         return not any(key == name or key.startswith(f"{name}.") for name in self.overridden_keys)
 
 
 class BuiltRecipe(NamedTuple):
-    """A recipe, the choices that it is made of beside its defaults, and its data."""
+    """A recipe, its choices that are not defaults, and its data."""
 
     recipe: Recipe
     choices: tuple[KeyChoice, ...]
@@ -76,10 +76,10 @@ class BuiltRecipe(NamedTuple):
 
 
 def build_recipe(spec: TaskSpec) -> BuiltRecipe:
-    """Return the recipe for a wish, by the model's config, the data's lengths and this machine's devices.
+    """Return the recipe for a task, from the model's config, the data's lengths and this machine's devices.
 
-    Where no layout fits, the recipe has the last one, whose plan says what is against it. Raise UsageError
-    for inputs that are not there, JobFailed for corrupt rows and rows longer than the model's positions.
+    Where no layout fits, the recipe has the last one, and its plan has the problems. Raise UsageError for
+    missing inputs, and JobFailed for corrupt rows and rows longer than the model's positions.
     """
     spec_choices = _choose_from_spec(spec)
     draft = _compose_recipe(spec, spec_choices, _draft_choices(SHORTEST_SAMPLE))
@@ -109,7 +109,7 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
 
 
 def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyChoice]) -> Iterator[KeyChoice]:
-    """Yield what is chosen here, the keys that the user sets, and the defaults that decide the training."""
+    """Yield the choices made here, the keys that the user sets, and the defaults that decide the training."""
     by_key = {choice.key: choice for choice in choices if spec.leaves_open(choice.key)}
     values = dict(flatten(recipe.dump()))
     for name in dict.fromkeys(spec.overridden_keys):
@@ -117,13 +117,13 @@ def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyCho
         by_key |= {key: KeyChoice(key, values[key], "--set") for key in keys}
     for setting in list_settings(recipe.dump(), recipe.origins):
         by_key.setdefault(setting.key, KeyChoice(*setting))
-    # A section that is chosen as such, like model.lora, stands in its keys.
+    # A chosen section, like model.lora, is listed by its keys.
     sections = {key.rpartition(".")[0] for key in by_key}
     yield from (choice for key, choice in by_key.items() if key not in sections)
 
 
 def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
-    """Return what the wish says, and what follows from its task alone."""
+    """Return the choices in the user's values, and those that follow from the task alone."""
     epochs = EPOCHS[spec.task] if spec.epochs is None else spec.epochs
     choices = [
         KeyChoice("name", spec.name, "names the run directory"),
@@ -143,12 +143,12 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
 
 
 def _draft_choices(length: int) -> list[KeyChoice]:
-    """Return stand-ins for what the data decides: enough to read it with."""
+    """Return placeholders for the choices that depend on the data, enough to read the data."""
     return [KeyChoice("data.sequence_length", length, ""), KeyChoice("train.global_batch_size", 1, "")]
 
 
 def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
-    """Return the recipe of these choices, of which the first one counts and what the user sets before all."""
+    """Return the recipe of these choices; the user's values count first, then the first choice of a key."""
     values: dict[str, Any] = {}
     for choice in (choice for group in choices for choice in group if spec.leaves_open(choice.key)):
         *sections, last = choice.key.split(".")
@@ -160,10 +160,10 @@ def _compose_recipe(spec: TaskSpec, *choices: Sequence[KeyChoice]) -> Recipe:
 
 
 def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
-    """Return the data of a recipe, made into tokens. Raise for inputs that cannot be used."""
+    """Return the data of a recipe as tokens. Raise for inputs that cannot be used."""
     directory = request.find_run_directory(recipe)
     run = RunDirectory(directory)
-    # Whether an earlier run there is of the same recipe is known when the recipe is whole.
+    # The recipe is not complete yet, so it cannot be compared with that of an earlier run there.
     run_problems = run.find_problems(recipe, Start(fresh=True))
     initial_weights = run.find_initial_weights(recipe, request.build_start())
     refuse(recipe, [*find_input_problems(recipe, directory, initial_weights), *run_problems])
@@ -175,7 +175,7 @@ def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
 
 
 def _find_sample_length(longest: int, recipe: Recipe) -> int:
-    """Return the tokens of a sample that holds a document of this length and what stays with it."""
+    """Return the length of a sample that holds a document of this length and its companions [tokens]."""
     if not recipe.data.packed:
         return longest
     multiple = recipe.alignment.sequence_multiple * 16
@@ -183,9 +183,9 @@ def _find_sample_length(longest: int, recipe: Recipe) -> int:
 
 
 def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
-    """Return the length of samples: of rows the longest, of running text as the data gives enough of them.
+    """Return the length of samples [tokens]: the longest row, or a length that gives enough samples of text.
 
-    Packs are longer where the data fills enough of them: a device then has more to do at once.
+    Packs are longer where the data fills enough of them, as a device then computes more at once.
     """
     key, positions = "data.sequence_length", recipe.architecture.max_position_embeddings
     if is_text := recipe.task_traits.reads_text:
@@ -205,7 +205,10 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
 
 
 def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
-    """Return the samples of a step: a power of two that leaves an epoch enough steps, for every replica."""
+    """Return the samples of a step: a power of two that leaves an epoch enough steps.
+
+    It is rounded up to a multiple for every replica.
+    """
     batch = 1
     while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * LEAST_EPOCH_STEPS:
         batch *= 2

@@ -1,4 +1,4 @@
-"""`mcore-bundle check`: what the data of a job comes to, and what a model will see of it."""
+"""`mcore-bundle check`: the counts of a job's data, and the samples that a model will see."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def check(
     job = request.load_recipe(recipe)
     directory, start = request.find_run_directory(job), request.build_start()
     run = RunDirectory(directory)
-    # The data of a finished run may be looked at again.
+    # The data of a finished run may be checked again.
     resumed_start = start.model_copy(update={"resume": resume or run.is_finished(job)})
     initial_weights, problems = run.inspect_start(job, resumed_start)
     if hardware:
@@ -90,7 +90,7 @@ def check(
 
 
 def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
-    """Raise UsageError where `train` would go on with a run that was trained on other data."""
+    """Raise UsageError where `train` would resume a run that was trained on other data."""
     from bundle.checkpoints.state import list_data_changes
 
     checkpoints = CheckpointDirectory(run.checkpoints)
@@ -98,7 +98,7 @@ def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
         return
     try:
         last_identity = state.read(checkpoints.get_path(steps[0])).state.metrics.get("data", {})
-    except ValueError:  # which `train` says
+    except ValueError:  # `train` reports it
         return
     if changes := list_data_changes(last_identity, identity):
         raise UsageError(
@@ -109,7 +109,7 @@ def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
 
 
 def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
-    """Return the counts of a corpus by name, those of rows that were left out among them."""
+    """Return the counts of a corpus by name, with those of rows that were left out."""
     from bundle.data.corpus import inspect
 
     counts: dict[str, Any] = asdict(inspect(job, corpus))
@@ -118,18 +118,21 @@ def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
     return counts
 
 
-_LEAST_FILLED = 0.6  # of a row: below it, packs are worth their trouble
+_LEAST_FILLED = 0.6  # of a row; below it, packs are faster
 
 
 def _advise(job: Recipe, filled: float) -> Iterator[str]:
-    """What would make the job faster, as far as the recipe allows it; `filled` is the share of each row."""
+    """Yield advice that would make the job faster, where the recipe allows it.
+
+    `filled` is the filled share of each row.
+    """
     if job.task_traits.reads_text or job.data.packed or filled >= _LEAST_FILLED:
         return
     values = job.dump()
     values["data"]["packed"], values["train"]["micro_batch_size"] = True, 1
     try:
         from_mapping(values)
-    except UsageError:  # no packs for this model
+    except UsageError:  # this model does not support packs
         return
     also = "" if job.train.micro_batch_size == 1 else " and train.micro_batch_size: 1"
     yield (
@@ -139,7 +142,7 @@ def _advise(job: Recipe, filled: float) -> Iterator[str]:
 
 
 def list_left_out_rows(corpus: "Corpus") -> Iterator[str]:
-    """Yield the first rows that did not become tokens as they are."""
+    """Yield messages about the first rows that did not become tokens unchanged."""
     validation_sets = (
         (f"data.validation_sets.{name}: ", set_left_out)
         for name, set_left_out in corpus.validation_left_out.items()
@@ -149,13 +152,13 @@ def list_left_out_rows(corpus: "Corpus") -> Iterator[str]:
 
 
 def print_left_out_rows(lines: Iterable[str]) -> None:
-    """Print rows that were left out on standard error."""
+    """Print messages about rows that were left out on standard error."""
     for line in lines:
         print(f"  - {line}", file=sys.stderr)
 
 
 def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
-    """Return what the data comes to, a line for each kind of count."""
+    """Return the lines about the data, one for each kind of count."""
     kind, size = "packs" if job.data.packed else "samples", job.train.global_batch_size
     share = 100 * counts["learned"] / max(1, counts["tokens"])
     setting = f" (data.validation: {job.data.validation:g})"
@@ -186,7 +189,7 @@ def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
 
 
 def _format_left_out(counts: dict[str, Any]) -> str:
-    """What was left out of a data set; empty where it is nothing."""
+    """Return the text about rows that a data set leaves out; empty where there are none."""
     left_out = (
         ("skipped", "corrupt rows or files are skipped"),
         ("deleted", "rows that are too long are deleted"),

@@ -1,4 +1,4 @@
-"""What the verbs that start a job say of the disk that it will need, in the numbers of `check`."""
+"""The warning of the verbs that start a job about its disk space, in the numbers of `check`."""
 
 import logging
 
@@ -10,10 +10,10 @@ _log = logging.getLogger(__name__)
 
 
 def warn_disk_space(recipe: Recipe, run: RunDirectory) -> None:
-    """Warns where the checkpoints and exports of a run do not fit on its disk, if that can be looked at."""
+    """Warn where the checkpoints and exports of a run do not fit on its disk, if the disk can be read."""
     try:
         disk_space = run.estimate_disk(recipe)
-    except OSError:  # it is that of the nodes alone
+    except OSError:  # only the nodes have this disk
         return
     if not disk_space.is_sufficient:
         _log.warning("disk: %s", format_disk(disk_space, run.root))

@@ -1,4 +1,4 @@
-"""`mcore-bundle doctor`: can this machine run a job, and if not, why and what to do."""
+"""`mcore-bundle doctor`: a check that this machine can run a job, with the causes and remedies."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ def doctor(
 def _run_acceptance(
     hardware: Hardware, installed_packages: InstalledPackages, findings: Sequence[Finding], as_json: bool
 ) -> None:
-    """Prints what each part came to; ends with 3 where one failed, whose runs it leaves behind."""
+    """Print the result of each part; end with 3 where one failed, and then keep its runs."""
     from bundle.acceptance import build_document, run_acceptance
 
     runs_directory, parts = Path(tempfile.mkdtemp(prefix="mcore-bundle-acceptance-")), []
@@ -92,7 +92,7 @@ def _run_acceptance(
 
 
 def _compare(paths: Sequence[Path], as_json: bool) -> None:
-    """Prints in what nodes differ; ends with 3 where they do."""
+    """Print the differences between nodes; end with 3 where there are any."""
     reports = nodes.read_reports(paths)
     differences = nodes.compare_reports(reports)
     if as_json:
@@ -115,6 +115,6 @@ def _compare(paths: Sequence[Path], as_json: bool) -> None:
 
 
 def format_finding(finding: Finding) -> str:
-    """A finding as people read it."""
+    """Return the text of a finding for people."""
     fix = f"\n{'':22}fix: {finding.fix}" if finding.fix else ""
     return f"{finding.level:<5} {finding.subject:<15} {finding.cause}{fix}"

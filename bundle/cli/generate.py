@@ -1,4 +1,4 @@
-"""`mcore-bundle generate`: what a trained model answers."""
+"""`mcore-bundle generate`: the answers of a trained model."""
 
 import json
 import tempfile
@@ -84,29 +84,29 @@ def generate(
 
 
 class TextStream:
-    """Prints an answer while its tokens come, or as one JSON object when it is whole."""
+    """Prints an answer while its tokens come, or as one JSON object when it is complete."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], end_ids: Collection[int], *, as_json: bool
     ) -> None:
         self._decode, self._end_ids, self._as_json = decode, end_ids, as_json
         self._ids: list[int] = []
-        self._text_start = self._printed = 0  # tokens: where the last text begins, and how many are printed
+        self._text_start = self._printed = 0  # tokens: the beginning of the last text, and the number printed
 
     def begin(self, prompt: str | None) -> None:
-        """Begin an answer, behind a line with its prompt where there is one."""
+        """Begin an answer, after a line with its prompt where there is one."""
         self._ids, self._text_start, self._printed = [], 0, 0
         if prompt is not None and not self._as_json:
             print(f"> {prompt}", flush=True)
 
     def add(self, token: int) -> None:
-        """Print what a token adds, unless it ends the answer or its last character is not whole."""
+        """Print the text of a token, unless it ends the answer or its last character is incomplete."""
         if token not in self._end_ids and not self._as_json:
             self._ids.append(token)
             self._print(is_last=False)
 
     def close(self, prompt: str, ids: Sequence[int]) -> None:
-        """Print what is left of an answer with these tokens."""
+        """Print the rest of an answer with these tokens."""
         if self._as_json:
             answer = self._decode(ids[:-1] if ids and ids[-1] in self._end_ids else ids)
             print(json.dumps({"prompt": prompt, "answer": answer, "tokens": len(ids)}), flush=True)
@@ -124,7 +124,7 @@ class TextStream:
 
 
 def _read_positions(directory: Path) -> int | None:
-    """Return how many positions the config of a directory has; None where it says no number."""
+    """Return the number of positions in the config of a directory; None where it has none."""
     config: Any = read_config(directory)
     text = config.get("text_config")
     positions = {**config, **(text if isinstance(text, dict) else {})}.get("max_position_embeddings")
@@ -132,7 +132,7 @@ def _read_positions(directory: Path) -> int | None:
 
 
 def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions: int | None) -> int:
-    """Return how many tokens an answer may have. Raise UsageError for more than the positions allow."""
+    """Return the most tokens of an answer. Raise UsageError for more than the positions allow."""
     longest = max(len(prompt.ids) for prompt in prompts)
     if positions is None:
         return max_tokens or DEFAULT_TOKENS
@@ -152,7 +152,7 @@ def limit_tokens(max_tokens: int | None, prompts: Sequence["Prompt"], positions:
 
 @contextmanager
 def open_weights(model: Path, checkpoint: "TorchDistCheckpoint | None", job: Recipe | None) -> Iterator[Path]:
-    """Yield a Hugging Face directory of the model: of a checkpoint one that is removed at the end."""
+    """Yield a Hugging Face directory of the model; for a checkpoint, one that is removed at the end."""
     if checkpoint is None or job is None:
         yield model
         return

@@ -53,7 +53,7 @@ def init(
 
 
 def _build_tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
-    """Return the choices as the sections of a recipe, each choice under its last name."""
+    """Return the choices as the sections of a recipe, each choice under the last part of its key."""
     tree: dict[str, Any] = {}
     for choice in choices:
         *sections, last = choice.key.split(".")
@@ -65,7 +65,7 @@ def _build_tree(choices: Iterable[KeyChoice]) -> dict[str, Any]:
 
 
 def _format_commented_yaml(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield YAML, a comment with the reason before each key."""
+    """Yield YAML with a comment, the reason, before each key."""
     for name, node in tree.items():
         if isinstance(node, KeyChoice):
             yield f"# {node.reason}\n{to_yaml({name: node.value})}"

@@ -1,4 +1,4 @@
-"""Options that several verbs have in common, and what was said with them, as words for another verb."""
+"""Options that several verbs have in common, and a user's options as arguments for another verb."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -125,7 +125,7 @@ Backend = Annotated[
         help=f"One of {', '.join(hardware.BACKEND_CHOICES)}; without it, the recipe's.",
     ),
 ]
-# Of a verb that has no recipe.
+# For a verb without a recipe.
 MachineBackend = Annotated[
     str,
     typer.Option(
@@ -140,7 +140,7 @@ def _choose_level(level: str) -> str:
     return level
 
 
-# The callback does it all: a verb takes the value and leaves it.
+# The callback sets the level; a verb takes the value and does not use it.
 LogLevel = Annotated[
     str,
     typer.Option(
@@ -155,13 +155,13 @@ LogLevel = Annotated[
 
 
 def list_set_parameters(context: typer.Context) -> set[str]:
-    """The names of the parameters that were given, rather than left at their defaults."""
+    """Return the names of the parameters that the user set, without those left at their defaults."""
     sources = {p.name: context.get_parameter_source(p.name) for p in context.command.params if p.name}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def build_arguments(context: typer.Context, excluded: Collection[str]) -> list[str]:
-    """The words that say the same to another verb that knows all of them but those in `excluded`."""
+    """Return the user's options as arguments for another verb, without the parameters in `excluded`."""
     arguments: list[str] = []
     for parameter in sorted(context.command.params, key=lambda item: item.param_type_name):  # arguments first
         if parameter.name not in list_set_parameters(context) - set(excluded):

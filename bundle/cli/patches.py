@@ -1,4 +1,4 @@
-"""`mcore-bundle patches`: which patches this megatron-core needs, and why."""
+"""`mcore-bundle patches`: the patches that this megatron-core needs, with the reasons."""
 
 import json
 import sys
@@ -167,7 +167,7 @@ def new(
 
 
 def _read_recipe_features(recipe: str, backend: str) -> tuple[frozenset[str] | None, str]:
-    """(features, backend) of a recipe; what the command line says about the backend wins."""
+    """Return (features, backend) of a recipe; a backend on the command line wins."""
     if not recipe:
         return None, backend
     from bundle.recipe import load as load_recipe
@@ -208,7 +208,7 @@ def _format_lines(patch_survey: Survey) -> list[str]:
 
 
 def _format_assumption(assumption: str) -> str:
-    """The end of a line about a patch: what it takes for granted of its caller, where it does."""
+    """Return the end of a line about a patch: what the patch assumes of its caller, if anything."""
     return "" if assumption in ("", NO_ASSUMPTION) else f" (assumes that {assumption})"
 
 

@@ -1,4 +1,4 @@
-"""`mcore-bundle patches audit`: the silent defects of somebody's environment, and what mends them."""
+"""`mcore-bundle patches audit`: the silent defects of a user's environment, and their remedies."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _INDENT = " " * 13
 
 
 def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
-    """Prints the silent defects; ends with 4 where one reaches the jobs."""
+    """Print the silent defects; end with 4 where one reaches the jobs."""
     used_features, table = resolve_features(features.split(",")), load_review_table()
     stack = InstalledPackages(interpreters.read_search_path(env)) if env else packages.detect()
     if (
@@ -144,7 +144,7 @@ def _format_lines(
 
 
 def _describe_defects(defects: Iterable[AuditedDefect], used_features: frozenset[str] | None) -> list[str]:
-    """Return the paragraphs of the defects, those that are present first."""
+    """Return the paragraphs of the defects, present ones first."""
     order = list(DefectStatus)
     ordered = sorted(defects, key=lambda defect: order.index(defect.status))
     return [line for defect in ordered for line in (*_format_defect(defect, used_features), "")]
@@ -183,7 +183,7 @@ def _format_defect(defect: AuditedDefect, used_features: frozenset[str] | None) 
 
 
 def _list_advice(defect: AuditedDefect) -> list[str]:
-    """What can be done, the surest first."""
+    """Return the remedies of a defect, the surest first."""
     entry = defect.entry
     advice = []
     if defect.fixing_minor:

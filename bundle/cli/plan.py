@@ -1,4 +1,4 @@
-"""`mcore-bundle plan`: all that a job will be, before anything is started; written down, if asked for."""
+"""`mcore-bundle plan`: all decisions about a job before it starts, also written as a job file on request."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ from bundle.planning.inputs import find_missing_files
 from bundle.runs.directory import RunDirectory
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-# What `train` does not know, or is told beside its node's rank.
+# The parameters that `train` lacks, or that it gets together with the node's rank.
 _PLAN_ONLY_PARAMETERS = {"hardware", "record", "job", "as_json", "nodes"}
 
 
@@ -71,7 +71,7 @@ def plan(
             files.write_text(job, planned.decide().to_text())
             arguments = ["train", f"--job={job}"]
         else:
-            # A machine was named that has another backend than a command there would take.
+            # The named machine may have another backend than the default of a command there.
             backend_arguments = (
                 ["--backend", job_plan.hardware.backend] if machines.hardware and not request.backend else []
             )
@@ -92,7 +92,7 @@ def plan(
 
 
 def _format_run_command(job_plan: Plan, arguments: list[str], *, has_job_file: bool) -> str:
-    """The command that runs the job: by the file that was written, or else as the plan was asked for."""
+    """Return the command that runs the job, with the written job file or else the options of `plan`."""
     node_arguments = (
         ["--nodes", str(job_plan.nodes)]
         if not has_job_file and max(job_plan.nodes, job_plan.recipe.devices.nodes) > 1
@@ -103,7 +103,7 @@ def _format_run_command(job_plan: Plan, arguments: list[str], *, has_job_file: b
 
 
 def _format_torchrun_command(job_plan: Plan, arguments: list[str], directory: Path) -> str:
-    """What starts the ranks of the first node."""
+    """Return the command that starts the ranks of the first node."""
     is_single_node = job_plan.nodes == 1
     rendezvous = Rendezvous(
         nodes=job_plan.nodes,

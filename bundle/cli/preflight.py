@@ -1,4 +1,4 @@
-"""`mcore-bundle preflight`: whether this node can do what a job will ask of it, found out by doing it."""
+"""`mcore-bundle preflight`: checks of this node that try what a job will need."""
 
 import json
 import os

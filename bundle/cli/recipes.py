@@ -10,7 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from bundle.cli import options
 from bundle.recipe import Recipe, describe_built_in, find_recipe, list_built_in, load
 
-# What pydantic writes its schemas in.
+# The dialect of pydantic's schemas.
 DIALECT = GenerateJsonSchema.schema_dialect
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)

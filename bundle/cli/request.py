@@ -1,4 +1,4 @@
-"""How a request becomes a plan and a job: the options that verbs have in common, and `plan_job` for all."""
+"""The way from a request to a plan and a job: the options that verbs have in common, and `plan_job`."""
 
 import functools
 import inspect
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from bundle.launch.job import Job
 
 LOCAL: Final = "local"
-# The record of the image that a job runs in. None: it runs in none of ours; undecided: nobody says what is in
-# it; local: it runs where this process does.
+# The record of the job's image. None: it is not one of our images; undecided: its content is unknown;
+# local: the job runs in the environment of this process.
 ImageContents = BuildInfo | Literal["undecided", "local"] | None
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job as it is asked for: what is changed of its recipe, how it begins, and what it runs with."""
+    """A request for a job: the changes to its recipe, its start, and the software that it uses."""
 
     overrides: options.Overrides = None
     run_directory: options.RunDirectory = None
@@ -42,22 +42,22 @@ class JobRequest:
     log_level: options.LogLevel = ""
 
     def load_recipe(self, recipe: str) -> Recipe:
-        """The recipe of that name or file, with what is said of its keys."""
+        """Return the recipe of that name or file, with the user's changes to its keys."""
         replayed = [] if self.rollouts is None else [f"rl.rollout.path={json.dumps(str(self.rollouts))}"]
         return load(recipe, [*(self.overrides or ()), *replayed])
 
     def find_run_directory(self, recipe: Recipe) -> Path:
-        """Where the run lives."""
+        """Return the run directory."""
         return self.run_directory or recipe.run_directory
 
     def build_start(self, *, fresh: bool = False) -> Start:
-        """What the run begins with."""
+        """Return the start of the run."""
         return Start(fresh=fresh, resume=self.resume, origin=self.start_from, weights_only=self.weights_only)
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a job will run on, where that is not this machine."""
+    """The machines of a job, where they are not this machine."""
 
     nodes: options.Nodes = None
     hardware: options.Hardware = ""
@@ -68,7 +68,7 @@ _RECIPE_MACHINES = Machines()
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A request with its plan, before it is known whether anything stands against it."""
+    """A request with its plan, which may have problems."""
 
     plan: Plan
     request: JobRequest
@@ -77,7 +77,7 @@ class PlannedJob:
 
     def decide(self) -> "Job":
         """Return the job. Raise what a plan with problems raises."""
-        from bundle.launch.job import from_plan  # a plan that is only printed does not need it
+        from bundle.launch.job import from_plan  # a printed plan does not need it
 
         self.plan.refuse()
         return from_plan(
@@ -98,9 +98,10 @@ def plan_job(
     problems: Sequence[Problem] = (),
     weights: str = "",
 ) -> PlannedJob:
-    """Return the plan of a recipe on these machines; `problems` and `weights` are of who looked at its files.
+    """Return the plan of a recipe on these machines.
 
-    The packages of a `record` count in the place of those that are installed here.
+    `problems` and `weights` come from a caller that has read the recipe's files. The packages of a `record`
+    replace those that are installed here.
     """
     image_record = record if isinstance(record, BuildInfo) else None
     plan = build_plan(
@@ -131,7 +132,7 @@ def _list_options(group: Any) -> list[inspect.Parameter]:
 
 
 def expand_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return the verb for typer: for a parameter that is a dataclass, an option for each annotated field."""
+    """Return the verb for typer, with an option for each annotated field of a dataclass parameter."""
     signature = inspect.signature(verb)
     groups: dict[str, Any] = {
         name: parameter.annotation

@@ -1,4 +1,4 @@
-"""`mcore-bundle resolve`: versions that were seen together, as pip takes them."""
+"""`mcore-bundle resolve`: versions that were tested together, in pip's format."""
 
 import json
 from typing import Annotated, Any
@@ -51,7 +51,7 @@ def _format_lines(combination: Combination, answer: CombinationAdvice, mcore: st
 
 
 def _list_pins(combination: Combination, mcore: str) -> list[tuple[str, str, str]]:
-    """(package, version, reason) in the order of a constraints file."""
+    """Return (package, version, reason) in the order of a constraints file."""
     core = combination.packages["megatron-core"]
     rows = []
     for name, version in compatibility.build_pins(combination).items():

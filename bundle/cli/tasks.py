@@ -31,14 +31,14 @@ def build_app(task: str, help_text: str) -> typer.Typer:
         epochs: options.Epochs = None,
         fresh: options.Fresh = False,
     ) -> None:
-        ignore_lost_output()  # the run directory has it all
+        ignore_lost_output()  # the run directory has all results
         run_task(TaskSpec(task, model, data, lora, epochs, request=request), fresh=fresh)
 
     return app
 
 
 def run_task(spec: TaskSpec, *, fresh: bool) -> None:
-    """Build the recipe of a wish, train it on this machine's devices, and say where the result is."""
+    """Build the recipe of a task, train it on this machine's devices, and print where the result is."""
     spec = replace(spec, request=put_megatron_on_path(spec.request))
     rendezvous = discover(os.environ)
     if rendezvous.is_rank or rendezvous.nodes > 1:
@@ -55,7 +55,7 @@ def run_task(spec: TaskSpec, *, fresh: bool) -> None:
 
 
 def _format_choices(built: BuiltRecipe) -> list[str]:
-    """Return lines about what was chosen for a run."""
+    """Return lines about the choices for a run."""
     width = max(len(choice.key) for choice in built.choices)
     lines = [f"  {choice.key:<{width}}  {choice.value}  ({choice.reason})" for choice in built.choices]
     counts = count_data(built.recipe, built.corpus)
@@ -63,7 +63,7 @@ def _format_choices(built: BuiltRecipe) -> list[str]:
 
 
 def _format_result(job: Job) -> list[str]:
-    """Return lines about where the trained model is and what to do with it."""
+    """Return lines about the trained model: its place, and commands to use it."""
     run, lines = RunDirectory(job.directory), []
     if export := job.recipe.checkpoint.export:
         lines.append(f"trained model: {run.build_export_path(export)}")

@@ -1,4 +1,4 @@
-"""`mcore-bundle train`: decides about a job and starts this node's ranks, or is one of them."""
+"""`mcore-bundle train`: decides about a job and starts this node's ranks, or runs as one of them."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ from bundle.recipe import Recipe
 from bundle.runs.directory import RunDirectory, find_newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-# Which node this is, which its ranks learn from whoever starts them.
+# The parameters about this node, which ranks get from their starter.
 _NODE_PARAMETERS = {
     "nodes",
     "node_rank",
@@ -45,7 +45,7 @@ _NODE_PARAMETERS = {
     "preflight",
     "as_json",
 }
-# What may be said beside --job: who we are and what is installed here, not what is done.
+# The parameters allowed with --job: about this node and its packages, not about the job.
 _JOB_FILE_PARAMETERS = _NODE_PARAMETERS | {"job", "mcore", "wait", "log_level"}
 
 
@@ -77,7 +77,7 @@ def train(
     if bool(recipe) is (job is not None):
         raise UsageError("say what to train: a recipe, or --job FILE, and not both")
     if not dry_run:
-        ignore_lost_output()  # the run directory has it all
+        ignore_lost_output()  # the run directory has all results
     request = put_megatron_on_path(request)
 
     def discover_rendezvous(planned_nodes: int) -> Rendezvous:
@@ -117,7 +117,7 @@ def train(
             _run_as_rank(node_rendezvous, decide, None, wait)
         decided_job = decide()
     if dry_run:
-        # As anybody may start it: of the job file that we would give to the ranks there is none yet.
+        # The commands have the user's options, as the ranks' job file does not exist yet.
         arguments = ("train", *options.build_arguments(context, _NODE_PARAMETERS))
         first_node = node_rendezvous._replace(nodes=decided_job.nodes)
         node_launches = (
@@ -147,7 +147,7 @@ def decide_job(
     spares: int = 0,
     is_dry: bool = False,
 ) -> Job:
-    """Return the job that a recipe comes to on this machine. Raise what a plan with problems raises."""
+    """Return the job of a recipe on this machine. Raise what a plan with problems raises."""
     run = RunDirectory(request.find_run_directory(recipe))
     _, problems = run.inspect_start(recipe, request.build_start(fresh=fresh))
     problems += _find_starter_problems(request.devices_per_node or recipe.devices.per_node, rendezvous)
@@ -167,7 +167,7 @@ def run_job(
     preflight: bool = False,
     has_events: bool = False,
 ) -> None:
-    """Run this node's ranks of a job to their end, or say that its run is finished."""
+    """Run this node's ranks of a job to their end, or print that its run is finished."""
     run = RunDirectory(job.directory)
     is_resumed = run.decide_resume(job.recipe, job.start)
     with _announce(job, rendezvous, has_events=has_events):
@@ -182,7 +182,7 @@ def run_job(
 
 @contextmanager
 def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator[None]:
-    """Say where the run lives at the start and at the end, or write the events of these."""
+    """Print the run directory at the start and at the end, or write the events of these."""
     if not has_events:
         line = f"run directory: {job.directory}\n" if rendezvous.node_rank == 0 else ""
         print(line, end="", flush=True)
@@ -210,9 +210,9 @@ def _announce(job: Job, rendezvous: Rendezvous, *, has_events: bool) -> Iterator
 
 
 def _run_preflight(job: Job, run: RunDirectory, rendezvous: Rendezvous, wait: int, spares: int) -> str:
-    """What preflight has against this node, where the job may do without it.
+    """Return preflight's defects of this node, where the job has spare nodes.
 
-    Raises EnvironmentUnfit with all that it has against any node, where the job needs all of them.
+    Raise EnvironmentUnfit with the defects of all nodes where the job has no spare node.
     """
     from bundle.preflight import NodeCheck
 
@@ -239,11 +239,11 @@ def _run_ranks(
     *,
     has_events: bool,
 ) -> None:
-    """Runs the ranks of this node, and again where that may mend what broke them."""
+    """Run the ranks of this node, and run them again where a restart may help."""
     earlier_start = run.identify_start()
 
     def start(placement: Rendezvous, continues: bool, alive: Callable[[], None]) -> None:
-        # What has begun anew goes on with that.
+        # A run that has begun anew continues at a restart.
         is_fresh = decided_job.start.fresh and run.identify_start() == earlier_start and not continues
         job = replace(decided_job, start=decided_job.start.model_copy(update={"fresh": is_fresh}))
         launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
@@ -261,9 +261,9 @@ def _run_ranks(
 
 
 def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
-    """Where this process stands among all nodes, of which `spares` are beyond what the job needs.
+    """Return the place of this process, after a check of the number of spare nodes.
 
-    Raises UsageError where none is left, and where a rank is told of them.
+    Raise UsageError where no other node is left, and where a rank gets the option.
     """
     if spares and rendezvous.is_rank:
         raise UsageError(f"--spares: {rendezvous.reason}, and only who starts ranks can start them elsewhere")
@@ -300,7 +300,7 @@ def put_megatron_on_path(request: JobRequest) -> JobRequest:
 
 
 def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | None, wait: int) -> Any:
-    """Ends this process as a rank, which alone imports torch."""
+    """End this process as a rank; only a rank imports torch."""
     with pause_collection():
         from bundle.worker import run_rank
 
@@ -308,7 +308,7 @@ def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | N
 
 
 def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
-    """Raises with everything that keeps this node from executing a job file."""
+    """Raise the problems that keep this node from executing a job file."""
     if nodes != job.nodes:
         raise UsageError(f"the job is for {job.nodes} nodes, and {rendezvous.source} says {nodes}")
     local_hardware = hardware.detect(job.backend)
@@ -337,7 +337,7 @@ def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list
 
 
 def _find_package_problems() -> list[Problem]:
-    """What a rank would miss at its first import, on any backend."""
+    """Return the problems of a rank at its first import, on any backend."""
     local_machine = machine.get_local_machine()
     findings = check_packages(
         packages.detect(),

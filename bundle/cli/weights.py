@@ -1,4 +1,4 @@
-"""`mcore-bundle weights`: a model's weights between Hugging Face and megatron, looked at and compared."""
+"""`mcore-bundle weights`: checks, conversion and comparison of weights of Hugging Face and megatron."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ app = typer.Typer(
 
 @app.callback()
 def silence_megatron() -> None:
-    """Megatron tells of kernels that are not installed when it is imported; weights need none."""
+    """Silence megatron's warnings about kernels that are not installed, as weights need none."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
@@ -183,7 +183,7 @@ def diff(
 def find_checkpoint(
     path: Path, like: Path | None = None, *, verified: bool
 ) -> tuple["TorchDistCheckpoint", Recipe | None]:
-    """A checkpoint's tensors, and the recipe of the run that it is of, where it is one of ours."""
+    """Return a checkpoint's tensors, and the recipe of its run, if the run is one of ours."""
     refuse_missing(path)
     from bundle.checkpoints import manifest
     from bundle.checkpoints.directory import MEGATRON
@@ -204,13 +204,13 @@ def find_checkpoint(
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise UsageError for a name that no directory has."""
+    """Raise UsageError where there is no such directory."""
     if not files.is_directory(path):
         raise UsageError(f"{path}: there is no such directory")
 
 
 def _refuse_adapters(checkpoint: "TorchDistCheckpoint", job: Recipe | None) -> None:
-    """Raise UsageError for a checkpoint that holds adapters in the place of weights."""
+    """Raise UsageError for a checkpoint that holds adapters instead of weights."""
     if job is not None and job.model.lora is not None:
         raise UsageError(
             f"{checkpoint.root.parent} holds the adapters of model.lora and no weights: have the run write"
@@ -219,7 +219,7 @@ def _refuse_adapters(checkpoint: "TorchDistCheckpoint", job: Recipe | None) -> N
 
 
 def _read_model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, Any], Architecture]:
-    """The config of a directory, and the model that it describes, of whose MTP layers so many count."""
+    """Return the config of a directory and its model; `mtp_layers` limits the model's MTP layers."""
     config = read_config(directory)
     architecture = from_config(config, str(directory / "config.json"))
     if mtp_layers is None:
@@ -232,7 +232,7 @@ def _read_model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, A
 
 
 def _read_published(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedModel:
-    """What a Hugging Face directory says of a model that has the MTP layers of a checkpoint."""
+    """Return the model of a Hugging Face directory, with the MTP layers of a checkpoint."""
     config = read_config(like)
     architecture = from_config(config, str(like / "config.json"))
     return PublishedModel(
@@ -241,7 +241,10 @@ def _read_published(like: Path, checkpoint: "TorchDistCheckpoint") -> PublishedM
 
 
 def _open_source(path: Path, other: Path) -> "TensorSource":
-    """The tensors of a directory; those of a checkpoint by their published names where the other has such."""
+    """Return the tensors of a directory.
+
+    Tensors of a checkpoint get their published names where the other directory has those.
+    """
     from bundle.architectures.tensors import Tensors
     from bundle.models.conversion import HuggingFaceTensors, MegatronTensors, PublishedTensors
 

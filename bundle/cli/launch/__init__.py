@@ -1,7 +1,6 @@
-"""`mcore-bundle launch`: hands a job to a cluster when it has been checked, and says what became of it.
+"""`mcore-bundle launch`: checks a job, hands it to a cluster, and reports its state.
 
-A module for each target, whose options its dataclass in `targets` lists; what they have in common is
-`submission`.
+Each target has a module, and a dataclass in `targets` with its options; `submission` has the common parts.
 """
 
 from typing import Annotated
@@ -23,7 +22,7 @@ for target in (local, docker, slurm, kubernetes, ray):
 
 @app.command()
 def status(handle: Handle) -> None:
-    """How a job is: its state, and why it waits."""
+    """Print the state of a job, and why it waits."""
     target, name = find_target(handle)
     state = target.query_state(name)
     print(handle, state.name, *([] if state.reason in ("", "None") else [f"({state.reason})"]))
@@ -34,7 +33,7 @@ def logs(
     handle: Handle,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
 ) -> None:
-    """What a job wrote; a line of a rank of several nodes begins with [node/rank]."""
+    """Print what a job wrote; a line of a rank of several nodes begins with [node/rank]."""
     target, name = find_target(handle)
     for text in target.follow(name) if follow else [target.read_log(name)]:
         print(text, end="", flush=True)

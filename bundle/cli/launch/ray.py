@@ -69,7 +69,7 @@ def ray(
             return
         job = cluster.write_job_file(planned_job)
     loaded_job = job_file.load(job)
-    ignore_lost_output()  # the run directory has it all
+    ignore_lost_output()  # the run directory has all results
     job_path = job.absolute()
 
     def drive() -> int:

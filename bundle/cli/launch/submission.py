@@ -1,4 +1,4 @@
-"""What every target of `launch` has in common: a job is decided, handed over, and asked about by handle."""
+"""The common part of the targets of `launch`: decide a job, submit it, and find it by its handle."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines th
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
 
 
-# By the first part of a handle, with what its second part looks like.
+# The targets by the first part of a handle, with the pattern of the second part.
 _TARGETS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
@@ -52,7 +52,7 @@ _TARGETS: dict[str, tuple[Target, str]] = {
 
 @dataclass(frozen=True)
 class ContainerImage:
-    """The image that a job runs in, with the record of its packages; without a name, ours for the job."""
+    """The image of a job, with the record of its packages; the default is our image for the job."""
 
     image: Annotated[str, typer.Option(help="What it runs in; without it, the image of ours for it.")] = ""
     registry: Annotated[str, typer.Option(metavar="REGISTRY", help="Where our images are.")] = (
@@ -61,11 +61,11 @@ class ContainerImage:
     record: options.ImageRecordOrNone = ""
 
     def choose_name(self, job: Job) -> str:
-        """Return the name of the image. Raise UsageError where none of ours is for the job."""
+        """Return the name of the image. Raise UsageError where none of our images fits the job."""
         return self.image or images.choose_image(job, self.registry)
 
     def read_record(self) -> ImageContents:
-        """Return what is in the image. Raise UsageError for an image that is none of ours and has no name."""
+        """Return the contents of the image. Raise UsageError for a foreign image without a name."""
         if not self.record:
             return UNDECIDED
         if self.record != _NOT_OURS:
@@ -79,7 +79,7 @@ class ContainerImage:
 
 
 def read_optional_record(container_image: str, record_name: str) -> ImageContents:
-    """Return what is in the image, None without one. Raise UsageError for a record of no image."""
+    """Return the contents of the image, None without one. Raise UsageError for a record of no image."""
     if record_name and not container_image:
         raise UsageError(
             f"--image-record {format_value(record_name)}: say what it is of with --image, or leave it out"
@@ -94,9 +94,9 @@ def decide_job(
     record: ImageContents,
     problems: Sequence[Problem] = (),
 ) -> Job:
-    """The job that a recipe is on such a cluster. Raises with everything that stands against it."""
+    """Return the job of a recipe on such a cluster. Raise with all of its problems."""
     if record == UNDECIDED:
-        request = replace(request, mcore=request.mcore or DEFAULT_RELEASE)  # what is here says nothing of it
+        request = replace(request, mcore=request.mcore or DEFAULT_RELEASE)  # not the local one
     planned = plan_job(recipe, request, machines, record, problems=problems)
     planned.plan.refuse()
     if record == UNDECIDED:
@@ -117,11 +117,11 @@ def decide_job_with_paths(
     checks_paths: bool,
     in_image: bool = False,
 ) -> Job:
-    """As above, for whoever sees the paths of this machine: they are of the working directory.
+    """Return the job of a recipe on a target that has the paths of this machine.
 
-    What lies there speaks against the job, too, where it `checks_paths` at it: it is what the nodes will
-    find. Of what is missing here a container may have its own, so that this is only said where it runs
-    `in_image`.
+    Relative paths belong to the working directory. With `checks_paths`, the run directory and inputs here are
+    checked too, as the nodes will find them. With `in_image`, a missing input is only a warning, as the
+    container may have it.
     """
     loaded_recipe = request.load_recipe(recipe)
     directory, origin = request.find_run_directory(loaded_recipe).absolute(), request.start_from
@@ -140,19 +140,22 @@ def decide_job_with_paths(
 
 
 def warn_absent_inputs(problems: Iterable[Problem]) -> None:
-    """Warn of inputs that are not usable on this machine, and that the nodes of a job may have."""
+    """Warn of inputs that cannot be used on this machine, and that the nodes of a job may have."""
     for problem in problems:
         _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
 
 
 def warn_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
-    """Warns of inputs that are here and that a container does not see; see `find_hidden_inputs`."""
+    """Warn of inputs on this machine that a container does not see; see `find_hidden_inputs`."""
     for text in find_hidden_inputs(job, mounts, workdir, advice):
         _log.warning("%s", text)
 
 
 def warn_unknown_steps(job: Job, recipe: str) -> None:
-    """Warns of a job that will learn on its nodes how long it is: what contradicts that is found there."""
+    """Warn of a job whose number of steps is unknown until its nodes read the data.
+
+    A contradiction with other keys is found only there.
+    """
     if (epochs := job.recipe.train.epochs) is not None:
         _log.warning(
             "train.epochs: how many steps %g epochs are is not known before the data is read;"
@@ -163,12 +166,12 @@ def warn_unknown_steps(job: Job, recipe: str) -> None:
 
 
 def follow_submitted_job(handle: str, *, detach: bool) -> None:
-    """Says what the job is called; shows what it writes and ends as it does, unless it is left alone."""
+    """Print the handle of a job; unless `detach` is set, show its output and end as it does."""
     if detach:
         print(handle)
         return
     print(f"{handle}: `mcore-bundle launch stop {handle}` has it save and end", file=sys.stderr)
-    ignore_lost_output()  # the job's log has it all
+    ignore_lost_output()  # the job's log has everything
     target, name = find_target(handle)
     for text in target.follow(name):
         print(text, end="", flush=True)
@@ -176,7 +179,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
 
 
 def find_target(handle: str) -> tuple[Target, str]:
-    """Who has a job, and what it is called there. Raises UsageError for what is no handle."""
+    """Return the target of a handle, and the job's name there. Raise UsageError where it is not a handle."""
     kind, _, name = handle.partition(":")
     target, pattern = _TARGETS.get(kind, (slurm, ""))
     if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
