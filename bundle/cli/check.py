@@ -118,7 +118,7 @@ def count_data(job: Recipe, corpus: "Corpus") -> dict[str, Any]:
     return counts
 
 
-_LEAST_FILLED = 0.6  # of a row; below it, packs are faster
+_LEAST_FILLED = 0.6  # the filled share of a row; below it, packs are faster
 
 
 def _advise(job: Recipe, filled: float) -> Iterator[str]:

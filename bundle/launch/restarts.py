@@ -15,8 +15,8 @@ def run_with_restarts(
     """Call `start`, and call it again where its verdict says that a restart may help.
 
     Restart at most `most_restarts` times in a row without progress; `get_progress` names the state that a
-    restart continues from. Do not restart while other nodes may still run the launch that ended here: new
-    ranks would meet theirs, which wait for those that are gone. Raise LaunchFailed.
+    restart continues from. Do not restart while other nodes may still run the launch that ended here. New
+    ranks would meet their ranks, which wait for those that are gone. Raise LaunchFailed.
     """
     remaining, last_progress = most_restarts, get_progress()
     while True:

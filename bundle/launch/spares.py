@@ -1,7 +1,7 @@
 """Runs a job on as many of the started nodes as it needs; the others are spare nodes.
 
-The verdict on a round decides what follows: the same nodes again, another node in the place of one that is
-lost or bad, or the end.
+The verdict on a round decides what follows. The same nodes start again, another node replaces a lost or bad
+one, or the job ends.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Checks of a node before a job, which try what the job will need: one module for each probe.
 
-A probe is a process of its own, `python -m bundle.preflight.PROBE WORDS`, with a time limit: a broken driver
-never answers, and a file server may answer late. It prints one line with its result, `ProbeResult`. It ends
-with its starter (`bundle.preflight.__main__`), so its resources, such as a port, are free for the next probe.
+A probe is a process of its own, `python -m bundle.preflight.PROBE WORDS`. It has a time limit, as a broken
+driver never answers, and a file server may answer late. It prints one line with its result, `ProbeResult`. It
+ends with its starter (`bundle.preflight.__main__`), so its resources, such as a port, are free for the next
+probe.
 """
 
 import errno

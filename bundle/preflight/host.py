@@ -12,7 +12,7 @@ _LEAST_FREE_SHARE = 0.1
 def probe(local_machine: Machine) -> ProbeResult:
     """Return the memory that a process can get without swapping [GiB].
 
-    The probe fails where less than 10 % of the memory that this process may use is free.
+    The probe fails where less than `_LEAST_FREE_SHARE` of the memory that this process may use is free.
     """
     memory = hardware.read_host(local_machine).memory
     meminfo = local_machine.read("/proc/meminfo")

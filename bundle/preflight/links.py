@@ -254,7 +254,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
     try:
         measurement.measure_all()
     except Exception:
-        with end_lock:  # after the time limit, other processes end first, and the error is theirs
+        with end_lock:  # after the time limit, the end of other processes causes errors here
             timer.cancel()
         raise
     with end_lock:

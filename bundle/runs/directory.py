@@ -56,7 +56,7 @@ class RunDirectory:
         self.versions = root / "versions.json"  # of the installed packages
         # The checkpoint that the run began with, as the user named it; missing where there was none.
         self.origin = root / "origin.json"
-        # The names of this run in experiment trackers; missing where the recipe has no tracker.
+        # The identifiers of this run in experiment trackers; missing where the recipe has no tracker.
         self.trackers = root / "trackers.json"
         self.profile = root / "profile"  # traces of the steps that the recipe names
         self.metrics = root / "metrics.jsonl"  # one JSON object per line, each with its `step`
@@ -101,8 +101,8 @@ class RunDirectory:
         An unfinished run resumes without a flag, as a scheduler starts the same command again. A run that has
         trained nothing begins anew, so its recipe can be corrected.
 
-        Raise UsageError for a finished run without a flag, for a recipe or an origin that is not the run's,
-        for --resume without a run, and for files that no run of ours has written.
+        Raise UsageError for a finished run without a flag, and for a recipe or an origin that is not the
+        run's. Raise it also for --resume without a run, and for files that no run of ours has written.
         """
         if start.fresh and start.resume:
             raise UsageError("--fresh starts over and --resume goes on: say one of them")

@@ -25,10 +25,10 @@ _CORE_KINDS = {
 _STRICT_VALIDATION: dict[str, Any] = {"field_validation": "Strict"}
 _TIMEOUT: dict[str, Any] = {"_request_timeout": TIMEOUT_SECONDS}
 _MERGE_PATCH: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
-_TRIES = 3  # of changing an object that another process, such as the garbage collector, also changes
+_TRIES = 3  # attempts to change an object that, for example, the garbage collector also changes
 _NAMESPACE_FILE = Path(
     "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
-)  # of a pod that this runs in
+)  # the pod of this process, if any
 
 
 class ServerUnreachable(LaunchUnavailable):

@@ -87,7 +87,7 @@ def stop(name: str) -> None:
     """Tell a job to save and end: its pods get their time for that; then its objects are deleted."""
     existing = client.find_object(_identify_workload(name))
     if existing is None:
-        query_state(name)  # says that there is none
+        query_state(name)  # raises, as there is none
     else:
         _refuse_foreign_workload(existing, name)
         client.delete(existing)

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 # The most pods whose logs are streamed at once; each holds a connection of the API server.
 MOST_STREAMS = 16
-_SKEW_SECONDS = 60  # by which a node's clock may differ from ours
+_SKEW_SECONDS = 60  # the largest difference between a node's clock and ours
 _ENDED_PHASES = ("Succeeded", "Failed")
 # RFC 3339, of any zone, without the zeros at its end.
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)

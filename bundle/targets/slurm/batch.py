@@ -19,7 +19,7 @@ from bundle.targets.slurm import containers, resources
 from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_option
 
 # The starts in a row that may make one step each. A job that is told to save while it starts makes one step.
-# Without this limit it would be queued again for ever where the time limit is that short.
+# Without this maximum it would be queued again for ever where its time limit, or the partition's, is short.
 MAX_SHORT_STARTS = 3
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 

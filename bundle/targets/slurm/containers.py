@@ -88,10 +88,10 @@ def _list_paths(job: Job, workdir: Path) -> Sequence[Path]:
 def _list_device_mounts(job: Job, options: SlurmOptions) -> Iterator[str]:
     """Yield the mounts for devices other than GPUs, which pyxis and Apptainer mount in their own way.
 
-    Both mount all of the host's /dev unless their site says otherwise: by `mount dev = minimal`, or by
-    ENROOT_RESTRICT_DEV, whose hook runs before these mounts (enroot's runtime.sh). MELLANOX_VISIBLE_DEVICES
-    is not set: enroot's 99-mellanox.sh does nothing without it, and with it hides the cards of other makers
-    in /sys.
+    Both mount all of the host's /dev unless their site restricts that, by `mount dev = minimal` or
+    ENROOT_RESTRICT_DEV. The hook of the latter runs before these mounts (enroot's runtime.sh).
+    MELLANOX_VISIBLE_DEVICES is not set: enroot's 99-mellanox.sh does nothing without it, and with it hides
+    the cards of other makers in /sys.
     """
     if job.backend == "ascend":
         yield from (f"{node}:{node}" for node in devices.list_npu_device_files(job.per_node))
