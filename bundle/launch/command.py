@@ -48,7 +48,7 @@ class Launch:
 
     `arguments` are those of `mcore-bundle`. `logs` is the folder of this launch on this node, where the
     `files` lie by name before the ranks start. `environment` is that of the plan; an inherited value wins for
-    the variables in `overridable_variables`. With `has_events`, the first rank writes the events of `train
+    the variables in `overridable_variables`. `has_events`: the first rank writes the events of `train
     --json`.
     """
 
