@@ -62,10 +62,7 @@ class SavedForBackward(NamedTuple):
     is_frozen: bool = False  # weights, of norms too, beside adapters
 
     def count_norm_bytes(self, width: int) -> int:
-        """Return the bytes of an RMS norm.
-
-        Fused, it saves its input as it is; else the input in fp32, and the normalised input for the weight.
-        """
+        """Return the bytes of an RMS norm: its input; unfused in fp32, with the normalised input."""
         return (
             width * self.element_bytes + FP32 if self.is_fused else (2 - self.is_frozen) * width * FP32 + FP32
         )
@@ -359,10 +356,7 @@ class AdaptedMatrix(NamedTuple):
 
 
 def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
-    """Return the adapters of each matrix by its name in a layer; None where all weights are trained.
-
-    Where layers differ, it returns the largest number of adapters.
-    """
+    """Return the most adapters that a layer has of a matrix, by name; None where all weights are trained."""
     lora, a = recipe.model.lora, recipe.architecture
     if lora is None:
         return None
