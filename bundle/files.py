@@ -29,11 +29,11 @@ def read_content(path: Path, limit: int) -> bytes:
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a null character, or one that this locale cannot spell
-        raise OSError(errno.EINVAL, f"no name of a file: {error}") from error
+        raise OSError(errno.EINVAL, f"not a valid file name: {error}") from error
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file: save what it gives in one")
+        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file: save its output to a file")
     with path.open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -165,8 +165,8 @@ def build_write_error(path: Path, error: BaseException) -> JobFailed:
     """Return the error to raise when `path` could not be written."""
     if is_disk_full(error):
         return JobFailed(
-            f"{path}: no room left to write ({format_bytes(find_free_bytes(path))} free on its disk):"
-            " free some, raise the quota, or lower checkpoint.keep"
+            f"{path}: no room left to write ({format_bytes(find_free_bytes(path))} free on its disk)."
+            " Free space, raise the quota, or lower checkpoint.keep."
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
 

@@ -120,8 +120,8 @@ def pin(text: str, kind: Kind) -> str:
         import huggingface_hub.errors
     except ImportError as error:
         raise EnvironmentUnfit(
-            f"{text} is no file or directory here, and the Hub needs huggingface_hub: pip install"
-            " 'mcore-bundle[data]'"
+            f"{text}: no such file or directory, and downloads from the Hub need huggingface_hub. Install it:"
+            " pip install 'mcore-bundle[data]'."
         ) from error
     if _COMMIT.fullmatch(reference.revision) and _find_cached_commit(huggingface_hub, reference):
         return str(reference)
@@ -153,7 +153,7 @@ def pin(text: str, kind: Kind) -> str:
     except Exception as error:
         _refuse(huggingface_hub, reference, error)
         raise EnvironmentUnfit(
-            f"{pinned}: the download failed: {_format_error(error)}. Start it again"
+            f"{pinned}: the download failed: {_format_error(error)}. Run the command again."
         ) from error
     return str(reference._replace(revision=Path(snapshot).name))
 
@@ -184,9 +184,9 @@ def _pin_from_cache(library: Any, reference: Reference, reason: str) -> str:
         return str(reference._replace(revision=commit))
     repository = f"{reference.name} --repo-type {reference.kind}"
     raise EnvironmentUnfit(
-        f"{reference} is no file or directory here, not in the cache of the Hub"
-        f" ({library.constants.HF_HUB_CACHE}), and {reason}. Download it where there is a network"
-        f" (hf download {repository}), copy the cache, and set HF_HOME to it"
+        f"{reference}: no such file or directory, not in the cache of the Hub"
+        f" ({library.constants.HF_HUB_CACHE}), and {reason}. Download it on a machine with a network"
+        f" (hf download {repository}). Copy the cache here and set HF_HOME to it."
     )
 
 
@@ -195,13 +195,15 @@ def _check_files(reference: Reference, names: Sequence[str]) -> None:
     if not any(map(reference.is_selected_for_download, names)):
         have = ", ".join(names)[:200] or "no files"
         read = ", ".join(SAFE_PATTERNS[reference.kind])
-        raise UsageError(f"{reference}: none of its files can be read ({have}). Take one with {read}")
+        raise UsageError(
+            f"{reference}: none of its files can be read ({have}). Name a repository with {read}."
+        )
     has_weights = any(fnmatch(name, "*.safetensors") for name in names)
     pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLES)]
     if reference.kind == "model" and pickles and not has_weights:
         raise UsageError(
-            f"{reference}: its weights are pickles ({pickles[0]}), which are not read. Take a repository with"
-            " safetensors"
+            f"{reference}: its weights are pickles ({pickles[0]}), which are never loaded. Name a repository"
+            " with safetensors."
         )
 
 
@@ -213,9 +215,8 @@ def _check_disk_space(library: Any, reference: Reference, size: int) -> None:
     existing_path = next(path for path in (cache, *cache.parents) if path.exists())
     if size > (free := shutil.disk_usage(existing_path).free):
         raise EnvironmentUnfit(
-            f"{reference} has {format_bytes(size)}, and {existing_path} {format_bytes(free)} free. Set"
-            " HF_HOME to a"
-            " larger disk"
+            f"{reference}: needs {format_bytes(size)}, and {existing_path} has {format_bytes(free)} free."
+            " Set HF_HOME to a larger disk."
         )
 
 
@@ -225,17 +226,17 @@ def _refuse(library: Any, reference: Reference, error: Exception) -> None:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError) or status == 403:
         raise EnvironmentUnfit(
-            f"{reference}: access is not granted. Ask for it on the repository's page, and set HF_TOKEN"
+            f"{reference}: access is not granted. Request it on the repository's page, and set HF_TOKEN."
         ) from error
     if isinstance(error, errors.RevisionNotFoundError):
         raise UsageError(f"{reference}: the repository has no revision {reference.revision!r}") from error
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
         raise UsageError(
-            f"{reference} is no file or directory here, and no {reference.kind} of the Hub that may be read."
-            " Mend the name; for a private one set HF_TOKEN"
+            f"{reference}: no such file or directory, and no {reference.kind} of the Hub that may be read."
+            " Correct the name; for a private repository, set HF_TOKEN."
         ) from error
     if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
-        raise EnvironmentUnfit(f"{reference}: {error.strerror}. Set HF_HOME to a larger disk") from error
+        raise EnvironmentUnfit(f"{reference}: {error.strerror}. Set HF_HOME to a larger disk.") from error
 
 
 def _format_error(error: Exception) -> str:

@@ -98,16 +98,18 @@ class Checkpoints:
         for step in run_on_rank_0(self.directory.list_steps):
             directory = self.directory.get_path(step)
             if reasons := self._find_damage(directory):
-                damaged.append(f"{directory.name} is damaged and was left out: {'; '.join(reasons[:3])}")
+                damaged.append(f"{directory.name} is damaged and was skipped: {'; '.join(reasons[:3])}")
                 continue
             loaded = self._read(directory)
             new_names = run_on_rank_0(functools.partial(self.directory.mark_newer_damaged, step))
             notes = [
-                f"{reason}; it lies in {name} now" for reason, name in zip(damaged, new_names, strict=True)
+                f"{reason}; it was moved to {name}" for reason, name in zip(damaged, new_names, strict=True)
             ]
             return LoadedCheckpoint(loaded.state, directory, (*notes, *loaded.notes))
         if damaged:
-            raise JobFailed(f"{self.directory.root}: no checkpoint can be used; --fresh starts over", damaged)
+            raise JobFailed(
+                f"{self.directory.root}: no checkpoint can be used. Start over with --fresh.", damaged
+            )
         return None
 
     def load_from(self, directory: Path) -> LoadedCheckpoint:
@@ -225,7 +227,10 @@ class Checkpoints:
             return LoadedCheckpoint(saved.state, directory)
         with engine.runtime.megatron_calls():
             groups.seed_random_states(engine.recipe.seed, completed_steps=saved.state.step)
-        note = f"{directory.name} was written at {_format_layout(saved.layout)}: random states begin anew"
+        note = (
+            f"{directory.name} was written with another layout ({_format_layout(saved.layout)}):"
+            " random states start anew from the seed"
+        )
         return LoadedCheckpoint(saved.state, directory, (note,))
 
     def _read_saved(self, directory: Path) -> state.SavedState:

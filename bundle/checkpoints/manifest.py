@@ -68,7 +68,7 @@ def read(directory: Path) -> dict[str, str]:
         isinstance(value, str) and _DIGEST.fullmatch(value) and _is_inside(name)
         for name, value in digests.items()
     ):
-        raise ValueError("its manifest is not one of ours")
+        raise ValueError("its manifest does not have the form that mcore-bundle writes")
     return digests
 
 
@@ -79,9 +79,9 @@ def find_defects(directory: Path, digests: Mapping[str, str], names: Iterable[st
         path = directory / name
         try:
             if path.is_symlink():
-                problems.append(f"{name} is a link")
+                problems.append(f"{name} is a symbolic link")
             elif compute_digest(path) != digests[name]:
-                problems.append(f"{name} is not what was written")
+                problems.append(f"{name} has changed since it was written")
         except OSError as error:
             problems.append(f"{name}: {error.strerror}")
     return problems
@@ -93,7 +93,7 @@ def find_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str
     unlisted = (
         name for name in list_file_names(directory) if name not in digests and not name.startswith(".nfs")
     )
-    return [f"{name} is not in its manifest" for name in unlisted]
+    return [f"{name} is not listed in the manifest" for name in unlisted]
 
 
 def find_damage(directory: Path) -> list[str]:

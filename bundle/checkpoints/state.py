@@ -88,7 +88,7 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
     `loaded` says whether the model begins with the weights of model.path.
     """
     if changes := identity.list_changes(saved.model, recipe.architecture, "the checkpoint"):
-        raise UsageError(f"{directory} holds another model than the recipe's", changes)
+        raise UsageError(f"{directory}: holds another model than the recipe's", changes)
     own_adapters = describe_adapters(recipe, loaded=loaded)
     if saved.adapters != own_adapters:
         saved_weights, recipe_weights = (
@@ -96,9 +96,9 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
             for adapters in (saved.adapters, own_adapters)
         )
         raise UsageError(
-            f"{directory} holds {saved_weights}, the recipe (model.lora) trains {recipe_weights}:"
-            " export it with the recipe"
-            " that it was trained with (checkpoint.export: hf), and begin with that as model.path"
+            f"{directory}: holds {saved_weights}, but the recipe (model.lora) trains {recipe_weights}."
+            " Export it with the recipe that trained it (checkpoint.export: hf), and set model.path to the"
+            " export."
         )
 
 
@@ -109,10 +109,10 @@ def refuse_other_weights(directory: Path, saved: SavedState, base_digests: Mappi
     was, now = dict(saved.base_digests), dict(base_digests)
     changed = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
     raise UsageError(
-        f"{directory}: its adapters were trained beside other weights than model.path has: put those back, or"
-        " begin another run with the adapters alone (checkpoint.export: peft there, model.lora.path here)",
+        f"{directory}: its adapters were trained with other weights than model.path has. Put those back, or"
+        " start another run with the adapters alone (checkpoint.export: peft there, model.lora.path here).",
         [
-            f"{name} {'is missing' if name not in now else 'is new' if name not in was else 'is another one'}"
+            f"{name} {'is missing' if name not in now else 'is new' if name not in was else 'has changed'}"
             for name in changed
         ],
     )
@@ -122,9 +122,9 @@ def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Opti
     """Raise UsageError for the state of another optimizer than the recipe's."""
     if (own_optimizer := describe_optimizer(optimizer)) != saved.optimizer:
         raise UsageError(
-            f"{directory} holds the state of another optimizer: {saved.optimizer} between data-parallel"
-            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own_optimizer};"
-            " --weights-only begins with its weights alone"
+            f"{directory}: holds the state of another optimizer: {saved.optimizer} between data-parallel"
+            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own_optimizer}."
+            " Load its weights alone with --weights-only."
         )
 
 

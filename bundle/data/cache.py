@@ -139,7 +139,9 @@ def _make_store(
                 )
     store = open_store(path)
     if store is None:
-        raise JobFailed(f"{path}: the tokens just written are gone; is another job deleting them?")
+        raise JobFailed(
+            f"{path}: the tokens just written are missing. Check whether another job deletes them."
+        )
     return store
 
 
@@ -157,7 +159,7 @@ def _hold_store_lock(path: Path, progress: Progress) -> Iterator[None]:
             while not _try_lock(lock):
                 written = _read_size(tokens_path)
                 if seen_bytes < 0:
-                    _log.info("%s: another process makes these tokens, this one waits", path)
+                    _log.info("%s: waiting for another process, which writes the same tokens", path)
                 if written > seen_bytes:
                     progress(written // 2)
                 seen_bytes = max(seen_bytes, written)

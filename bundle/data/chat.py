@@ -33,7 +33,9 @@ def build_writer(data: Data, tokenizer: Tokenizer) -> "PlainTemplate | ChatTempl
     if not data.has_template:
         return PlainTemplate(tokenizer, has_headings=data.template != NO_TEMPLATE)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise UsageError(f"data.template: {data.tokenizer} takes no chat template; use data.template: plain")
+        raise UsageError(
+            f"data.template: the tokenizer {data.tokenizer} has no chat template. Set data.template: plain."
+        )
     return ChatTemplate(tokenizer, data.date, data.template_arguments, data.template_text)
 
 
@@ -48,9 +50,9 @@ class PlainTemplate:
     def prepare(self, conversation: Conversation) -> Conversation:
         """Return the conversation. Raise Corrupt for what headings do not write."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
-            raise Corrupt("data.template: plain does not write tools and their calls; use chat")
+            raise Corrupt("data.template: plain does not render tools and their calls. Set chat.")
         if conversation.media:
-            raise Corrupt("data.template: plain does not write images and videos; use chat")
+            raise Corrupt("data.template: plain does not render images and videos. Set chat.")
         return conversation
 
     def draft(
@@ -111,8 +113,8 @@ class ChatTemplate:
         origin = "the recipe's chat template" if text else f"the chat template of {tokenizer.directory}"
         if today is None and "strftime_now(" in source:
             raise UsageError(
-                f"data.template: {origin} writes today's date (strftime_now), by which tokens would change"
-                " from day to day: say which one it is to write, data.date: YYYY-MM-DD"
+                f"data.template: {origin} writes today's date (strftime_now), so tokens would change from day"
+                " to day. Set the date that it writes: data.date: YYYY-MM-DD."
             )
         words = set(re.findall(r"\w+", source)) - set(RESERVED_VARIABLES)
         if unread := sorted(set(arguments) - words):

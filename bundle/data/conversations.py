@@ -86,15 +86,15 @@ def read_conversation(values: Values, data: Data) -> Conversation:
     fields, formats = data.fields, _list_formats(data.fields)
     if _is_pair(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
-            f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or learn"
-            f" one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
+            f"fields {fields.chosen} and {fields.rejected}: two answers to compare. Set task: dpo, or train"
+            f" on one: data.fields.response: {fields.chosen} (data.fields.messages for a whole conversation)"
         )
     shared = (*list_shared_fields(fields), *list_kto_label_fields(fields))
     format_, (messages, prompt_count) = read_row(values, formats, fields.format, shared)
     for name in list_kto_label_fields(fields):
         if values.get(name) is False:
             raise Corrupt(
-                f"field {name}: false marks a bad answer (KTO), which is not to be learned. Leave the row out"
+                f"field {name}: false marks a bad answer (KTO), which must not be trained on. Skip the row"
                 " (data.on_error: skip)" + ("" if name == KTO_TAG else ", or set data.fields.label: null")
             )
     return replace(build_conversation(messages, values, data, prompt_count), format=format_)
@@ -131,7 +131,7 @@ def build_conversation(
     if data.learn == "last_turn":
         turns = [index for index in turns if index == len(messages) - 1]
     if not turns:
-        raise Corrupt("no turn that is learned: the assistant's have no weight")
+        raise Corrupt("no turn to train on: the assistant messages have weight 0")
     conversation_media = media.extract_media(messages, media.find_columns(values, data.fields))
     return Conversation(messages, turns, _read_tools(values, data.fields.tools), conversation_media)
 
@@ -179,7 +179,9 @@ def read_prompt(values: Values, name: str) -> list[Message]:
         return [{"role": "user", "content": read_text(values, name)}]
     messages = read_messages(prompt, name)
     if messages[-1]["role"] == "assistant":
-        raise Corrupt(f"field {name}: ends with what the assistant says, which the answers are to do")
+        raise Corrupt(
+            f"field {name}: ends with an assistant message. Leave it out; the answers follow the prompt."
+        )
     return messages
 
 
@@ -246,7 +248,9 @@ def _with_system(messages: list[Message], values: Values, name: str | None) -> l
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        raise Corrupt(f"field {name}: the messages begin with another system message")
+        raise Corrupt(
+            f"field {name}: differs from the system message in the messages. Leave one of them out."
+        )
     return messages
 
 
@@ -274,7 +278,7 @@ def read_answered_messages(value: Any, field: str) -> list[Message]:
     messages = read_messages(value, field)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or "tool_calls" in last):
-        raise Corrupt(f"field {field}: must end with what the assistant says")
+        raise Corrupt(f"field {field}: must end with an assistant message that has text or tool calls")
     return messages
 
 
@@ -295,11 +299,11 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
     if weights := [rest.pop(name) for name in WEIGHT_KEYS if name in rest]:
         if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
             raise Corrupt(
-                f"{field_path}: {', '.join(WEIGHT_KEYS)} say whether it is learned: 0 or 1,"
+                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or 1, and agree; the message is"
                 f" {format_value(raw_message)}"
             )
         if weights[0] and role != "assistant":
-            raise Corrupt(f"{field_path}: has a weight, but only what the assistant says is learned")
+            raise Corrupt(f"{field_path}: has a weight, but only assistant messages are trained on")
         rest[WEIGHT_KEYS[0]] = bool(weights[0])
     calls = [rest.pop("function_call")] if "function_call" in rest else rest.pop("tool_calls", None)
     if calls:
@@ -307,7 +311,9 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
         content = "" if content is None else content
     content = _read_content(content, f"{field_path}: content")
     if role == "assistant" and not isinstance(content, str):
-        raise Corrupt(f"{field_path}: the assistant says text, and this has an image or a video")
+        raise Corrupt(
+            f"{field_path}: an assistant message must be text, and this one has an image or a video"
+        )
     return {"role": role, "content": content, **rest}
 
 

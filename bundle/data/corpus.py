@@ -333,7 +333,7 @@ def _build_samples(
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
         skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
         raise UsageError(
-            f"{have}: not one sample of {length} tokens is {purpose}; give more data, a smaller "
+            f"{have}: too few for one sample of {length} tokens {purpose}. Give more data, a smaller "
             f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
             + (f"; {skipped} corrupt rows or files were skipped" if skipped else "")
             + (f"; {deleted} rows that are too long were deleted" if deleted else ""),

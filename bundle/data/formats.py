@@ -61,10 +61,10 @@ def read_row(
     for other, differing in readings[1:]:
         if differing != content:
             both = f"{first.describe(values, ())} and as {other.describe(values, ())}"
-            decision = f"data.fields.format: {first.name} or {other.name}"
+            decision = f"Set data.fields.format: {first.name} or {other.name}"
             if first.name == other.name:
-                decision = "the fields that a row has: leave those of one out"
-            raise Corrupt(f"can be read as {both}, which differ. Decide by {decision}")
+                decision = "Leave the fields of one reading out of the row"
+            raise Corrupt(f"the row can be read as {both}, and the readings differ. {decision}")
     return first.describe(values, shared), content
 
 
@@ -79,6 +79,8 @@ def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
     have = ", ".join(values)[:200] or "no fields"
     if not any(name in values for name in nearest.fields):
         known = "; ".join(" and ".join(row_format.fields) for row_format in formats)
-        return Corrupt(f"none of the fields {known}; the row has {have}. Name its own with data.fields")
+        return Corrupt(
+            f"none of the fields {known}; the row has {have}. Name the row's fields with data.fields"
+        )
     missing = next(name for name in nearest.fields if values.get(name) is None)
     return Corrupt(f"field {missing}: {'is null' if missing in values else 'missing'}; the row has {have}")

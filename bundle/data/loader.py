@@ -78,7 +78,7 @@ def prepare_on_ranks(recipe: Recipe, directory: Path, dog: Watchdog) -> Corpus:
     with dog.extend_patience("reading the data", PATIENCE):
         differences = find_disagreements(run_on_all_ranks(prepare_rank))
     if differences:
-        raise EnvironmentUnfit("the ranks have different data; give every node the same files", differences)
+        raise EnvironmentUnfit("the ranks have different data. Give every node the same files.", differences)
     (rank_corpus,) = corpora
     _log_left_out("the data", rank_corpus.left_out)
     for name, left_out in rank_corpus.validation_left_out.items():
@@ -136,12 +136,12 @@ def _log_left_out(data_set: str, left_out: LeftOut) -> None:
     """Log how many rows of a data set were left out, with the first reasons of each kind."""
     skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
     corrupt = f"{data_set} has {skipped:,} corrupt rows or files, which are skipped"
-    long = f"of the rows of {data_set} that are too long {deleted:,} are deleted and {cut:,} cut"
+    long = f"{data_set} has rows that are too long: {deleted:,} are deleted and {cut:,} cut"
     for message, count, first in (
         (corrupt, skipped, left_out.skipped_rows),
         (long, deleted + cut, left_out.long_rows),
     ):
-        more = ["and others, which `check` lists"] if len(first) > MAX_LOGGED_REASONS else []
+        more = ["and more; `check` lists all of them"] if len(first) > MAX_LOGGED_REASONS else []
         if count:
             _log.info("\n  - ".join([message, *first[:MAX_LOGGED_REASONS], *more]))
 

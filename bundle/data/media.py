@@ -82,7 +82,9 @@ def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Colum
     for other in columns[1:]:
         if other.media != columns[0].media:
             both = f"{columns[0].key} and {other.key}"
-            raise Corrupt(f"fields {both}: name different ones. Say with data.fields which of them counts")
+            raise Corrupt(
+                f"fields {both}: name different images or videos. Choose one of the fields with data.fields"
+            )
     return columns[0] if columns else Column(", ".join(keys))
 
 
@@ -98,7 +100,7 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
     for number, message in enumerate(messages):
         if unread_keys := [key for kind in columns for key in KEYS[kind] if message.get(key)]:
             raise Corrupt(
-                f"message {number}: {unread_keys[0]} of a message is not read. Make it a field of the row"
+                f"message {number}: {unread_keys[0]} in a message is not read. Move it to a field of the row"
             )
         if message["role"] == "assistant":
             continue
@@ -168,7 +170,7 @@ def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
         if unread_keys := sorted(
             {key for key in part if part[key] is not None} - {"type", *keys, *_RATE_KEYS}
         ):
-            raise Corrupt(f"{field_path} says {unread_keys[0]} of a video: of one fps alone is read")
+            raise Corrupt(f"{field_path} has {unread_keys[0]} for a video, but only fps is read")
     return media_part
 
 
@@ -216,12 +218,15 @@ def _read_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
         name = unquote(name[prefix.end() :])
     elif _URL.match(name):
         raise Corrupt(
-            f"{kind} {format_value(name)} is a URL: only files beside the rows are read; download it"
+            f"{kind} {format_value(name)} is a URL, and only local files are read. Download it next to"
+            " the rows"
         )
     try:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
-            raise Corrupt(f"{kind} {format_value(name)} is outside of the folder that its row lies in")
+            raise Corrupt(
+                f"{kind} {format_value(name)} is outside of the folder of the data file. Move it there"
+            )
         return files.read_content(path, limit)
     except (OSError, ValueError, RuntimeError) as error:  # the latter of links that go round
         reason = getattr(error, "strerror", None) or error

@@ -62,8 +62,9 @@ def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversat
     fields, formats = data.fields, _list_formats(data.fields)
     if has_kto_label(values, fields) and not any(row_format.is_complete(values) for row_format in formats):
         raise Corrupt(
-            "has one answer and whether it is good (KTO), and DPO compares two answers. Make rows with"
-            f" {fields.chosen} and {fields.rejected}, or set task: sft, which learns the good ones"
+            "the row has one answer and says whether it is good (KTO), but DPO compares two answers. Make"
+            f" rows with {fields.chosen} and {fields.rejected}, or set task: sft, which trains on the good"
+            " ones"
         )
     format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, list_shared_fields(fields))
     better, worse = (
@@ -157,9 +158,9 @@ def _build_pair(
 ) -> AnswerPair:
     """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
     if chosen == rejected:
-        raise Corrupt(f"fields {' and '.join(field_names)}: the same, so that neither is better")
+        raise Corrupt(f"fields {' and '.join(field_names)}: the same, so neither is better")
     if not chosen or not rejected:
-        raise Corrupt(f"fields {' and '.join(field_names)}: one is how the other begins")
+        raise Corrupt(f"fields {' and '.join(field_names)}: one begins with all of the other")
     return AnswerPair(prompt, chosen, rejected)
 
 
@@ -177,7 +178,7 @@ def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
     if not any(has_prompt):
         raise Corrupt(
             f"no prompt: none of the fields {fields.prompt}, {fields.messages}, {SHAREGPT} and {INSTRUCTION},"
-            f" and {chosen} and {rejected} are no conversations that begin with one"
+            f" and {chosen} and {rejected} are not conversations that begin with one"
         )
     if not all(has_prompt):
         raise Corrupt(f"fields {chosen} and {rejected}: only one of them begins with its prompt")
@@ -186,8 +187,8 @@ def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
         prompt = read_messages(values[fields.prompt], fields.prompt)
         if pair.prompt[: len(prompt)] != prompt:
             raise Corrupt(
-                f"field {fields.prompt}: {chosen} and {rejected} begin with another prompt. Leave out that of"
-                f" {chosen} and {rejected}, or name the field {fields.prompt} otherwise"
+                f"field {fields.prompt}: {chosen} and {rejected} begin with another prompt. Leave the"
+                f" prompt out of {chosen} and {rejected}, or rename the field {fields.prompt}"
             )
     return pair
 

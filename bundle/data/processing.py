@@ -101,7 +101,10 @@ class MediaProcessor:
             return self.images.read(medium.reference, folder)
         v = self.vision
         if v.video_token is None or (v.has_separate_frames and None in (v.start_token, v.end_token)):
-            raise Corrupt("has videos, and the model's config names no video_token_id, or none around it")
+            raise Corrupt(
+                "the model's config has no video_token_id, or no start and end tokens for it, which"
+                " videos need"
+            )
         return self.videos.read(medium, folder)
 
     def extract_patches(self, picture: Picture) -> Patches:
@@ -200,7 +203,9 @@ def _read_settings(
                 raise UsageError(f"{directory / name}: {kind}_processor must be a JSON object")
             if settings:
                 if wrong := [*_list_unsupported(settings, vision), *_list_invalid(settings)]:
-                    raise UsageError(f"{directory / name}: {kind}s are not processed in this way", wrong)
+                    raise UsageError(
+                        f"{directory / name}: these settings of the {kind} processor are not supported", wrong
+                    )
                 return f" ({directory / name})", settings
     return "", {}
 
@@ -216,7 +221,9 @@ def _list_unsupported(settings: Mapping[str, Any], vision: VisionArchitecture) -
     for name, default in supported.items():
         value = settings.get(name)
         if value is not None and value != default and (value or default is not None):
-            yield f"{name} {format_value(value)}" + ("" if default is None else f": must be {default:g}")
+            yield f"{name} {format_value(value)}" + (
+                ": must be unset" if default is None else f": must be {default:g}"
+            )
 
 
 def _list_invalid(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -84,7 +84,7 @@ class Prompts:
     def _build_prompt(self, text: str, media_paths: Mapping[str, Sequence[Path]]) -> Prompt:
         if self._writer is None:
             if media_paths:
-                raise Corrupt("without a chat template it is shown nothing")
+                raise Corrupt("images and videos need a chat template, and the model has none")
             return Prompt([*self._prefix_ids, *self.tokenizer.encode([text])[0].tolist()])
         for mark, kind in reversed(PLACEHOLDERS.items()):
             text = text if mark in text else mark * len(media_paths.get(kind, ())) + text

@@ -188,7 +188,7 @@ class _Reader:
                 f"field {self._data.fields.tools}: tools are not rendered in questions. Leave them out"
             )
         if conversation.media:
-            raise Corrupt(f"has {conversation.media[0].kind}s, and questions are text")
+            raise Corrupt(f"the row has {conversation.media[0].kind}s, but questions must be text")
         if reason := describe_missing_reference(self._rl.rewards, row, self._data.fields.response):
             raise Corrupt(reason)
         question = self._writer.write_prompt(conversation.messages[:-1])
@@ -197,7 +197,9 @@ class _Reader:
         try:
             answered = read_conversation(row, self._data)
         except Corrupt as error:
-            raise Corrupt(f"rl.warm_start_steps: learns the row's own answer: {error}") from error
+            raise Corrupt(
+                f"rl.warm_start_steps: trains on the row's answer, which cannot be read: {error}"
+            ) from error
         answered = replace(answered, learned_turns=[len(answered.messages) - 1])
         (drafts,) = self._writer.draft([self._writer.prepare(answered)])
         if isinstance(drafts, Corrupt):
@@ -208,11 +210,11 @@ class _Reader:
         """Return whether the longest answer has room behind a question; `errors` note where it has not."""
         longest = max(self._rl.rollout.max_completion_length, len(response))
         if not ids:
-            errors.add(place, "the question is not a single token")
+            errors.add(place, "the question has no tokens")
         elif len(ids) + longest > self._room:
             reason = (
-                f"rl.rollout.max_completion_length: {longest} and a question of {len(ids)} tokens exceed the"
-                f" {self._room} that data.sequence_length and the positions of the model allow"
+                f"rl.rollout.max_completion_length: {longest} plus a question of {len(ids)} tokens exceed the"
+                f" {self._room} tokens that data.sequence_length and the model's positions allow"
             )
             (errors.deleted if self._data.truncation == "delete" else errors.corrupt).add(place, reason)
         else:

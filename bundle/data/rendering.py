@@ -74,12 +74,12 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:  # a value may be called self
         if any(name.startswith("_") for name in values):
-            raise TemplateError("a namespace takes no names that begin with an underscore")
+            raise TemplateError("a namespace does not allow names that begin with an underscore")
         Namespace.__init__(*args, **values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise TemplateError("a namespace takes no names that begin with an underscore")
+            raise TemplateError("a namespace does not allow names that begin with an underscore")
         super().__setitem__(name, value)
 
 
@@ -113,7 +113,7 @@ class Template:
         it rewrites a turn later, such as without its thoughts, a sample ends with that turn.
         """
         if tools and "tools" not in self._source:
-            raise Refusal("the chat template does not write the tools that the row has")
+            raise Refusal("the chat template does not render the tools of the row")
         messages = [_with_thoughts(message) for message in messages]
         ends = {index: self._render(messages[: index + 1], tools) for index in turns}
         full_rendering = ends.get(len(messages) - 1) or self._render(messages, tools)
@@ -140,7 +140,7 @@ class Template:
     def _write_turn(self, messages: list[Message], tools: Tools, index: int, end: Rendering) -> Sample:
         """Return the sample that ends with message `index`, of which `end` is the rendering."""
         if index == 0:
-            raise Refusal("message 0: a chat template needs something before what the assistant says")
+            raise Refusal("message 0: an assistant message cannot be the first one for a chat template")
         earlier, answer = messages[:index], messages[index]
         prompt = self._render(earlier, tools, prompt=True).text
         if end.text.startswith(prompt):
@@ -165,7 +165,9 @@ class Template:
         at = end.text.rfind(asking, 0, _count_common_prefix(end.text, other))
         if at >= 0:
             return self._cut(prompt, end, at + len(asking), index + 1)
-        raise Refusal(f"message {index}: the chat template's prompt for it is not what it is written after")
+        raise Refusal(
+            f"message {index}: the chat template's generation prompt differs from the text before this turn"
+        )
 
     def _cut(self, prompt: str, end: Rendering, at: int, messages: int) -> Sample:
         """Return the sample of `prompt` and what `end` has from character `at` on."""
@@ -298,7 +300,7 @@ def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None
     learned = [text[begin:until] for begin, until in parts]
     *thoughts, answer = message["content"].split(THOUGHT_END)
     if not any(answer.strip() in part for part in learned):
-        raise Refusal(f"the chat template does not write what the assistant says: {answer.strip()[:40]!r}")
+        raise Refusal(f"the chat template leaves out what the assistant says: {answer.strip()[:40]!r}")
     if thoughts and not any(THOUGHT_END in part for part in learned):
         raise Refusal(f"the chat template leaves out the assistant's thoughts (up to {THOUGHT_END})")
     for name in THOUGHT_KEYS:
@@ -307,7 +309,7 @@ def _refuse_left_out(message: Message, text: str, parts: Sequence[Part]) -> None
             raise Refusal(f"the chat template leaves out the assistant's thoughts ({name})")
     for call in message.get("tool_calls", ()):
         if not any(call["function"]["name"] in part for part in learned):
-            raise Refusal(f"the chat template does not write the call of {call['function']['name']!r:.40}")
+            raise Refusal(f"the chat template leaves out the tool call of {call['function']['name']!r:.40}")
 
 
 def answer(template: Template, line: str) -> dict[str, Any]:
@@ -317,7 +319,7 @@ def answer(template: Template, line: str) -> dict[str, Any]:
         if "\\ufdd" in line and re.search(
             f"[{BEGIN}{END}{PLACEHOLDER}]", json.dumps(request, ensure_ascii=False)
         ):
-            raise Refusal("holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+            raise Refusal("the row holds U+FDD0, U+FDD1 or U+FDD2, which are not characters")
         if request.pop("prompt", False):
             return {"samples": template.write_prompt(**request)}
         return {"samples": template.write(**request)}
@@ -326,7 +328,7 @@ def answer(template: Template, line: str) -> dict[str, Any]:
     except MemoryError:
         return {"corrupt": f"the chat template needs more than {MEMORY_BYTES // 2**20:,} MiB of memory"}
     except Exception as error:  # noqa: BLE001  # a template raises what it likes about a row
-        return {"corrupt": f"the chat template refuses it: {error or type(error).__name__}"}
+        return {"corrupt": f"the chat template refuses the row: {error or type(error).__name__}"}
 
 
 def main() -> None:

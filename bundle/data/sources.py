@@ -143,7 +143,7 @@ class DataErrors:
             more = [f"and {corrupt.unlisted_count:,} more"] if corrupt.unlisted_count else []
             summary = f"the data has {corrupt.count} corrupt rows or files"
             raise UsageError(
-                f"{summary}; mend them, or set data.on_error: skip", [*corrupt.format_lines(), *more]
+                f"{summary}. Correct them, or set data.on_error: skip.", [*corrupt.format_lines(), *more]
             )
         long = [*self.deleted.format_lines(), *self.cut.format_lines()]
         counts = {"skipped_count": corrupt.count, "deleted": self.deleted.count, "cut": self.cut.count}
@@ -200,7 +200,7 @@ def _read_sources(
             if is_empty:
                 raise Corrupt("empty")
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            errors.add(source.name, f"not gzip that can be read: {error}")
+            errors.add(source.name, f"cannot be read as gzip: {error}")
         except OSError as error:
             errors.add(source.name, error.strerror or error)
         except Corrupt as error:
@@ -325,7 +325,7 @@ def _read_table(source: DataFile, field_names: Sequence[str] | None) -> Iterator
             for number, row in enumerate(table_rows, start=1):
                 yield number, {name: _remove_nulls(value) for name, value in row.items()}
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise Corrupt(f"not {source.kind} that can be read: {error}") from error
+        raise Corrupt(f"cannot be read as {source.kind}: {error}") from error
 
 
 _Table = tuple[list[str], Callable[[list[str]], Iterator[Any]]]  # columns, and the batches of some of them

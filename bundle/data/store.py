@@ -124,26 +124,28 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
     content = prefix.with_name(f"{prefix.name}.idx").read_bytes()
     tokens = prefix.with_name(f"{prefix.name}.bin")
     if len(content) < HEADER.size:
-        raise ValueError(f"{prefix}.idx is too short to be megatron's")
+        raise ValueError(f"{prefix}.idx is too short for an index of Megatron")
     mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
     if (mark, version) != (MAGIC, VERSION):
-        raise ValueError(f"{prefix}.idx does not begin as an index of megatron's")
+        raise ValueError(f"{prefix}.idx does not begin like an index of Megatron")
     if kind not in DTYPES:
-        raise ValueError(f"{prefix}.idx: ids of type {kind} are none that a model takes")
+        raise ValueError(f"{prefix}.idx: token ids of type {kind} are not supported")
     if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
-        raise ValueError(f"{prefix}.idx is cut: it has not all of {sequences} sequences, {bounds} documents")
+        raise ValueError(
+            f"{prefix}.idx is truncated: it announces {sequences} sequences and {bounds} documents"
+        )
     dtype, at = np.dtype(DTYPES[kind]), HEADER.size
     lengths = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
     begins = np.frombuffer(content, "<i8", sequences, at + 4 * sequences)
     first = np.frombuffer(content, "<i8", bounds, at + 12 * sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     if (lengths < 0).any() or (begins != ends[:-1] * dtype.itemsize).any():
-        raise ValueError(f"{prefix}.idx names sequences that do not follow each other")
+        raise ValueError(f"{prefix}.idx names sequences that are not contiguous")
     if bounds == 0 or first[0] != 0 or (np.diff(first) < 0).any() or first[-1] != sequences:
-        raise ValueError(f"{prefix}.idx names documents that do not follow each other")
+        raise ValueError(f"{prefix}.idx names documents that are not contiguous")
     size, named = tokens.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != named:
-        raise ValueError(f"{prefix}.bin has {size} bytes instead of the {named} that its index names")
+        raise ValueError(f"{prefix}.bin has {size} bytes, but its index lists {named}")
     values = np.memmap(tokens, dtype, mode="r") if size else np.zeros(0, dtype)
     return IndexedDocuments(values, np.diff(ends[first]))
 
@@ -268,7 +270,7 @@ class Pictures:
 def build_write_error(directory: Path, error: OSError) -> JobFailed:
     """Return the exception for a store `directory` that cannot be made because of `error`."""
     reason = f"the tokens cannot be written: {error.strerror or error}"
-    return JobFailed(f"{directory}: {reason}; make room, or name another place in data.cache")
+    return JobFailed(f"{directory}: {reason}. Free space, or set data.cache to another directory.")
 
 
 def build_partial_path(directory: Path) -> Path:
@@ -398,10 +400,10 @@ def _read_journal(folder: Path, item_sizes: Mapping[str, int]) -> dict[str, Any]
         lengths = _read_lengths(prefix, documents) if lengths_path.exists() else np.zeros(0, np.int64)
         is_complete = len(lengths) == documents and values.exists()
         if not is_complete or values.stat().st_size < int(lengths.sum()) * item_sizes[name]:
-            _log.warning("%s: files are cut, all is made anew", folder)
+            _log.warning("%s: unfinished files are truncated; all tokens are written again", folder)
             return empty_entry
         tokens += int(lengths.sum()) if name == "tokens" else 0
-    _log.info("goes on with tokens that were begun: %s are there", f"{tokens:,}")
+    _log.info("continuing unfinished tokens: %s are written", f"{tokens:,}")
     return entry
 
 
@@ -414,7 +416,7 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
     try:
         documents = read_indexed(prefix)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{prefix}: not megatron's .bin and .idx: {error}") from error
+        raise UsageError(f"{prefix}: cannot be read as Megatron's .bin and .idx: {error}") from error
     digest = hashlib.sha256(documents.values.dtype.name.encode())
     for start in range(0, len(documents.values), TOKENS_PER_BLOCK):
         part = documents.values[start : start + TOKENS_PER_BLOCK]
@@ -423,7 +425,7 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
             document = int(np.searchsorted(np.cumsum(documents.lengths), start + wrong[0], side="right"))
             raise UsageError(
                 f"{prefix}.bin: token {part[wrong[0]]} of document {document} is not in the model's"
-                f" vocabulary of {vocabulary}; name the files of the model's own tokenizer"
+                f" vocabulary of {vocabulary}. Name files that the model's tokenizer wrote."
             )
         digest.update(part.tobytes())
         progress(start + len(part))
@@ -447,13 +449,15 @@ def open_store(directory: Path) -> Store | None:
         documents = read_indexed(directory / facts["prefix"])
         loss_mask = read_indexed(directory / "learned") if facts["masked"] else None
         if loss_mask is not None and not np.array_equal(loss_mask.lengths, documents.lengths):
-            raise ValueError("tokens and loss mask are not of the same documents")
+            raise ValueError("tokens and loss mask have different documents")
         pictures = (
             _read_pictures(directory, len(documents.lengths), facts["moving"]) if facts["pictured"] else None
         )
         rows = read_indexed(directory / "rows").values if facts["grouped"] else np.zeros(0, np.int64)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise JobFailed(f"{directory}: damaged ({error}); delete it, it will be made again") from error
+        raise JobFailed(
+            f"{directory}: damaged ({error}). Delete it; the next run writes it again."
+        ) from error
     mask = None if loss_mask is None else loss_mask.values.view(np.bool_)
     return Store(documents.values, mask, documents.lengths, facts, pictures, np.asarray(rows).reshape(-1, 2))
 
@@ -462,18 +466,19 @@ def _read_pictures(directory: Path, documents: int, moving: bool) -> Pictures:
     grids, contents = read_indexed(directory / "grids"), read_indexed(directory / "pictures")
     videos = read_indexed(directory / "videos").values if moving else np.zeros(0, np.int64)
     if len(grids.lengths) != documents:
-        raise ValueError("tokens and images are not of the same documents")
+        raise ValueError("tokens and images have different documents")
     document_grids = grids.values.astype(np.int64).reshape(-1, 3)
     pictures = Pictures(contents, document_grids, grids.lengths // 3, np.asarray(videos).reshape(-1, 4))
     if pictures.file_counts.sum() != len(contents.lengths):
-        raise ValueError("images and their files are not of the same documents")
+        raise ValueError("images and their files have different documents")
     return pictures
 
 
 def _refuse_foreign_owner(path: Path) -> None:
     if (owner := path.stat().st_uid) not in (os.geteuid(), 0):
         raise JobFailed(
-            f"{path}: made by user {owner}, whose tokens are not trusted; name a data.cache of your own"
+            f"{path}: written by user {owner}, whose tokens are not trusted. Set data.cache to your own"
+            " directory."
         )
 
 

@@ -169,8 +169,8 @@ class _Encoder:
                 raise drafts
             if self._encoding.task.has_pairs and len(drafts) > 1:
                 raise Corrupt(
-                    "the chat template rewrites earlier turns of an answer, which has one log-probability."
-                    " Set data.learn: last_turn."
+                    "the chat template rewrites earlier turns of an answer, so it has no single"
+                    " log-probability. Set data.learn: last_turn."
                 )
             row_drafts += drafts
         processor, tokenizer = self._encoding.processor, self._tokenizer
@@ -186,7 +186,7 @@ def read_media(
     """
     if processor is None:
         if media:
-            raise Corrupt(f"has {media[0].kind}s, and the model sees none")
+            raise Corrupt(f"the row has {media[0].kind}s, but the model takes only text")
         return draft, None
     pictures = tuple(processor.read(medium, folder) for medium in media)
     vision = processor.vision
@@ -225,8 +225,8 @@ def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[s
     for kind, token in tokens.items():
         have, need = (np.count_nonzero(ids == token) for ids in (actual_ids, expected_ids))
         if have != need:
-            return f"has {need} {kind}s, and its text {have} tokens for one ({kind}_token_id {token})"
-    return "the chat template writes its images and videos in another order"
+            return f"the {kind}s need {need} tokens of {kind}_token_id {token}, but the text has {have}"
+    return "the chat template renders images and videos in another order than the row has"
 
 
 def _encode_in_processes(
@@ -243,8 +243,8 @@ def _encode_in_processes(
             yield under_way.popleft().result()
     except BrokenProcessPool as error:
         raise JobFailed(
-            "a process that makes tokens was killed, perhaps for its memory; the same command goes on with"
-            " what is done"
+            "a tokenizing process was killed, perhaps for its memory. Run the same command again: it"
+            " continues with what is done."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -278,7 +278,7 @@ def _check_document(document: TokenDocument, vocabulary: int) -> TokenDocument:
     if highest >= vocabulary:  # the tokenizer's ids are the model's
         raise Corrupt(f"token {highest} is not in the vocabulary of {vocabulary}")
     if not _has_learned_tokens(document):
-        raise Corrupt("not one token of it would be learned")
+        raise Corrupt("no token of the row would be trained on")
     return document
 
 
@@ -308,13 +308,13 @@ def _limit_length(
         cut = [_shorten(document, max_length, truncation) for document in documents]
         learning = list(filter(_has_learned_tokens, cut))
         if truncation == "error":
-            errors.add(place, f"{reason}; data.truncation says what to do with such rows")
+            errors.add(place, f"{reason}. Set data.truncation to delete or cut such rows")
         elif truncation == "delete":
             errors.deleted.add(place, f"{reason}: deleted")
         elif any(document.pictures for document in documents):
             errors.deleted.add(place, f"{reason}, and images and videos are not cut: deleted")
         elif not learning or (encoding.task.has_pairs and len(learning) < len(cut)):
-            errors.deleted.add(place, f"{reason}, and what is left has nothing to learn: deleted")
+            errors.deleted.add(place, f"{reason}, and no token to train on is left: deleted")
         else:
             errors.cut.add(place, f"{reason}: cut on the {truncation}")
             yield row, learning

@@ -73,7 +73,7 @@ class HuggingFaceTokenizer:
     def __init__(self, directory: Path) -> None:
         if not files.is_directory(directory):
             raise UsageError(
-                f"data.tokenizer: {directory} is no directory; hf: takes a local tokenizer directory"
+                f"data.tokenizer: {directory} is not a directory. Name a local tokenizer directory: hf:DIR."
             )
         if reason := explain_tiktoken_tokenizer(
             directory
@@ -82,7 +82,9 @@ class HuggingFaceTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            message = "a tokenizer hf:DIR needs transformers: pip install 'mcore-bundle[data]'"
+            message = (
+                "data.tokenizer: hf:DIR needs transformers. Install it: pip install 'mcore-bundle[data]'."
+            )
             raise EnvironmentUnfit(message) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -93,10 +95,12 @@ class HuggingFaceTokenizer:
                 _find_damage(directory) or f"transformers cannot load it ({type(error).__name__}: {error})"
             )
             raise UsageError(
-                f"data.tokenizer: {directory}: {reason}. Copy its files anew from where it was published"
+                f"data.tokenizer: {directory}: {reason}. Copy its files again from where it was published."
             ) from error
         if self._tokenizer.eos_token_id is None:
-            raise UsageError(f"data.tokenizer: {directory} names no eos_token, which ends documents")
+            raise UsageError(
+                f"data.tokenizer: {directory} has no eos_token, which ends documents. Name one in its files."
+            )
         self.directory = directory
         # Ids may have gaps: then there are fewer tokens than the highest id says.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
@@ -152,7 +156,7 @@ class HuggingFaceTokenizer:
             template: str = self._tokenizer.get_chat_template()
         except ValueError as error:
             raise UsageError(
-                f"data.template: {self.directory} has no chat template; use data.template: plain ({error})"
+                f"data.template: {self.directory} has no chat template ({error}). Set data.template: plain."
             ) from error
         return template
 
@@ -160,8 +164,8 @@ class HuggingFaceTokenizer:
         """Raise UsageError where the tokenizer does not tell at which character a token begins."""
         if not self._tokenizer.is_fast:
             raise UsageError(
-                f"data.template: {self.directory} has no fast tokenizer (tokenizer.json), which tells where a"
-                " token begins; use data.template: plain"
+                f"data.template: {self.directory} has no fast tokenizer (tokenizer.json), which gives the"
+                " offsets of tokens. Set data.template: plain."
             )
 
     @property
@@ -184,7 +188,7 @@ def load_tokenizer(name: str, vocabulary: int) -> Tokenizer:
     if tokenizer.vocab_size > vocabulary:
         raise UsageError(
             f"data.tokenizer: {name} has ids up to {tokenizer.vocab_size - 1},"
-            f" the model's vocab_size is {vocabulary}"
+            f" but the model's vocab_size is {vocabulary}. Name the model's tokenizer."
         )
     return tokenizer
 

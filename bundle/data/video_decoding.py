@@ -52,7 +52,7 @@ def decode_frames(content: bytes, numbers: Sequence[int]) -> Iterator[Frame]:
                     at += 1
             if at == len(frame_numbers):
                 return
-    raise Corrupt(f"a video ends before its frame {frame_numbers[at]}: the file is cut")
+    raise Corrupt(f"a video ends before its frame {frame_numbers[at]}: the file is truncated")
 
 
 class _Animation:
@@ -95,7 +95,7 @@ class _VideoStream:
         options = {"format_whitelist": ",".join(VIDEO_FORMATS), "protocol_whitelist": "file"}
         self._container = av.open(io.BytesIO(content), options=options, metadata_errors="ignore")
         if not self._container.streams.video:
-            raise Corrupt("a file without a video")
+            raise Corrupt("the file has no video stream")
         self._stream = self._container.streams.video[0]
 
     def read_metadata(self, limit_frames: int, limit_pixels: int) -> VideoMetadata:
@@ -104,7 +104,7 @@ class _VideoStream:
             count = sum(1 for packet in self._container.demux(stream) if packet.size)
         _check_limits(count, limit_frames, stream.width, stream.height, limit_pixels)
         if not count or not stream.average_rate:
-            raise Corrupt("a video that says neither how many frames it has nor how many a second")
+            raise Corrupt("a video that has neither a frame count nor a frame rate")
         return VideoMetadata(count, float(stream.average_rate), stream.height, stream.width)
 
     def iterate_pictures(self) -> Iterator[Any]:

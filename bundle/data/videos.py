@@ -90,7 +90,8 @@ class VideoProcessor:
         )
         if len(numbers) < (frames_per_patch := self.vision.temporal_patch_size):
             raise Corrupt(
-                f"{len(numbers)} of {metadata.frames} frames of a video: a patch has {frames_per_patch}"
+                f"{len(numbers)} of {metadata.frames} frames of a video: a patch has {frames_per_patch},"
+                " so they are too few"
             )
         return metadata, numbers
 
@@ -154,7 +155,9 @@ def insert_frame_times(
     frame_text = f"{start}{pad}{end}"
     places = list(re.finditer(f"{re.escape(frame_text)}|{re.escape(pad)}", text))
     if len(places) != len(videos):
-        raise Corrupt(f"has {len(videos)} videos, and its text {len(places)} tokens for one ({pad})")
+        raise Corrupt(
+            f"the row has {len(videos)} videos, but its text has {len(places)} video tokens ({pad})"
+        )
     video_texts = [
         "".join(f"<{time:.1f} seconds>{frame_text}" for time in video.timestamps) for video in videos
     ]

@@ -96,7 +96,7 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
     safetensors.
     """
     if not files.is_directory(directory):
-        raise UsageError(f"{directory} is no directory")
+        raise UsageError(f"{directory}: not a directory")
     if files.is_file(directory / SINGLE_FILE):
         indexed = {}
         paths = [directory / SINGLE_FILE]
@@ -116,7 +116,7 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
             indexed = {name: file for name, file in indexed.items() if file != path.name}  # said once
             continue
         violations += [
-            f"{quote_name(name)} is in {quote_name(path.name)} and in {quote_name(tensors[name].file.name)}"
+            f"{quote_name(name)}: in both {quote_name(path.name)} and {quote_name(tensors[name].file.name)}"
             for name in file_tensors
             if name in tensors
         ]
@@ -133,9 +133,9 @@ def explain_tiktoken_tokenizer(directory: Path) -> str | None:
     if not paths or files.is_file(directory / "tokenizer.json"):
         return None
     return (
-        f"{paths[0]} is tiktoken's, and how it cuts texts stands in code beside it, which is never run;"
-        " name a directory with a tokenizer.json that is made of it, as docs/pretrained.md says under"
-        ' "A tokenizer of tiktoken\'s"'
+        f"{paths[0]}: a tiktoken tokenizer, whose splitting rules are in the model's code, which is never"
+        " run. Convert it to a tokenizer.json, as docs/pretrained.md shows under"
+        ' "A tokenizer of tiktoken\'s", and name that directory.'
     )
 
 
@@ -155,8 +155,9 @@ def _refuse_other_formats(directory: Path) -> None:
         raise UsageError(f"{directory}: {error.strerror}") from error
     if file_names:
         raise UsageError(
-            f"{directory} holds {quote_name(file_names[0])}, but neither {SINGLE_FILE} nor {INDEX_FILE}: only"
-            " safetensors are read (a pickle could run code); transformers' save_pretrained writes them"
+            f"{directory}: has {quote_name(file_names[0])}, but neither {SINGLE_FILE} nor {INDEX_FILE}. Only"
+            " safetensors are read, because a pickle can run code. Save the model with transformers'"
+            " save_pretrained."
         )
 
 
@@ -164,9 +165,9 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor, by the index."""
     weight_map = files.read_json_object(path, limit=LARGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{path}: has no weight_map that names files")
+        raise UsageError(f"{path}: weight_map is missing, empty or not a JSON object")
     violations = [
-        f"{quote_name(name)}: {format_value(file)} is no name of a safetensors file in this directory"
+        f"{quote_name(name)}: {format_value(file)} is not the name of a safetensors file in this directory"
         for name, file in weight_map.items()
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors")
     ]
@@ -178,10 +179,10 @@ def _read_index(path: Path) -> dict[str, str]:
 def _find_misplaced(indexed: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     for name, file in indexed.items():
         if name not in tensors:
-            yield f"{quote_name(name)} is not in {quote_name(file)}, where {INDEX_FILE} has it"
+            yield f"{quote_name(name)}: not in {quote_name(file)}, although {INDEX_FILE} lists it there"
         elif tensors[name].file.name != file:
             actual_file = quote_name(tensors[name].file.name)
-            yield f"{quote_name(name)} is in {actual_file}, {INDEX_FILE} has it in {quote_name(file)}"
+            yield f"{quote_name(name)}: in {actual_file}, but {INDEX_FILE} lists it in {quote_name(file)}"
 
 
 def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
@@ -193,13 +194,14 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             begin, size = 8 + length, status.st_size
             if size < 8 or length > LARGEST_HEADER or begin > size:
                 raise ValueError(
-                    f"truncated, or no safetensors: {size} bytes, of which {length} are to be a header"
+                    f"truncated, or not safetensors: the file has {size} bytes, its header alone needs"
+                    f" {length}"
                 )
             header = _parse_header(file.read(length))
     except OSError as error:
@@ -231,15 +233,15 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
-            raise ValueError("a name stands twice")
+            raise ValueError("a name occurs twice")
         return values
 
     try:
         header = json.loads(text, object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the header is no JSON object of unique names: {error}") from error
+        raise ValueError(f"the header is not a JSON object with unique names: {error}") from error
     if not isinstance(header, dict):
-        raise ValueError("the header is no JSON object")
+        raise ValueError("the header is not a JSON object")
     return header
 
 
@@ -252,11 +254,11 @@ def _parse_tensor(path: Path, value: Any, begin: int) -> StoredTensor:
         raise ValueError(f"dtype {format_value(dtype)} is not known")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > 8:
         raise ValueError(
-            f"shape {format_value(shape)} or data_offsets {format_value(offsets)} are no lists of counts"
+            f"shape {format_value(shape)} or data_offsets {format_value(offsets)} is not a list of counts"
         )
     start, stop = offsets
     if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise ValueError(f"{stop - start} bytes are not those of {dtype} {list(shape)}")
+        raise ValueError(f"data_offsets span {stop - start} bytes, which do not fit {dtype} {list(shape)}")
     return StoredTensor(path, dtype, tuple(shape), begin + start, begin + stop)
 
 
@@ -269,9 +271,14 @@ def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Itera
     position = begin
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > size:
-            yield f"{quote_name(name)} is truncated: it ends at byte {entry.stop} of {size}"
+            yield (
+                f"{quote_name(name)}: truncated: it ends at byte {entry.stop}, but the file has {size} bytes"
+            )
         elif entry.start != position:
-            yield f"{quote_name(name)} begins at byte {entry.start}, and what is before it ends at {position}"
+            yield (
+                f"{quote_name(name)}: begins at byte {entry.start}, but the tensor before it ends at"
+                f" byte {position}"
+            )
         position = max(position, entry.stop)
     if position < size:
         yield f"{size - position} bytes at the end belong to no tensor"

@@ -52,14 +52,17 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
     weights = find_weights(directory)
     if weights is None:
         if model.weights == "load":
-            raise UsageError(f"{model.path}: model.weights says load, and there are no weights")
+            raise UsageError(
+                f"{model.path}: no weights, but model.weights is load. Set model.weights: random to start"
+                " without them."
+            )
         return None
     return _match_weights(
         weights,
         model.config,
         build_published_table(recipe),
         recipe.architecture.mtp_layers,
-        "not the weights of this model (model.weights: random begins without them)",
+        "the weights do not fit this model (to start without them, set model.weights: random)",
     )
 
 
@@ -74,10 +77,10 @@ def find_model_weights(
     _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
-        raise UsageError(f"{directory}: there are no weights")
+        raise UsageError(f"{directory}: no weights in safetensors")
     table = Tensors(from_config(config, f"{directory / 'config.json'}"))
-    failure = f"not the weights of this {architecture.model_type} model"
-    mtp_remedy = "--mtp-layers 0 leaves it out"
+    failure = f"the weights do not fit this {architecture.model_type} model"
+    mtp_remedy = "--mtp-layers 0 leaves them out"
     return _match_weights(weights, config, table, architecture.mtp_layers, failure, mtp_remedy)
 
 
@@ -92,14 +95,14 @@ def find_compatible_weights(recipe: Recipe, directory: Path) -> PretrainedWeight
     _refuse_other_head(directory, config, PUBLISHED_NAMES[architecture.model_type].architecture)
     weights = find_weights(directory)
     if weights is None:
-        raise UsageError(f"{directory}: there are no weights")
+        raise UsageError(f"{directory}: no weights in safetensors")
     expected = replace(from_config(recipe.model.config, "model.config"), mtp_layers=architecture.mtp_layers)
     return _match_weights(
         weights,
         config,
         build_published_table(recipe),
         recipe.architecture.mtp_layers,
-        "not the weights of the recipe's model",
+        "the weights do not fit the recipe's model",
         config_changes=list_changes(dump_architecture(architecture), expected, "its config.json"),
     )
 
@@ -113,9 +116,9 @@ def _refuse_other_head(directory: Path, config: Mapping[str, Any], expected_clas
     for name in named if isinstance(named, list) else ():
         if isinstance(name, str) and _OTHER_HEAD.search(name):
             raise UsageError(
-                f"{directory}: architectures: {quote_name(name)} has another head than a language"
-                " model. Name a"
-                f" checkpoint of {expected_class}, or begin without its weights (model.weights: random)"
+                f"{directory}: architectures: {quote_name(name)} does not have the head of a language model."
+                f" Name a checkpoint of {expected_class}, or start without its weights"
+                " (model.weights: random)."
             )
 
 
@@ -143,7 +146,7 @@ def open_weights(directory: Path) -> PretrainedWeights | None:
                 name, entry, entry.shape, entries.get(f"{name}{SCALE_SUFFIX}"), weights.scale_block
             )
     if violations:
-        raise UsageError(f"{directory}: cannot be compared", limit_violations(violations))
+        raise UsageError(f"{directory}: the weights cannot be compared", limit_violations(violations))
     return weights
 
 
@@ -167,7 +170,7 @@ def _match_weights(
     table: Tensors,
     mtp_depths: int,
     failure: str,
-    mtp_remedy: str = "model.mtp.layers: 0 trains without it",
+    mtp_remedy: str = "model.mtp.layers: 0 trains without them",
     config_changes: Iterable[str] = (),
 ) -> PretrainedWeights:
     weights, violations = _with_quantization(weights, config)
@@ -198,14 +201,15 @@ def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str])
     """
     tensors = weights.entries
     unequal = [
-        f"{copy} is published once more as a copy of {original}, and differs from it"
+        f"{copy}: must be a copy of {original}, but differs from it"
         for copy, original in copies.items()
         if copy in tensors and not _are_equal(tensors[copy], tensors[original])
     ]
     if unequal:
         raise UsageError(
-            f"{weights.directory}: megatron-core has one tensor where these weights have two. Leave out MTP"
-            " layers (model.mtp.layers: 0, --mtp-layers 0); for lm_head set tie_word_embeddings: false",
+            f"{weights.directory}: megatron-core has one tensor where these weights have two different"
+            " ones. Leave out MTP layers (model.mtp.layers: 0, --mtp-layers 0). For lm_head, set"
+            " tie_word_embeddings: false.",
             unequal,
         )
 
@@ -230,8 +234,8 @@ def describe_weights(recipe: Recipe, pretrained: PretrainedWeights | None) -> st
     if pretrained is not None:
         return str(pretrained)
     path, weights = recipe.model.path, recipe.model.weights
-    reason = f"{path} holds none" if path else "the recipe names no model.path"
-    return f"random weights: {'model.weights says so' if weights == 'random' else reason}"
+    reason = f"{path} holds no weights" if path else "the recipe names no model.path"
+    return f"random weights: {'model.weights is random' if weights == 'random' else reason}"
 
 
 def build_published_table(recipe: Recipe) -> Tensors:
@@ -261,7 +265,7 @@ def _find_mismatches(
         name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
     }
     if missing and mtp_names.issuperset(missing):
-        yield f"all that is missing is multi-token prediction: {mtp_remedy}"
+        yield f"only the layers of multi-token prediction (MTP) are missing: {mtp_remedy}"
     known = set(expected)
     for name in expected:
         known |= {f"{name}{SCALE_SUFFIX}"} if weights.scale_block else set()
@@ -269,7 +273,9 @@ def _find_mismatches(
     extra = [name for name in entries if name not in known and not _CONSTANTS.search(name)]
     if ignored_prefix := table.names.ignored_prefix:
         extra = [name for name in extra if not name.startswith(ignored_prefix)]
-    yield from (f"{name} is no tensor of this model{more}" for name, more in _summarize_similar_names(extra))
+    yield from (
+        f"{name} is not a tensor of this model{more}" for name, more in _summarize_similar_names(extra)
+    )
     for name, shape in expected.items():
         if name in entries:
             yield from _find_misfit(
@@ -285,17 +291,20 @@ def _find_misfit(
     block: tuple[int, int] | None,
 ) -> Iterator[str]:
     if entry.shape != shape:
-        yield f"{name} is {list(entry.shape)}, the model's is {list(shape)}"
+        yield f"{name}: the shape is {list(entry.shape)}, the model's is {list(shape)}"
     elif entry.dtype == FP8:
         if block is None or scale is None or len(shape) != 2:
-            yield f"{name} is {FP8} without {SCALE_SUFFIX} and quantization_config.weight_block_size"
+            yield (
+                f"{name}: {FP8} needs two dimensions, {SCALE_SUFFIX} and"
+                " quantization_config.weight_block_size"
+            )
             return
         expected_shape = count_blocks(shape, block)
         if scale.shape != expected_shape or scale.dtype not in FLOATS:
             actual = f"{scale.dtype} {list(scale.shape)}"
             yield (
-                f"{name}{SCALE_SUFFIX} is {actual}, must be {list(expected_shape)} numbers, one per"
-                f" block of {list(block)}"
+                f"{name}{SCALE_SUFFIX}: is {actual}, must be {list(expected_shape)} floating-point"
+                f" numbers, one per block of {list(block)}"
             )
     elif entry.dtype not in (*FLOATS, MXFP4):
         yield f"{name} is {entry.dtype}: only {', '.join(FLOATS)}, {FP8} and {MXFP4} are read"
@@ -379,10 +388,10 @@ def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, S
             )
         elif entry.shape[-1] != bytes_of_block or {entry.dtype, scales.dtype} != {"U8"}:
             violations.append(
-                f"{quote_name(stored)}: {MXFP4} is U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
+                f"{quote_name(stored)}: {MXFP4} must be U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
             )
         elif name in entries:
-            violations.append(f"{quote_name(name)} is there, and in {MXFP4} beside it")
+            violations.append(f"{quote_name(name)}: stored twice, once plain and once in {MXFP4}")
         else:
             count, rows, blocks_of_row, _ = entry.shape
             stacks[name] = entry._replace(dtype=MXFP4, shape=(count, blocks_of_row * MX_SIZE, rows))
@@ -402,7 +411,7 @@ def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
     directory = Path(hub.find_local_path(lora.path))
     tensors = read_tensor_headers(directory / adapters.WEIGHTS_FILE)
     if violations := list(_find_adapter_mismatches(tensors, recipe)):
-        raise UsageError(f"{directory}: not an adapter of this model", limit_violations(violations))
+        raise UsageError(f"{directory}: the adapter does not fit this model", limit_violations(violations))
     return PretrainedWeights(directory, tensors)
 
 
@@ -427,7 +436,7 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
             if name not in optional:
                 yield f"{name} is missing"
         elif tensors[name].shape != shape:
-            yield f"{name} is {list(tensors[name].shape)}, the model's is {list(shape)}"
+            yield f"{name}: the shape is {list(tensors[name].shape)}, the model's is {list(shape)}"
         elif tensors[name].dtype not in FLOATS:
             yield f"{name} holds {tensors[name].dtype}: only {', '.join(FLOATS)} are read"
     yield from (

@@ -25,13 +25,14 @@ def refuse_overwrite(directory: Path, sources: Iterable[Path], *, force: bool) -
     for source in sources:
         source_path = source.resolve()
         if destination.is_relative_to(source_path) or source_path.is_relative_to(destination):
-            raise UsageError(f"{directory} is, holds or lies in {source}, which is read: name another one")
+            raise UsageError(
+                f"{directory}: is, holds or lies in {source}, which is read. Name another directory."
+            )
     if not force and destination.exists() and (foreign_files := _list_foreign_files(destination)):
         more = f" and {len(foreign_files) - 1} more" if len(foreign_files) > 1 else ""
         raise UsageError(
-            f"{directory} holds {files.to_printable(foreign_files[0])}{more}, which was not exported"
-            " or imported to it:"
-            " name another directory, or have all of it replaced with --force"
+            f"{directory}: holds {files.to_printable(foreign_files[0])}{more}, which no export or import"
+            " wrote. Name another directory, or replace everything in it with --force."
         )
 
 
@@ -74,11 +75,9 @@ def _resolve_destination(directory: Path) -> Path:
     try:
         destination = directory.resolve()
         if destination.exists() and not destination.is_dir():
-            raise UsageError(f"{directory} is no directory: name another place")
+            raise UsageError(f"{directory}: not a directory. Name another place.")
         if os.path.ismount(destination):
-            raise UsageError(
-                f"{directory} is a mount point, which cannot be replaced: name a directory in it"
-            )
+            raise UsageError(f"{directory}: a mount point, which cannot be replaced. Name a directory in it.")
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
         raise UsageError(f"{directory}: cannot be written: {error}") from error
     return destination

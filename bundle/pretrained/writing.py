@@ -98,7 +98,7 @@ class PublishedModel:
         """The reason why the directory would lack a tokenizer; None where there is one or none was named."""
         if self.tokenizer is None or has_tokenizer(self.tokenizer):
             return None
-        return f"{self.tokenizer} {'holds no tokenizer' if self.tokenizer.is_dir() else 'is no directory'}"
+        return f"{self.tokenizer} {'holds no tokenizer' if self.tokenizer.is_dir() else 'is not a directory'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def write_remaining_files(
     write_config(directory, model, weight_format)
     if model.missing_tokenizer_reason:
         _log.warning(
-            "a model is written without tokenizer and chat template: %s", model.missing_tokenizer_reason
+            "the model is written without a tokenizer and a chat template: %s", model.missing_tokenizer_reason
         )
     copy_extra_files(model, directory)
     _add_end_tokens(directory, end_tokens)
@@ -270,7 +270,12 @@ def _add_end_tokens(directory: Path, end_tokens: Iterable[int]) -> None:
     known_tokens = previous if isinstance(previous, list) else [] if previous is None else [previous]
     if new_tokens := [token for token in sorted(set(end_tokens)) if token not in known_tokens]:
         files.write_json(path, {**generation_config, key: [*known_tokens, *new_tokens]})
-        _log.info("%s: %s also has %s, with which trained turns end", directory, _GENERATION, new_tokens)
+        _log.info(
+            "%s: %s: added the tokens %s, which end the turns that were trained",
+            directory,
+            _GENERATION,
+            new_tokens,
+        )
 
 
 def _write_template(directory: Path, text: str) -> None:

@@ -73,10 +73,10 @@ def read_run(directory: Path) -> RunReport:
         curves = _read_curves(read_content(numbers, _METRICS_LIMIT), unread)
     except OSError as error:
         raise UsageError(
-            f"{numbers}: {error.strerror or error}; give the directory of a run, such as runs/NAME"
+            f"{numbers}: {error.strerror or error}. Give the directory of a run, such as runs/NAME."
         ) from error
     if not curves:
-        raise UsageError(f"{numbers}: no numbers yet: a run reports every train.log_interval steps")
+        raise UsageError(f"{numbers}: no metrics yet. A run writes them every train.log_interval steps.")
     job, versions, result = (
         _read_object(directory / f"{name}.json", unread) for name in ("job", "versions", "result")
     )
@@ -86,7 +86,7 @@ def read_run(directory: Path) -> RunReport:
     run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread), samples)
     if _is_drawable(run):
         return run
-    return replace(run, plan={}, unread=(*unread, "job.json: no job as a launcher writes it"))
+    return replace(run, plan={}, unread=(*unread, "job.json: not in the form that a launcher writes"))
 
 
 def _is_drawable(run: RunReport) -> bool:
@@ -118,7 +118,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
                 except OverflowError:  # an integer beyond all floats
                     broken += 1
     if broken:
-        unread.append(f"metrics.jsonl: {broken} lines are no report")
+        unread.append(f"metrics.jsonl: {broken} lines or values cannot be read")
     return {name: Curve(*zip(*sorted(values.items()), strict=True)) for name, values in seen.items()}
 
 
@@ -132,7 +132,7 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
         unread.append(f"{path.name}: {error.strerror or error}")
         return {}
     if not isinstance(document, dict):
-        unread.append(f"{path.name}: no JSON object")
+        unread.append(f"{path.name}: not a JSON object")
         return {}
     return document
 
@@ -175,7 +175,7 @@ def render_page(runs: Sequence[RunReport]) -> str:
         import plotly.graph_objects  # noqa: F401  `_draw_charts` needs it
     except ModuleNotFoundError as error:
         raise EnvironmentUnfit(
-            f"{str(error.name).partition('.')[0]} is not installed, and draws the page. Install it:"
+            f"{str(error.name).partition('.')[0]} is not installed; it draws the page. Install it:"
             " pip install 'mcore-bundle[report]'."
         ) from error
     environment = jinja2.Environment(

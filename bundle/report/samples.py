@@ -37,7 +37,7 @@ def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]
         answers = [_build_sample(path, parse_json(line)) for line in chosen]
         samples += [answer for answer in answers if answer is not None]
         if None in answers:
-            unread.append(f"rollouts/{path.name}: {answers.count(None)} lines are no answer")
+            unread.append(f"rollouts/{path.name}: {answers.count(None)} lines are not answers")
     return tuple(samples)
 
 

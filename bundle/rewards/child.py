@@ -106,7 +106,7 @@ def judge_math(answer: str, reference: str) -> Any:
         # Time is limited from outside: math-verify would use signals. Its errors would count as wrong.
         gold = parse(reference, parsing_timeout=None, raise_on_error=True)
         if not gold:
-            return ["raised", f"math-verify finds no value in the right answer {reference[:60]!r}"]
+            return ["raised", f"math-verify finds no value in the reference answer {reference[:60]!r}"]
         value = parse(answer, parsing_timeout=None, raise_on_error=True)
         return float(verify(gold, value, timeout_seconds=None, raise_on_error=True))
     except BaseException as error:  # noqa: BLE001  # RecursionError, MemoryError, and what sympy raises

@@ -131,11 +131,11 @@ class CodeJudge:
             try:
                 self._check()
             except SandboxError as error:
-                raise SandboxError(f"{error}; with namespaces: {refusal}") from None
+                raise SandboxError(f"without namespaces: {error}; with namespaces: {refusal}") from None
 
     def _check(self) -> None:
         if self.judge("value = 6 * 7", ["assert value == 42"]) != 1:
-            raise SandboxError("a right program does not pass its test")
+            raise SandboxError("the self-test failed: a correct program did not pass its test")
 
     def judge(self, answer: str, tests: Sequence[str]) -> float:
         """Return the share of tests that the code of an answer passes. Raise SandboxError, OSError."""
@@ -242,5 +242,5 @@ class _Connection:
         """Return why a program that sent nothing did not start."""
         os.set_blocking(self._status, False)
         with suppress(BlockingIOError):
-            return os.read(self._status, 300).decode(errors="replace") or "the sandbox ended by itself"
-        return "the sandbox does not start in time"
+            return os.read(self._status, 300).decode(errors="replace") or "the sandbox ended without a reason"
+        return "the sandbox did not start in time"

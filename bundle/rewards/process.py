@@ -117,7 +117,7 @@ class RewardProcess:
         reason = (
             f"its process ended by {signal.Signals(-status).name}"
             if status < 0
-            else f"it ended with {status}"
+            else f"its process ended with status {status}"
         )
         if self.is_loading:
             self._fail_load(reason)

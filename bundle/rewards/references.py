@@ -38,7 +38,7 @@ def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str |
         value = text
     reference = value.strip()
     if not reference:
-        raise MissingReference(f"field {name}: the right answer is blank")
+        raise MissingReference(f"field {name}: the reference answer is blank")
     return reference
 
 

@@ -61,7 +61,7 @@ INDEX = {  # what is done to the index of two documents of 3 and 2 ids of int32:
     "version": (9, b"\x02", "not begin"),
     "type": (17, b"\x63", "type 99"),
     "floats": (17, b"\x07", "type 7"),
-    "more sequences": (18, b"\xff", "is cut"),
+    "more sequences": (18, b"\xff", "is truncated"),
     "a longer sequence": (34, b"\x04", "names sequences"),
     "a place": (42 + 8, b"\x10", "names sequences"),
     "a negative length": (34 + 7, b"\xff", "names sequences"),

@@ -119,7 +119,7 @@ def test_thoughts_that_a_template_leaves_out_are_told(learned, template, learn, 
 @pytest.mark.parametrize("turns", [said("q", "a", system="Be short."), [*said("q"), *QUESTIONS]])
 def test_what_a_template_raises_about_a_row_is_said_of_that_row(learned, template, turns):
     assert learned(template, turns).endswith(f"refuses it: {chat.REFUSAL}")
-    assert "refuses it: " in learned("{{ 1 // 0 }}", QUESTIONS)
+    assert "refuses the row: " in learned("{{ 1 // 0 }}", QUESTIONS)
 
 
 def test_rows_that_no_template_can_take(learned, messages):

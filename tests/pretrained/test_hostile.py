@@ -166,7 +166,7 @@ def test_pipes_and_directories_are_no_files(tmp_path):
     two.mkdir()
     with pytest.raises(UsageError) as error:
         find_weights(tmp_path)
-    assert f"{one.name}: no regular file" in error.value.violations
+    assert f"{one.name}: not a regular file" in error.value.violations
     assert len(error.value.violations) == 2
 
 

@@ -95,8 +95,8 @@ def test_what_is_no_directory_is_refused_before_anything_is_written(tmp_path, mo
     (tmp_path / "circle").symlink_to("circle")
     before = names(tmp_path)
     for name, why in (
-        ("file", "no directory"),
-        ("to file", "no directory"),
+        ("file", "not a directory"),
+        ("to file", "not a directory"),
         ("circle", "cannot be written"),
         ("/", "a mount point"),
         ("/proc", "a mount point"),
