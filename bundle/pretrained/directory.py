@@ -116,7 +116,7 @@ def find_weights(directory: Path) -> PretrainedWeights | None:
             indexed = {name: file for name, file in indexed.items() if file != path.name}  # said once
             continue
         violations += [
-            f"{quote_name(name)}: in both {quote_name(path.name)} and {quote_name(tensors[name].file.name)}"
+            f"{quote_name(name)} is in both {quote_name(path.name)} and {quote_name(tensors[name].file.name)}"
             for name in file_tensors
             if name in tensors
         ]
@@ -133,7 +133,7 @@ def explain_tiktoken_tokenizer(directory: Path) -> str | None:
     if not paths or files.is_file(directory / "tokenizer.json"):
         return None
     return (
-        f"{paths[0]}: a tiktoken tokenizer, whose splitting rules are in the model's code, which is never"
+        f"{paths[0]} is a tiktoken tokenizer, whose splitting rules are in the model's code, which is never"
         " run. Convert it to a tokenizer.json, as docs/pretrained.md shows under"
         ' "A tokenizer of tiktoken\'s", and name that directory.'
     )
@@ -179,10 +179,10 @@ def _read_index(path: Path) -> dict[str, str]:
 def _find_misplaced(indexed: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     for name, file in indexed.items():
         if name not in tensors:
-            yield f"{quote_name(name)}: not in {quote_name(file)}, although {INDEX_FILE} lists it there"
+            yield f"{quote_name(name)} is not in {quote_name(file)}, although {INDEX_FILE} lists it there"
         elif tensors[name].file.name != file:
             actual_file = quote_name(tensors[name].file.name)
-            yield f"{quote_name(name)}: in {actual_file}, but {INDEX_FILE} lists it in {quote_name(file)}"
+            yield f"{quote_name(name)} is in {actual_file}, but {INDEX_FILE} lists it in {quote_name(file)}"
 
 
 def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
@@ -272,11 +272,12 @@ def _find_gaps(tensors: dict[str, StoredTensor], begin: int, size: int) -> Itera
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.stop > size:
             yield (
-                f"{quote_name(name)}: truncated: it ends at byte {entry.stop}, but the file has {size} bytes"
+                f"{quote_name(name)} is truncated: it ends at byte {entry.stop},"
+                f" but the file has {size} bytes"
             )
         elif entry.start != position:
             yield (
-                f"{quote_name(name)}: begins at byte {entry.start}, but the tensor before it ends at"
+                f"{quote_name(name)} begins at byte {entry.start}, but the tensor before it ends at"
                 f" byte {position}"
             )
         position = max(position, entry.stop)

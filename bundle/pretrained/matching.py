@@ -201,7 +201,7 @@ def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str])
     """
     tensors = weights.entries
     unequal = [
-        f"{copy}: must be a copy of {original}, but differs from it"
+        f"{copy} must be a copy of {original}, but differs from it"
         for copy, original in copies.items()
         if copy in tensors and not _are_equal(tensors[copy], tensors[original])
     ]
@@ -291,11 +291,11 @@ def _find_misfit(
     block: tuple[int, int] | None,
 ) -> Iterator[str]:
     if entry.shape != shape:
-        yield f"{name}: the shape is {list(entry.shape)}, the model's is {list(shape)}"
+        yield f"{name} has shape {list(entry.shape)}, the model's is {list(shape)}"
     elif entry.dtype == FP8:
         if block is None or scale is None or len(shape) != 2:
             yield (
-                f"{name}: {FP8} needs two dimensions, {SCALE_SUFFIX} and"
+                f"{name} is {FP8}, which needs two dimensions, {SCALE_SUFFIX} and"
                 " quantization_config.weight_block_size"
             )
             return
@@ -303,7 +303,7 @@ def _find_misfit(
         if scale.shape != expected_shape or scale.dtype not in FLOATS:
             actual = f"{scale.dtype} {list(scale.shape)}"
             yield (
-                f"{name}{SCALE_SUFFIX}: is {actual}, must be {list(expected_shape)} floating-point"
+                f"{name}{SCALE_SUFFIX} is {actual}, must be {list(expected_shape)} floating-point"
                 f" numbers, one per block of {list(block)}"
             )
     elif entry.dtype not in (*FLOATS, MXFP4):
@@ -391,7 +391,7 @@ def _join_mxfp4_stacks(entries: Mapping[str, StoredTensor]) -> tuple[dict[str, S
                 f"{quote_name(stored)}: {MXFP4} must be U8 [n, rows, columns / {MX_SIZE}, {bytes_of_block}]"
             )
         elif name in entries:
-            violations.append(f"{quote_name(name)}: stored twice, once plain and once in {MXFP4}")
+            violations.append(f"{quote_name(name)} is stored twice, once plain and once in {MXFP4}")
         else:
             count, rows, blocks_of_row, _ = entry.shape
             stacks[name] = entry._replace(dtype=MXFP4, shape=(count, blocks_of_row * MX_SIZE, rows))
@@ -436,7 +436,7 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
             if name not in optional:
                 yield f"{name} is missing"
         elif tensors[name].shape != shape:
-            yield f"{name}: the shape is {list(tensors[name].shape)}, the model's is {list(shape)}"
+            yield f"{name} has shape {list(tensors[name].shape)}, the model's is {list(shape)}"
         elif tensors[name].dtype not in FLOATS:
             yield f"{name} holds {tensors[name].dtype}: only {', '.join(FLOATS)} are read"
     yield from (

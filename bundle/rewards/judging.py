@@ -102,7 +102,8 @@ def check_failed_share(failed: int, answers: int, limit: float, first_reason: st
     if failed > limit * answers:
         raise JobFailed(
             f"rl.max_failed: rewards failed on {failed} of {answers} answers (a share of"
-            f" {failed / answers:.3g}), more than {limit:g}. The first reason: {first_reason}. Correct the reward."
+            f" {failed / answers:.3g}), more than {limit:g}. The first reason: {first_reason}."
+            " Correct the reward."
         )
 
 

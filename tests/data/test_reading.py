@@ -126,7 +126,7 @@ def test_rows_of_which_nothing_would_be_learned_are_named(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     keys = [f"data.tokenizer=hf:{tokenizer}", "data.template=chat", "task=sft"]
     (line,) = corrupt(tmp_path, recipe(path, *keys))
-    assert line.startswith(f"{path}:2: ") and "learned" in line
+    assert line.startswith(f"{path}:2: ") and "trained on" in line
 
 
 def test_what_a_template_refuses_is_named_by_row_and_can_be_skipped(tmp_path):
@@ -212,7 +212,7 @@ def test_faults_of_parquet_files_are_named_at_once(tmp_path):
         "/c-empty.parquet",
         "/d-cut.parquet",
     ]
-    assert "it has body" in found[1] and "not parquet" in found[3]
+    assert "it has body" in found[1] and "read as parquet" in found[3]
 
 
 def test_paths_mean_files_directories_globs_and_each_file_once(tmp_path):

@@ -118,13 +118,13 @@ def test_thoughts_that_a_template_leaves_out_are_told(learned, template, learn, 
 @pytest.mark.parametrize("template", [chat.ALTERNATING, chat.RENAMED])
 @pytest.mark.parametrize("turns", [said("q", "a", system="Be short."), [*said("q"), *QUESTIONS]])
 def test_what_a_template_raises_about_a_row_is_said_of_that_row(learned, template, turns):
-    assert learned(template, turns).endswith(f"refuses it: {chat.REFUSAL}")
+    assert learned(template, turns).endswith(f"refuses the row: {chat.REFUSAL}")
     assert "refuses the row: " in learned("{{ 1 // 0 }}", QUESTIONS)
 
 
 def test_rows_that_no_template_can_take(learned, messages):
     assert learned(chat.SIMPLE, said("q", "a")[1:]).startswith("message 0: ")
-    assert "no characters" in learned(chat.MARKED, said("q", "a\ufdd0b"))
+    assert "not characters" in learned(chat.MARKED, said("q", "a\ufdd0b"))
     other = chat.SIMPLE.replace("<assistant>", "<robot>")
     unwritten, misplaced = learned(chat.SPEECHLESS, QUESTIONS), learned(other, QUESTIONS)
     assert unwritten.endswith(": '<b>2'") and misplaced.startswith("message 1: ")
