@@ -145,7 +145,7 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
         raise ValueError(f"{prefix}.idx names documents that are not contiguous")
     size, named = tokens.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != named:
-        raise ValueError(f"{prefix}.bin has {size} bytes, but its index lists {named} bytes")
+        raise ValueError(f"{prefix}.bin has {size} bytes instead of the {named} bytes that its index lists")
     values = np.memmap(tokens, dtype, mode="r") if size else np.zeros(0, dtype)
     return IndexedDocuments(values, np.diff(ends[first]))
 
