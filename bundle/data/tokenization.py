@@ -225,7 +225,10 @@ def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[s
     for kind, token in tokens.items():
         have, need = (np.count_nonzero(ids == token) for ids in (actual_ids, expected_ids))
         if have != need:
-            return f"the row has {need} {kind}s, but its text has {have} tokens for them ({kind}_token_id {token})"
+            return (
+                f"the row has {need} {kind}s, but its text has {have} tokens for them"
+                f" ({kind}_token_id {token})"
+            )
     return "the chat template renders images and videos in another order than the row has"
 
 
