@@ -111,7 +111,8 @@ class ServerProcess:
             "--port",
             str(port),
         ]
-        arguments += ["--api-key", self.keys.api, "--admin-api-key", self.keys.admin]
+        # In one word each: a key may begin with a hyphen, as an option does.
+        arguments += [f"--api-key={self.keys.api}", f"--admin-api-key={self.keys.admin}"]
         self._process = subprocess.Popen(
             [self._python, "-P", guard.__file__],
             stdin=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from bundle.errors import EnvironmentUnfit, JobFailed
 from bundle.rollouts.sglang.checksums import HashHelper
+from bundle.rollouts.sglang.client import Keys
 from bundle.rollouts.sglang.server import ServerProcess, ServerReplica, check_installation
 from bundle.weight_sync.transports.ipc import Bucket
 from tests.rollouts.sglang.building import REQUESTS, build_tensors, run_cluster
@@ -102,6 +104,15 @@ def test_a_server_and_its_children_end_with_the_run_however_that_ends(tmp_path, 
     parent.kill()
     parent.communicate()
     wait_until(lambda: not any(map(is_running, pids)), 20)
+
+
+def test_keys_may_begin_with_a_hyphen(tmp_path, python, arguments, monkeypatch):
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda count: "-key")
+    process = ServerProcess(python, arguments, tmp_path / "server.log")
+    replica = ServerReplica("replica 0", process, seconds=60, start_seconds=60)
+    replica.restart()
+    assert process.keys == Keys("-key", "-key") and replica.is_alive()
+    replica.close()
 
 
 def test_a_server_that_dies_while_it_loads_shows_its_last_lines(tmp_path, python, arguments):
