@@ -53,11 +53,12 @@ def test_what_the_steps_name_is_there(checkout: Path):
         assert name in steps and f"{name}" in (REPOSITORY / place).read_text()
 
 
-def test_the_files_are_formatted_like_the_project(checkout: Path):
+@pytest.mark.parametrize("words", [["format", "--check"], ["check", "--no-cache"]])
+def test_the_files_are_formatted_and_sorted_like_the_project(checkout: Path, words: list[str]):
     create_patch_files("mtp-new-defect", checkout)
     files = [str(file) for file in checkout.rglob("*.py")]
     settings = str(REPOSITORY / "pyproject.toml")
-    command = [sys.executable, "-m", "ruff", "format", "--check", "--config", settings]
+    command = [sys.executable, "-m", "ruff", *words, "--config", settings]
     ran = subprocess.run([*command, *files], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
 
