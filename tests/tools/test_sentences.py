@@ -15,7 +15,7 @@ One two three. Four five: six
 seven (eight.) Nine
 
 - first item
-- second item goes
+- the second
   on. End
 1. third
 
@@ -35,7 +35,7 @@ def test_sentences_end_at_points_colons_items_and_blank_lines():
         (3, "six seven (eight.)"),
         (4, "Nine"),
         (6, "- first item"),
-        (7, "- second item goes on."),
+        (7, "- the second on."),
         (8, "End"),
         (9, "1."),
         (9, "third"),
