@@ -1,20 +1,22 @@
 """`mcore-bundle doctor`: a check that this machine can run a job, with the causes and remedies."""
 
 import json
+import platform
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from bundle.cli import options
-from bundle.environment import image, interpreters, machine, nodes, packages
+from bundle.environment import image, interpreters, machine, packages
 from bundle.environment.doctor import examine
 from bundle.environment.machine import Finding, Hardware, Level
 from bundle.environment.packages import InstalledPackages
-from bundle.errors import ExitCode, UsageError
+from bundle.errors import ExitCode
 from bundle.patches import hook
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -22,16 +24,6 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def doctor(
-    context: typer.Context,
-    reports: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[REPORT]...", help="Of --compare: what `doctor --json` printed on each node."
-        ),
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Say in what nodes differ, instead of examining this one.")
-    ] = False,
     acceptance: Annotated[
         bool,
         typer.Option("--acceptance", help="Then compute, exchange, train and prove here, half an hour."),
@@ -41,14 +33,6 @@ def doctor(
     log_level: options.LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""
-    if compare is not bool(reports):
-        raise UsageError("reports of nodes and --compare go together: doctor --compare A.json B.json ...")
-    if reports and (conflicting := options.list_set_parameters(context) & {"backend", "acceptance"}):
-        option_names = " and ".join(f"--{name}" for name in sorted(conflicting))
-        raise UsageError(f"--compare looks at files, not at this machine: leave out {option_names}")
-    if reports:
-        _compare(reports, as_json)
-        return
     installed_packages = packages.detect()
     local_hardware, findings = examine(machine.get_local_machine(), installed_packages, backend)
     findings = (*findings, *hook.iter_findings(hook.find_hooks(interpreters.list_own_sites())))
@@ -59,7 +43,7 @@ def doctor(
         image_record = image.read_own_record()
         report = {
             "schema": 1,
-            **nodes.describe_node(installed_packages),
+            **_describe_node(installed_packages),
             "findings": machine.to_json_value(findings),
             "hardware": machine.to_json_value(local_hardware),
             "image": image_record.model_dump(by_alias=True)
@@ -91,27 +75,17 @@ def _run_acceptance(
     shutil.rmtree(runs_directory)
 
 
-def _compare(paths: Sequence[Path], as_json: bool) -> None:
-    """Print the differences between nodes; end with 3 where there are any."""
-    reports = nodes.read_reports(paths)
-    differences = nodes.compare_reports(reports)
-    if as_json:
-        print(
-            json.dumps(
-                {
-                    "schema": 1,
-                    "nodes": list(reports),
-                    "differences": [difference.to_dict() for difference in differences],
-                },
-                indent=2,
-            )
-        )
-    else:
-        print(
-            "\n".join(difference.to_text() for difference in differences) or f"{len(reports)} nodes are alike"
-        )
-    if differences:
-        raise typer.Exit(int(ExitCode.ENVIRONMENT_UNFIT))
+def _describe_node(stack: InstalledPackages) -> dict[str, Any]:
+    """Return what a report says besides hardware and findings: everything that jobs depend on."""
+    return {
+        "node": socket.gethostname(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {
+            package.name: f"{package.version}{f' at {package.commit}' if package.commit else ''}"
+            for package in stack.list_packages()
+        },
+    }
 
 
 def format_finding(finding: Finding) -> str:

@@ -1,7 +1,6 @@
 """The state of RDMA ports: `python -m bundle.preflight.rdma`.
 
-A port that is down beside others may be down by intent; `doctor --compare` shows where only one node has it
-down.
+A port that is down beside others may be down by intent.
 """
 
 from bundle.environment import hardware, machine
