@@ -70,11 +70,11 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
     from bundle.distributed.world import StopRequest
     from bundle.engine import Engine
     from bundle.mcore import groups
-    from bundle.runs.anomalies import Anomalies
     from bundle.runs.directory import RunDirectory
     from bundle.runs.metrics import JsonLines, MetricsWriter, Profiler, Speed
     from bundle.runs.progress import Progress
     from bundle.runs.session import Session
+    from bundle.runs.stragglers import Stragglers
     from bundle.training import loop
     from bundle.training.loop import Batches, EarlyStopping
 
@@ -92,7 +92,7 @@ def arms(recipe: Recipe, runtime: Any, directory: Path) -> tuple[Callable[[], No
         watchdog=Watchdog(3600, directory, 0, 0),
         metrics=MetricsWriter([JsonLines(directory / "metrics.jsonl")]),
         speed=Speed(recipe, "cpu", cpu, dp=1),
-        anomalies=Anomalies(0, cpu),
+        stragglers=Stragglers(0, cpu),
         profiler=Profiler(recipe, directory / "profile", 0),
         should_stop=StopRequest(cpu).agree_to_stop,
         progress=Progress(),

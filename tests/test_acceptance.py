@@ -89,7 +89,7 @@ def test_losses_are_as_near_as_is_said(loss, wrong):
 
 def test_a_step_that_was_validated_keeps_both_losses_and_no_count():
     rows = (
-        {"step": 5, "train/loss": 2.0, "train/mtp_1_loss": 3.0, "train/loss_spikes": 1},
+        {"step": 5, "train/loss": 2.0, "train/mtp_1_loss": 3.0, "train/samples": 8},
         {"step": 5, "validation/loss": 2.5},
     )
     assert acceptance.parse_losses("\n".join(map(json.dumps, rows))) == {

@@ -36,7 +36,7 @@ class LaunchEvidence:
     `kernel_lines` are the lines of the kernel's log during the launch, where we may read it.
     `has_memory_kills`: the kernel killed processes of any user for lack of memory. `has_killed_ranks`: we
     killed ranks that outlived a failure. `has_failed_elsewhere`: that failure was on another node. `notices`
-    are unusual events before: stragglers and jumps of the loss.
+    are lines about stragglers before the end.
     """
 
     status: int

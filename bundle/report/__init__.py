@@ -147,7 +147,6 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "Entropy, nats": ("train/entropy",),
     "Mismatch of rollout engine and trainer": ("train/mismatch/",),
     "Shares of clipped tokens": ("train/clip_fraction/",),
-    "Spikes of the loss": ("train/loss_spikes",),
     "Loss, nats per token": ("train/loss", "validation/loss"),
     "Losses of multi-token prediction, nats per token": ("train/mtp_", "validation/mtp_"),
     "Rewards of preferences": ("train/rewards/", "validation/rewards/"),

@@ -40,7 +40,6 @@ _NOT_IN_LINE = (
     "train/tflops_per_device",
     "train/mfu",
     "train/straggler_ratio",
-    "train/loss_spikes",
     "train/approx_kl",
     "reward/std",
     "reward/failed",

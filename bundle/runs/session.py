@@ -23,10 +23,10 @@ from bundle.errors import JobFailed, Preempted
 from bundle.files import digest_json
 from bundle.models import exporting
 from bundle.recipe import Recipe
-from bundle.runs.anomalies import Anomalies
 from bundle.runs.directory import RunDirectory
 from bundle.runs.metrics import MetricsWriter, Profiler, Speed, replace_nonfinite
 from bundle.runs.progress import Progress
+from bundle.runs.stragglers import Stragglers
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Session:
     watchdog: Watchdog
     metrics: MetricsWriter
     speed: Speed
-    anomalies: Anomalies
+    stragglers: Stragglers
     profiler: Profiler
     should_stop: Callable[[], bool]  # a collective: the same on all ranks
     progress: Progress
@@ -125,11 +125,8 @@ class Session:
         values = self._describe_updates(losses, result)
         values |= self.speed.compute_gauges(progress.unreported_flops, progress.unreported_seconds)
         forward_seconds = self.engine.forward_timer.take_seconds()
-        values |= self.anomalies.measure(
-            progress.step,
-            losses.main,
-            None if forward_seconds is None else forward_seconds / progress.unreported_steps,
-        )
+        if forward_seconds is not None:
+            values |= self.stragglers.measure(progress.step, forward_seconds / progress.unreported_steps)
         self.metrics.write(progress.step, values | dict(extra or {}))
         if self.recipe.train.on_nan == "stop":
             self._refuse_infinite_loss(losses)

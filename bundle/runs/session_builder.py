@@ -23,7 +23,6 @@ from bundle.launch.job import Job
 from bundle.mcore import groups
 from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe, with_epochs_as_steps
-from bundle.runs.anomalies import Anomalies
 from bundle.runs.directory import Origin, RunDirectory, refuse_impossible_continuation
 from bundle.runs.metrics import (
     JsonLines,
@@ -38,6 +37,7 @@ from bundle.runs.metrics import (
 from bundle.runs.progress import Progress
 from bundle.runs.prometheus import PrometheusSink
 from bundle.runs.session import Session
+from bundle.runs.stragglers import Stragglers
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class SessionBuilder:
             watchdog=self.watchdog,
             metrics=self._build_metrics(recipe, progress.step),
             speed=Speed(recipe, self.job.backend, self.device, dp=self.groups.dp.size),
-            anomalies=Anomalies(self.groups.pp.rank, self.device),
+            stragglers=Stragglers(self.groups.pp.rank, self.device),
             profiler=Profiler(recipe, self.directory.profile, dist.get_rank()),
             should_stop=self.should_stop,
             progress=progress,

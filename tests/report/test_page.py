@@ -115,10 +115,10 @@ def test_every_number_is_on_one_chart():
     assert list(groups)[:-1] == [title for title in CHARTS if title in groups]
 
 
-def test_counts_times_left_and_samples_are_not_on_the_axis_of_the_loss():
-    names = ["train/loss", "train/loss_spikes", "train/seconds_left", "train/samples"]
+def test_times_left_and_samples_are_not_on_the_axis_of_the_loss():
+    names = ["train/loss", "train/seconds_left", "train/samples"]
     groups = group_metrics_by_chart(names)
-    assert list(groups.values()) == [["train/loss_spikes"], ["train/loss"]]
+    assert list(groups.values()) == [["train/loss"]]
 
 
 def test_memory_is_in_gib_and_values_are_rounded(tmp_path):

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-# Times, rates and memory are the machine's, and differ from run to run; spikes are those since a run went on.
-_MACHINE = ("second", "flops", "mfu", "memory/", "straggler", "spikes")
+# Times, rates and memory are the machine's, and differ from run to run.
+_MACHINE = ("second", "flops", "mfu", "memory/", "straggler")
 
 
 def learned(text: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bundle.launch import outcomes
-from bundle.runs.anomalies import Stragglers
+from bundle.runs.stragglers import Stragglers
 from tests.world import join
 
 if __name__ == "__main__":

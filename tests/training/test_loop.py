@@ -122,7 +122,7 @@ def run(
             compute_flops_per_rank=lambda *_: 6e12,
             compute_gauges=lambda flops, seconds: {"flops": flops, "seconds": seconds},
         ),
-        anomalies=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
+        stragglers=SimpleNamespace(measure=lambda *_: {}),  # type: ignore[arg-type]
         profiler=SimpleNamespace(step=nullcontext),  # type: ignore[arg-type]
         should_stop=lambda: progress.step == stops_at,
         progress=progress,

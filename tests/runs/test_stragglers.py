@@ -1,6 +1,5 @@
-"""What is unusual while a run trains: who is slow, and which losses jump."""
+"""Who is slow while a run trains."""
 
-import re
 import time
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from bundle.engine.forward_timer import ForwardTimer
 from bundle.launch import outcomes
-from bundle.runs.anomalies import LossSpikes, find_slowest
+from bundle.runs.stragglers import find_slowest
 from tests.world import World
 
 
@@ -25,46 +24,6 @@ def test_the_slowest_rank_is_held_against_the_middle_of_its_stage():
 def test_where_no_two_ranks_can_be_compared_nobody_is_slow():
     assert find_slowest([0.2, 0.9], [0, 1])[0] is None
     assert find_slowest([0.0, 0.0], [0, 0])[0] is None
-
-
-@pytest.fixture
-def noticed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
-    monkeypatch.setattr(outcomes, "record_notice", told.append)
-    return told
-
-
-def falling(count: int) -> list[float]:
-    """Losses as a run has them: they fall, and go up and down a little."""
-    return [4.0 - 0.01 * step + 0.02 * (step % 3) for step in range(count)]
-
-
-def test_a_loss_that_jumps_is_told_once_and_counted(noticed, messages):
-    spikes = LossSpikes()
-    for step, loss in enumerate([*falling(20), 9.0, *falling(20)], start=1):
-        seen = spikes.measure(step, loss)
-    assert seen == {"train/loss_spikes": 1}
-    (notice,) = noticed
-    assert re.findall(r"\d[\d.]*", notice) == ["21", "9", "3.925", "20"]
-    messages(notice)
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [
-        falling(60),
-        [4.0] * 20 + [4.001],  # what does not move at all moves a little
-        [4.0, 9.0],  # too few to know what is usual
-        [*falling(20), 1.0],  # a fall
-        [*falling(20), float("nan")],  # which train.on_nan is about
-        [10.0 / step for step in range(1, 40)],
-    ],
-)
-def test_what_losses_usually_do_is_no_spike(noticed, losses):
-    spikes = LossSpikes()
-    for step, loss in enumerate(losses, start=1):
-        spikes.measure(step, loss)
-    assert noticed == [] and spikes.count == 0
 
 
 def test_what_a_rank_notices_is_kept_for_the_verdict_and_only_the_last_of_it(tmp_path, monkeypatch):

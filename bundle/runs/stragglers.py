@@ -1,8 +1,6 @@
-"""Unusual events in a training run, reported as they happen: ranks slower than others, jumps of the loss."""
+"""Ranks of a training run that are slower than others, reported as it happens."""
 
-import math
 import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,8 +10,6 @@ from bundle.launch import outcomes
 
 # The ratio of a rank's time to the median of its stage, and the number of reports in a row.
 STRAGGLER_RATIO, STRAGGLER_REPORTS = 1.5, 2
-# A jump's ratio to the median deviation of earlier losses; the number of earlier reports, at most and least.
-SPIKE_RATIO, SPIKE_WINDOW, SPIKE_LEAST_REPORTS = 10.0, 32, 8
 
 
 class Stragglers:
@@ -70,39 +66,3 @@ def find_slowest(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int |
         if result[0] is None or ratio > result[1]:
             result = rank, ratio, usual
     return result
-
-
-class LossSpikes:
-    """Counts losses that are far above earlier ones."""
-
-    def __init__(self) -> None:
-        self._before: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self.count = 0
-
-    def measure(self, step: int, loss: float) -> Mapping[str, float]:
-        """Return the number of jumps so far, as a metric; call it with the loss of every report."""
-        if len(self._before) >= SPIKE_LEAST_REPORTS and math.isfinite(loss):
-            middle = statistics.median(self._before)
-            usual = statistics.median(abs(earlier_loss - middle) for earlier_loss in self._before)
-            if loss - middle > SPIKE_RATIO * max(usual, 1e-3 * abs(middle)):
-                self.count += 1
-                outcomes.record_notice(
-                    f"step {step}: the loss is {loss:.4g}, and was {middle:.4g} in the middle of the"
-                    f" {len(self._before)} reports before"
-                )
-        if math.isfinite(loss):
-            self._before.append(loss)
-        return {"train/loss_spikes": self.count}
-
-
-class Anomalies:
-    """Computes the metrics about unusual events in the updates of a report."""
-
-    def __init__(self, stage: int, device: torch.device) -> None:
-        """Prepare the metrics; all ranks call it. `stage` is this rank's pipeline stage."""
-        self._stragglers, self._spikes = Stragglers(stage, device), LossSpikes()
-
-    def measure(self, step: int, loss: float, seconds: float | None) -> dict[str, float]:
-        """Return the metrics; `seconds` is this rank's own time of a step, None where it is not known."""
-        slow = {} if seconds is None else self._stragglers.measure(step, seconds)
-        return {**slow, **self._spikes.measure(step, loss)}
