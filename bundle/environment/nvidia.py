@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by nvidia-smi, /proc/driver/nvidia and the device nodes, without NVML or CUDA."""
+"""NVIDIA GPUs by nvidia-smi, or else by /proc/driver/nvidia, without NVML or CUDA."""
 
 import re
 from collections.abc import Sequence
@@ -38,11 +38,7 @@ class _Gpu(NamedTuple):
 def find(machine: Machine) -> VendorDevices:
     """Return the NVIDIA devices of a machine; `present` is 0 where there are none, with the reason."""
     answer = machine.run(QUERY_COMMAND)
-    gpus = (
-        _from_query(answer)
-        or _from_proc(machine, answer.reason)
-        or _from_device_nodes(machine, answer.reason)
-    )
+    gpus = _from_query(answer) or _from_proc(machine, answer.reason)
     if not gpus:
         nodes = "no /dev/nvidia<N>" if not _list_device_nodes(machine) else "device nodes without a driver"
         return _report_no_gpu(f"{nodes}; {answer.reason}")
@@ -122,26 +118,6 @@ def _from_proc(machine: Machine, reason: str) -> list[_Gpu]:
                 _Gpu(Accelerator(0, len(gpus), name, uuid, unknown, DetectedValue(None, reason)), None)
             )
     return gpus[:MOST_DEVICES]
-
-
-def _from_device_nodes(machine: Machine, reason: str) -> list[_Gpu]:
-    """Return GPUs of which only the device node is known; none where the driver itself is missing."""
-    if machine.read("/proc/driver/nvidia/version").value is None:
-        return []
-    return [
-        _Gpu(
-            Accelerator(
-                0,
-                number,
-                "NVIDIA GPU",
-                f"/dev/{node}",
-                DetectedValue(None, reason),
-                DetectedValue(None, reason),
-            ),
-            None,
-        )
-        for number, node in enumerate(_list_device_nodes(machine)[:MOST_DEVICES])
-    ]
 
 
 def _list_device_nodes(machine: Machine) -> list[str]:
