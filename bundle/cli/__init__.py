@@ -110,14 +110,10 @@ def main() -> None:
 _NO_READER_ERRORS = (errno.EPIPE, errno.EIO)
 
 
-class OutputLost(JobFailed):
-    """The error that a command's output could not be written, as on a full disk."""
-
-
 class OutputFile(io.FileIO):
     """A file descriptor that turns into /dev/null when it cannot be written to any more.
 
-    Raise OutputLost at that moment, unless its reader is gone or it `may_fail`.
+    Raise JobFailed at that moment for a full disk under standard output, unless it `may_fail`.
     """
 
     may_fail = False
@@ -130,32 +126,22 @@ class OutputFile(io.FileIO):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-            if error.errno not in _NO_READER_ERRORS:
-                self._report_loss(error)
+            if error.errno not in _NO_READER_ERRORS and self.fileno() == 1:
+                message = f"standard output cannot be written: {error.strerror}"
+                if not self.may_fail:
+                    raise JobFailed(message) from error
+                print(f"mcore-bundle: {message}; what follows is not shown", file=sys.stderr)
             return len(memoryview(data).cast("B"))
-
-    def _report_loss(self, error: OSError) -> None:
-        name = {1: "standard output", 2: "standard error"}.get(self.fileno(), str(self.fileno()))
-        message = f"{name} cannot be written: {error.strerror}"
-        if not self.may_fail:
-            raise OutputLost(message)
-        if self.fileno() != 2:
-            print(f"mcore-bundle: {message}; what follows is not shown", file=sys.stderr)
 
 
 def guard_streams() -> None:
-    """Put an OutputFile under both standard streams; only standard error may lose output."""
+    """Put an OutputFile under both standard streams."""
     sys.stdout, sys.stderr = _guard_stream(sys.stdout, 1), _guard_stream(sys.stderr, 2)
-    _set_may_fail(sys.stderr)
 
 
 def ignore_lost_output() -> None:
     """Let the command continue where standard output cannot be written, as its results are elsewhere."""
-    _set_may_fail(sys.stdout)
-
-
-def _set_may_fail(stream: TextIO) -> None:
-    outlet = getattr(stream.buffer, "raw", None)
+    outlet = getattr(sys.stdout.buffer, "raw", None)
     if isinstance(outlet, OutputFile):
         outlet.may_fail = True
 
