@@ -6,6 +6,7 @@ PYTHON is that of an environment with SGLang. Cases:
 arithmetic: a Qwen3 of 8 layers learns to add; its accuracy, the mismatch of log-probabilities, the memory of
     the device, and that the cache is released in every step.
 speed: Qwen3-4B, 64 questions with 8 answers of 512 tokens, three steps, and where their seconds go.
+updates: the updates of the same steps alone, from made-up answers; needs no SGLang.
 kill-server, kill-trainer, kill-launcher: `kill -9` of that process; what is left after 20 s, and that the
     same command goes on.
 Ends with 1 where a claim does not hold.
@@ -13,7 +14,9 @@ Ends with 1 where a claim does not hold.
 
 import argparse
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -40,6 +43,7 @@ LARGE = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
+QUESTIONS = 64  # of a step of Qwen3-4B
 # The run is killed at such a process: what its command line and its environment have.
 KILLED = {
     "server": ("guard.py", ""),
@@ -54,14 +58,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="+", choices=CASES)
-    parser.add_argument("--python", required=True)
+    parser.add_argument("--python")
     parser.add_argument("--results", type=Path, default=Path(tempfile.mkdtemp()))
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     options = parser.parse_args()
     failed = []
     for case in options.cases:
         print(f"== {case}", flush=True)
-        overrides = [f"rl.rollout.python={options.python}", *options.overrides]
+        python = [f"rl.rollout.python={options.python}"] if options.python else []
+        overrides = [*python, *options.overrides]
         failed += [f"{case}: {claim}" for claim in CASES[case](options.results / case, overrides)]
     print(*(f"FAILED {claim}" for claim in failed), sep="\n")
     return int(bool(failed))
@@ -154,6 +159,40 @@ def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]
         yield f"{used[-1] / 2**30:.1f} GiB are used while it samples"
 
 
+def measure_updates(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the claims of three updates of Qwen3-4B that do not hold; the answers are read from files."""
+    data, answers = directory.parent / "questions.jsonl", directory.parent / "rollouts"
+    answers.mkdir(parents=True, exist_ok=True)
+    question = "What is the sum of 12 and 30?"
+    data.write_text((json.dumps({"question": question, "answer": "42"}) + "\n") * QUESTIONS)
+    for step in range(3):
+        (answers / f"step-{step:08d}.jsonl").write_text("".join(make_answers(question, step)))
+    replay = [f"data.path=[{data}]", "data.tokenizer=bytes", f"rl.rollout.path={answers}"]
+    yield from measure_speed(directory, [*replay, *overrides])
+
+
+def make_answers(question: str, step: int) -> Iterator[str]:
+    """Yield the line of each answer, 512 random tokens, to the same question."""
+    generator = random.Random(step)
+    for number in range(QUESTIONS * 8):
+        ids = [generator.randrange(256) for _ in range(512)]
+        line = {
+            "place": [0, 0],
+            "prompt": question,
+            "prompt_ids": list(question.encode()),
+            "question": number // 8,
+            "answer": number % 8,
+            "ids": ids,
+            "text": "",
+            "reward": float(number % 2),
+            "rewards": {"alternate": float(number % 2)},
+            "finish_reason": "length",
+            "log_probs": [-math.log(LARGE["vocab_size"])] * len(ids),
+            "versions": [0] * len(ids),
+        }
+        yield json.dumps(line) + "\n"
+
+
 def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the claims of three steps of Qwen3-4B that do not hold."""
     config = [f"model.config.{key}={json.dumps(value)}" for key, value in LARGE.items()]
@@ -165,9 +204,9 @@ def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     ]
     sizes += [
         "rl.rollout.max_completion_length=512",
-        "rl.prompts_per_step=64",
+        f"rl.prompts_per_step={QUESTIONS}",
         "rl.num_generations=8",
-        "train.global_batch_size=512",
+        f"train.global_batch_size={QUESTIONS * 8}",
     ]
     sizes += ["rl.warm_start_steps=0", "train.steps=3", "train.log_interval=1", "rl.max_flat_steps=9"]
     # Rewards that differ within a group, whatever a model without training answers.
@@ -176,7 +215,7 @@ def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
         f'rl.rewards=[{{"kind": "python", "function": "{reward}:alternate"}}]',
         "data.tokenizer=bytes",
     ]
-    code, seconds = train(directory, [*overrides, *config, *sizes])
+    code, seconds = train(directory, [*config, *sizes, *overrides])
     print(f"code {code}, {seconds:.0f} s")
     for line in read_metrics(directory):
         print({key: value for key, value in line.items() if "second" in key or key in ("step", "time")})
@@ -235,6 +274,7 @@ def kill_process(name: str, directory: Path, overrides: Sequence[str]) -> Iterat
 CASES: dict[str, Callable[[Path, Sequence[str]], Iterator[str]]] = {
     "arithmetic": learn_arithmetic,
     "speed": measure_speed,
+    "updates": measure_updates,
     **{f"kill-{name}": partial(kill_process, name) for name in KILLED},
 }
 
