@@ -197,7 +197,7 @@ def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the claims of three steps of Qwen3-4B that do not hold."""
     config = [f"model.config.{key}={json.dumps(value)}" for key, value in LARGE.items()]
     sizes = [
-        "data.sequence_length=2048",
+        "data.sequence_length=8192",
         "data.packed=true",
         "train.micro_batch_size=1",
         "rl.evaluation=null",
