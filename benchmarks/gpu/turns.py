@@ -5,7 +5,8 @@ python -m benchmarks.gpu.turns CASE... --python PYTHON [--results DIRECTORY]
 PYTHON is that of an environment with SGLang. Cases:
 arithmetic: a Qwen3 of 8 layers learns to add; its accuracy, the mismatch of log-probabilities, the memory of
     the device, and that the cache is released in every step.
-speed: Qwen3-4B, 64 questions with 8 answers of 512 tokens, three steps, and where their seconds go.
+speed: Qwen3-4B, 64 questions with 8 answers of 512 tokens, three steps, where their seconds go, and the
+    tokens/s of SGLang's own benchmark.
 updates: the updates of the same steps alone, from made-up answers; needs no SGLang.
 kill-server, kill-trainer, kill-launcher: `kill -9` of that process; what is left after 20 s, and that the
     same command goes on.
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +170,7 @@ def measure_updates(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     for step in range(3):
         (answers / f"step-{step:08d}.jsonl").write_text("".join(make_answers(question, step)))
     replay = [f"data.path=[{data}]", "data.tokenizer=bytes", f"rl.rollout.path={answers}"]
-    yield from measure_speed(directory, [*replay, *overrides])
+    yield from measure_steps(directory, [*replay, *overrides])
 
 
 def make_answers(question: str, step: int) -> Iterator[str]:
@@ -194,6 +196,27 @@ def make_answers(question: str, step: int) -> Iterator[str]:
 
 
 def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the claims of three steps of Qwen3-4B, updates and sampling, that do not hold."""
+    yield from measure_steps(directory, overrides)
+    lines, job = read_metrics(directory), json.loads((directory / "job.json").read_text())
+    ours = list_values(lines, "rollout/tokens_per_second")
+    config, words = directory.parent / "qwen3-4b.json", [str(QUESTIONS * 8), "512"]
+    names = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
+    config.write_text(json.dumps({**LARGE, **names, "hidden_act": "silu", "rms_norm_eps": 1e-6}))
+    (python,) = (word.partition("=")[2] for word in overrides if word.startswith("rl.rollout.python="))
+    program, model = str(HERE / "own_benchmark.py"), str(directory.parent / "model")
+    command = [python, program, model, str(config), *words, str(job["mem_fraction_static"])]
+    theirs = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    print(f"sampled tokens/s {[round(value) for value in ours]}, SGLang's own benchmark {theirs:.0f}")
+    if ours[-1] < 0.9 * theirs:
+        yield f"samples {ours[-1]:.0f} tokens/s, SGLang's own benchmark {theirs:.0f}"
+    for before, line in pairwise(lines):
+        seconds = line["time"] - before["time"]
+        rest = seconds - line["rollout/seconds"] - line["train/step_seconds"]
+        print(f"step {line['step']}: {seconds:.1f} s, without sampling and update {rest / seconds:.1%}")
+
+
+def measure_steps(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the claims of three steps of Qwen3-4B that do not hold."""
     config = [f"model.config.{key}={json.dumps(value)}" for key, value in LARGE.items()]
     sizes = [
@@ -215,13 +238,17 @@ def measure_speed(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
         f'rl.rewards=[{{"kind": "python", "function": "{reward}:alternate"}}]',
         "data.tokenizer=bytes",
     ]
-    code, seconds = train(directory, [*config, *sizes, *overrides])
-    print(f"code {code}, {seconds:.0f} s")
+    process = start(directory, [*config, *sizes, *overrides])
+    lines = wait_for_lines(directory, 3, process, 500)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # before it writes a checkpoint of 52 GiB
+    process.wait()
+    time.sleep(20)
     for line in read_metrics(directory):
         print({key: value for key, value in line.items() if "second" in key or key in ("step", "time")})
     print(*directory.with_suffix(".log").read_text().splitlines()[-12:], sep="\n", flush=True)
-    if code:
-        yield f"ends with {code}"
+    if lines < 3:
+        yield f"makes {lines} of 3 steps"
 
 
 def find_processes(words: str, variable: str) -> list[int]:
@@ -235,9 +262,9 @@ def find_processes(words: str, variable: str) -> list[int]:
     return sorted(numbers)
 
 
-def wait_for_lines(directory: Path, count: int, process: subprocess.Popen[str]) -> int:
-    """Return the number of lines of metrics when there are so many, the run has ended, or 150 s are over."""
-    deadline = time.monotonic() + 150
+def wait_for_lines(directory: Path, count: int, process: subprocess.Popen[str], seconds: float = 150) -> int:
+    """Return the number of lines of metrics when there are `count`, the run has ended, or time is over."""
+    deadline = time.monotonic() + seconds
     while len(read_metrics(directory)) < count and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
     return len(read_metrics(directory))

@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path)
     for name in ("host", "api-key", "admin-api-key", "load-format", "dtype"):
         parser.add_argument(f"--{name}")
-    for name in ("port", "tp-size", "base-gpu-id", "chunked-prefill-size"):
+    for name in ("port", "tp-size", "base-gpu-id", "chunked-prefill-size", "cuda-graph-max-bs-decode"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("skip-tokenizer-init", "enable-memory-saver", "has-child", "dies-while-loading", "is-new"):
         parser.add_argument(f"--{name}", action="store_true")
