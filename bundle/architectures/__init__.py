@@ -37,7 +37,7 @@ FAMILIES = TEXT_FAMILIES | IMAGE_FAMILIES
 SUPPORTED_FAMILIES = tuple(sorted(FAMILIES))
 # Families whose layers megatron-core has, but which are not built here.
 _TOWER_REASON = (
-    "its vision tower beside gated delta nets is not built here; directories of its text model are read:"
+    "its vision tower together with gated delta nets is not supported; its text-only directories are:"
 )
 _UNSUPPORTED_REASONS = {family: f"{_TOWER_REASON} {family}_text" for family in ("qwen3_5", "qwen3_5_moe")}
 
@@ -77,5 +77,5 @@ def from_config(config: Mapping[str, Any], origin: str = "config") -> Architectu
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the mapping in `directory`/config.json. Raise UsageError where there is no such object."""
     return files.read_json_object(
-        directory / "config.json", "model.path must hold a Hugging Face config.json"
+        directory / "config.json", "model.path must be a directory with a Hugging Face config.json"
     )

@@ -166,25 +166,25 @@ def _find_adaptable_modules(table: Iterable[Tensor]) -> set[str]:
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Return rank, alpha, targets and dropout. Raise UsageError with all that is not computed here."""
     path = directory / CONFIG_FILE
-    settings = files.read_json_object(path, "model.lora.path must be a directory of PEFT")
+    settings = files.read_json_object(path, "model.lora.path must be a directory in PEFT's format")
     refused = []
     if settings.get("peft_type") != "LORA":
-        refused.append(f"peft_type {format_value(settings.get('peft_type'))}: only LORA is computed")
+        refused.append(f"peft_type {format_value(settings.get('peft_type'))}: only LORA is supported")
     if settings.get("init_lora_weights") not in _INIT_METHODS:
         init_method = format_value(settings["init_lora_weights"])
-        refused.append(f"init_lora_weights {init_method}: it changes the weights beside the adapter")
+        refused.append(f"init_lora_weights {init_method}: changes the base weights, which is not supported")
     if settings.get("bias", "none") != "none":
-        refused.append(f"bias {format_value(settings['bias'])}: biases are not trained here")
+        refused.append(f"bias {format_value(settings['bias'])}: training biases is not supported")
     refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
     refused += _find_invalid_settings(settings)
     known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT, "peft_type", "init_lora_weights", "bias"}
     refused += [
-        f"{files.to_printable(key)[:60]} {format_value(value)}: is not computed here"
+        f"{files.to_printable(key)[:60]} {format_value(value)}: not supported"
         for key, value in settings.items()
         if key not in known and not _is_empty(value)
     ]
     if refused:
-        raise UsageError(f"{path}: not an adapter that can be trained on", refused)
+        raise UsageError(f"{path}: training cannot start from this adapter", refused)
     values = {field: settings[peft_key] for peft_key, field in _FIELD_BY_PEFT_KEY.items()}
     return values | {
         "targets": sorted(values["targets"]),
@@ -204,13 +204,13 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
         yield f"{_DROPOUT} {format_value(dropout)}: must be a number from 0 and below 1"
     if isinstance(targets, str):
-        yield "target_modules: a pattern; name the modules in model.lora.targets"
+        yield "target_modules: a pattern is not supported; name the modules in model.lora.targets"
     elif targets is not None and not (
         isinstance(targets, list)
         and targets
         and all(isinstance(target, str) and target for target in targets)
     ):
-        yield f"target_modules {format_value(targets)}: must be a list of modules' names"
+        yield f"target_modules {format_value(targets)}: must be a list of module names"
 
 
 def build_adapter_config(

@@ -199,18 +199,18 @@ def find_contradictions(a: Architecture) -> list[str]:
         )
     rotated = a.mla.qk_pos_emb_head_dim if a.mla else a.kv_channels * a.rotary_fraction
     if rotated % 2:
-        violations.append(f"rotary positions turn pairs: {rotated:g} rotated values of a head are not even")
+        violations.append(f"rotary positions need pairs: {rotated:g} rotated values per head are not even")
     if a.rotary_sections and sum(a.rotary_sections) != rotated / 2:
         violations.append(
-            f"mrope_section {list(a.rotary_sections)} shares out {sum(a.rotary_sections)} pairs, a head has"
+            f"mrope_section {list(a.rotary_sections)} has {sum(a.rotary_sections)} pairs, but a head has"
             f" {rotated / 2:g}"
         )
     if a.vision:
         violations += _find_tower_contradictions(a.vision, a.vocab_size)
         if len(a.vision.deepstack) > a.num_layers:
             violations.append(
-                f"vision_config.deepstack_visual_indexes: {len(a.vision.deepstack)} for a decoder of"
-                f" {a.num_layers} layers"
+                f"vision_config.deepstack_visual_indexes: {len(a.vision.deepstack)} indexes are too many"
+                f" for a decoder of {a.num_layers} layers"
             )
     if a.delta_net and a.delta_net.num_value_heads % a.delta_net.num_key_heads:
         violations.append(
@@ -227,20 +227,22 @@ def _find_tower_contradictions(vision: VisionArchitecture, vocab_size: int) -> l
     width, heads, unit = vision.hidden_size, vision.num_attention_heads, vision.patch_size * vision.merge_size
     if width % (4 * heads):
         violations.append(
-            f"vision_config.hidden_size {width} is no multiple of 4 x num_heads {heads}: a head turns pairs"
-            " by height and by width"
+            f"vision_config.hidden_size {width} is not a multiple of 4 x num_heads {heads}, as rotation by"
+            " height and width needs"
         )
     if vision.window_size % unit:
         violations.append(
-            f"vision_config.window_size {vision.window_size} is no multiple of patch_size x"
+            f"vision_config.window_size {vision.window_size} is not a multiple of patch_size x"
             f" spatial_merge_size, {unit}"
         )
     blocks = {"fullatt_block_indexes": vision.full_layers, "deepstack_visual_indexes": vision.deepstack}
     for name, numbers in blocks.items():
         if beyond := [number for number in numbers if number >= vision.num_layers]:
-            violations.append(f"vision_config.{name} {beyond}: there are {vision.num_layers} blocks")
+            violations.append(f"vision_config.{name} {beyond}: there are only {vision.num_layers} blocks")
     if len(set(vision.deepstack)) < len(vision.deepstack):
-        violations.append(f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: each block once")
+        violations.append(
+            f"vision_config.deepstack_visual_indexes {list(vision.deepstack)}: a block stands twice"
+        )
     tokens = {
         "image_token_id": vision.image_token,
         "video_token_id": vision.video_token,
@@ -251,7 +253,7 @@ def _find_tower_contradictions(vision: VisionArchitecture, vocab_size: int) -> l
         if token is not None and token >= vocab_size:
             violations.append(f"{name} {token} is not in the vocabulary of {vocab_size}")
     if vision.video_token == vision.image_token:
-        violations.append(f"video_token_id {vision.video_token} is image_token_id, too")
+        violations.append(f"video_token_id {vision.video_token} is also the image_token_id")
     return violations
 
 
@@ -261,7 +263,7 @@ def _find_routing_contradictions(moe: MoE) -> list[str]:
         violations.append(f"num_experts_per_tok {moe.topk} exceeds the {moe.num_experts} experts")
     if moe.score_function == "softmax" and not moe.pre_softmax and moe.topk == 1:
         violations.append(
-            "one expert per token with norm_topk_prob: its weight would be 1 whatever the router says"
+            "num_experts_per_tok is 1 with norm_topk_prob: the weight of that expert would always be 1"
         )
     if moe.groups and moe.group_topk:
         if moe.num_experts % moe.groups:
@@ -272,8 +274,8 @@ def _find_routing_contradictions(moe: MoE) -> list[str]:
             )
         elif moe.num_experts // moe.groups < moe.group_score_topk:
             violations.append(
-                f"n_group {moe.groups}: a group counts by its best {moe.group_score_topk} experts, and has "
-                f"{moe.num_experts // moe.groups}"
+                f"n_group {moe.groups}: a group is scored by its best {moe.group_score_topk} experts, but"
+                f" has only {moe.num_experts // moe.groups}"
             )
         if moe.group_topk > moe.groups:
             violations.append(f"topk_group {moe.group_topk} exceeds n_group {moe.groups}")

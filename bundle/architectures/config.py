@@ -54,10 +54,10 @@ IGNORED_KEYS = frozenset({"gradient_checkpointing", "num_labels", "id2label", "l
 IRRELEVANT_KEYS = frozenset(_NOTE_KEYS | _GENERATION_KEYS | IGNORED_KEYS)
 # Keys of the same class that change the model unless they are empty, and what they would do.
 _MUST_BE_EMPTY = {
-    "pruned_heads": "no attention head is left out",
-    "add_cross_attention": "a decoder alone is trained, without cross attention",
-    "cross_attention_hidden_size": "a decoder alone is trained, without cross attention",
-    "per_layer_config": "all layers have the config's own values",
+    "pruned_heads": "leaving out attention heads is not supported",
+    "add_cross_attention": "only decoders without cross attention are supported",
+    "cross_attention_hidden_size": "only decoders without cross attention are supported",
+    "per_layer_config": "values per layer are not supported",
 }
 
 
@@ -95,7 +95,7 @@ class ConfigKeys:
         if fits(value):
             return value
         if value is not REQUIRED:
-            self._add_unreadable(f"{name}: must be {requirement}, is {format_value(value)}")
+            self._add_unreadable(f"{name}: must be {requirement}, but is {format_value(value)}")
         return fallback
 
     def read_integer(
@@ -210,7 +210,7 @@ def read_rope(
     has_parameters = keys.has_value("rope_parameters")
     name = "rope_parameters" if has_parameters else "rope_scaling"
     if has_parameters and keys.has_value("rope_scaling"):
-        keys.refuse("rope_scaling", "...", "given besides rope_parameters; keep one of the two")
+        keys.refuse("rope_scaling", "...", "set next to rope_parameters; keep one of the two")
     nested = ConfigKeys(keys.read_mapping(name))
     if default_base is None and not nested.has_value("rope_theta"):
         keys.read_value("rope_theta", REQUIRED)
@@ -223,9 +223,7 @@ def read_rope(
         keys.refuse("partial_rotary_factor", fraction, reason)
     sections = _read_sections(nested) if multimodal else ()
     if multimodal:
-        nested.require_value(
-            "mrope_interleaved", interleaved, reason="the family's class computes no other order"
-        )
+        nested.require_value("mrope_interleaved", interleaved, reason="the family's class has another order")
     scaling = _read_scaling(keys, nested, base, *(("mrope",) if multimodal else ()))
     keys.absorb(nested, name)
     return Rope(base, fraction, scaling, sections, interleaved)
@@ -235,7 +233,7 @@ def _read_sections(nested: ConfigKeys) -> tuple[int, ...]:
     """Return how many pairs turn by time, by height and by width."""
     sections = nested.read_integers("mrope_section")
     if len(sections) != 3:
-        nested.refuse("mrope_section", list(sections), "must be pairs for time, height and width")
+        nested.refuse("mrope_section", list(sections), "must be three: time, height, width")
     return sections
 
 
@@ -252,7 +250,7 @@ def _read_either(
     )  # as they stand in the file, whatever is wrong
     if keys.has_value(name) and outer_raw != nested_raw:
         keys.refuse(
-            name, outer_raw, f"the rotary parameters say {format_value(nested_raw)}; keep one of the two"
+            name, outer_raw, f"the rotary parameters have {format_value(nested_raw)}; keep one of the two"
         )
     return nested.read_number(name, default, least, most)
 
@@ -288,7 +286,7 @@ def _read_llama3(nested: ConfigKeys, factor: float, original: int) -> RopeScalin
     low, high = nested.read_number("low_freq_factor"), nested.read_number("high_freq_factor")
     if not nested.has_unreadable and not 0 < low < high:
         nested.refuse(
-            "high_freq_factor", high, f"must exceed low_freq_factor, {low:g}, and that must exceed 0"
+            "high_freq_factor", high, f"must be above low_freq_factor, {low:g}, which must be above 0"
         )
     return RopeScaling("llama3", factor, original, low_freq_factor=low, high_freq_factor=high)
 
@@ -300,7 +298,7 @@ def _read_yarn(nested: ConfigKeys, factor: float, original: int) -> RopeScaling:
     if nested.has_value("attention_factor"):
         concentration = attention_factor
         if not concentration:
-            nested.refuse("attention_factor", attention_factor, "leaves nothing of what is rotated")
+            nested.refuse("attention_factor", attention_factor, "leaves no values to rotate")
     elif mscale and all_dim:
         concentration = _compute_mscale(factor, mscale) / _compute_mscale(factor, all_dim)
     else:

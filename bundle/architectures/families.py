@@ -34,14 +34,14 @@ def _read_decoder(
         kv_channels, remainder = divmod(hidden, heads)
         if remainder:
             keys.refuse(
-                "head_dim", None, f"hidden_size {hidden} is no multiple of {heads} heads: give head_dim"
+                "head_dim", None, f"hidden_size {hidden} is not a multiple of {heads} heads; set head_dim"
             )
-    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is computed")
-    keys.require_value("mlp_bias", False, reason="biases in feed-forward layers are not computed")
-    keys.require_value("use_mrope", False, reason="positions in several dimensions are not computed")
+    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
+    keys.require_value("mlp_bias", False, reason="biases in feed-forward layers are not supported")
+    keys.require_value("use_mrope", False, reason="positions in several dimensions are not supported")
     kinds = keys.read_value("layer_types") or [FULL]
     if not has_mixed_layers and (not isinstance(kinds, list) or any(kind != FULL for kind in kinds)):
-        keys.refuse("layer_types", kinds, f"only {FULL} is computed")
+        keys.refuse("layer_types", kinds, f"only {FULL} is supported")
     groups = keys.read_optional_integer("num_key_value_heads", num_key_value_heads) or heads
     common = {
         "num_layers": keys.read_integer("num_hidden_layers", most=MOST_LAYERS),
@@ -76,7 +76,7 @@ def _refuse_window(keys: ConfigKeys, is_active: bool = True) -> None:
     """Refuse an active window shorter than the longest sequence: every token must see all before it."""
     window = keys.read_optional_integer("sliding_window")
     if is_active and window and window < keys.read_integer("max_position_embeddings"):
-        reason = "windowed attention is not computed; null is equal for sequences up to the window"
+        reason = "windowed attention is not supported; null is equal for sequences up to the window"
         keys.refuse("sliding_window", window, reason)
 
 
@@ -85,7 +85,7 @@ def _refuse_used_window(keys: ConfigKeys) -> None:
 
 
 def _refuse_output_bias(keys: ConfigKeys) -> None:
-    reason = "this family also puts a bias on o_proj, which megatron-core cannot do alone"
+    reason = "not supported: this family also adds a bias to o_proj, which megatron-core cannot do separately"
     keys.require_value("attention_bias", False, reason=reason)
 
 
@@ -104,7 +104,7 @@ def mistral(keys: ConfigKeys) -> Architecture:
 def mixtral(keys: ConfigKeys) -> Architecture:
     """Return the architecture of Mixtral: every layer has experts of the feed-forward's width."""
     _refuse_window(keys)
-    keys.require_value("router_jitter_noise", 0.0, 0, reason="noise on the router's input is not computed")
+    keys.require_value("router_jitter_noise", 0.0, 0, reason="noise on the router's input is not supported")
     rotary = _build_rotary_fields(read_rope(keys, default_base=1e6))
     base = _read_decoder(keys, norm_epsilon=keys.read_number("rms_norm_eps", 1e-5, most=1.0), **rotary)
     moe = MoE(
@@ -267,7 +267,7 @@ def _read_delta_net_layers(keys: ConfigKeys, layers: int) -> tuple[int, ...]:
     if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
         keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {LINEAR}")
     elif len(kinds) != layers:
-        keys.refuse("layer_types", kinds, f"{len(kinds)} of them for num_hidden_layers {layers}")
+        keys.refuse("layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}")
     else:
         return tuple(int(kind == LINEAR) for kind in kinds)
     return (0,) * layers
@@ -278,12 +278,12 @@ def deepseek_v2(keys: ConfigKeys) -> Architecture:
 
     The 236B model chooses experts from the best groups only.
     """
-    keys.require_value("scoring_func", "softmax", reason="DeepSeek-V2 scores by softmax")
+    keys.require_value("scoring_func", "softmax", reason="DeepSeek-V2 uses softmax scores")
     keys.require_value(
         "norm_topk_prob", False, reason="megatron-core does not renormalise after a softmax over all experts"
     )
     keys.require_value(
-        "topk_method", "greedy", "group_limited_greedy", reason="DeepSeek-V2 knows no other choice"
+        "topk_method", "greedy", "group_limited_greedy", reason="DeepSeek-V2 has no other method"
     )
     if keys.read_value("topk_method") == "group_limited_greedy":
         groups = _read_expert_groups(keys, score_topk=1)
@@ -339,11 +339,11 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
     It has sinks, windows in every other layer, biases everywhere, and experts with a clamped gate.
     """
     keys.require_value(
-        "attention_bias", True, reason="gpt-oss has biases on queries, keys, values and outputs"
+        "attention_bias", True, reason="must be true: gpt-oss has biases on queries, keys, values and outputs"
     )
-    keys.require_value("swiglu_alpha", 1.702, reason="megatron-core's gate knows 1.702 alone")
+    keys.require_value("swiglu_alpha", 1.702, reason="megatron-core's gate has 1.702 only")
     if not (keys.has_value("rope_parameters") or keys.has_value("rope_scaling")):
-        keys.refuse("rope_scaling", None, "transformers would take gpt-oss-20b's for a missing one")
+        keys.refuse("rope_scaling", None, "without it, transformers uses gpt-oss-20b's")
     rotary = _build_rotary_fields(read_rope(keys, default_base=150000.0))
     base = _read_decoder(
         keys,
@@ -358,10 +358,10 @@ def gpt_oss(keys: ConfigKeys) -> Architecture:
     )
     topk, scaling = keys.read_integer("num_experts_per_tok"), base["rope_scaling"]
     # What its makers' own code calls two of these.
-    keys.require_value("experts_per_token", None, topk, reason=f"num_experts_per_tok says {topk}")
+    keys.require_value("experts_per_token", None, topk, reason=f"differs from num_experts_per_tok {topk}")
     original = scaling.original_max_position_embeddings if scaling else None
     keys.require_value(
-        "initial_context_length", None, original, reason=f"the rotary parameters say {original}"
+        "initial_context_length", None, original, reason=f"differs from the rotary parameters, {original}"
     )
     moe = MoE(
         num_experts=keys.read_integer("num_local_experts", most=MOST_EXPERTS),
@@ -383,7 +383,7 @@ def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
         keys.refuse("layer_types", kinds, f"must be a list of {FULL} and {SLIDING}")
         return {}
     if len(kinds) != layers:
-        keys.refuse("layer_types", kinds, f"{len(kinds)} of them for num_hidden_layers {layers}")
+        keys.refuse("layer_types", kinds, f"length {len(kinds)} differs from num_hidden_layers {layers}")
     window = keys.read_optional_integer("sliding_window", 128)
     if window is None or SLIDING not in kinds:
         return {}
@@ -400,12 +400,12 @@ def _read_latent_decoder(keys: ConfigKeys, **routing: Any) -> dict[str, Any]:
         v_head_dim=keys.read_integer("v_head_dim"),
     )
     heads = keys.read_integer("num_attention_heads")
-    keys.require_value("attention_bias", False, reason="biases in latent attention are not computed")
+    keys.require_value("attention_bias", False, reason="biases in latent attention are not supported")
     keys.require_value(
         "rope_interleave", True, reason="megatron-core's latent attention rotates interleaved pairs"
     )
     keys.require_value(
-        "num_key_value_heads", None, heads, reason=f"latent attention has one per head, {heads}"
+        "num_key_value_heads", None, heads, reason=f"latent attention has {heads}, one per head"
     )
     # transformers 5 writes what follows from the numbers above.
     keys.require_value(
@@ -441,8 +441,8 @@ def _read_sigmoid_routing(keys: ConfigKeys) -> dict[str, Any]:
 
     Where there is more than one group of experts, they include the choice of the best groups.
     """
-    keys.require_value("scoring_func", "sigmoid", reason="this family scores by sigmoid")
-    keys.require_value("topk_method", "noaux_tc", reason="this family's choice is noaux_tc")
+    keys.require_value("scoring_func", "sigmoid", reason="this family uses sigmoid scores")
+    keys.require_value("topk_method", "noaux_tc", reason="this family uses noaux_tc")
     keys.require_value(
         "norm_topk_prob", True, reason="megatron-core always normalises sigmoid scores of several experts"
     )

@@ -40,4 +40,4 @@ def _iterate_changes(
         if isinstance(recorded[name], Mapping) and isinstance(current[name], Mapping):
             yield from _iterate_changes(recorded[name], current[name], source, f"{prefix}{name}.")
         elif recorded[name] != current[name]:
-            yield f"{prefix}{name}: {recorded[name]} in {source}, {current[name]} in the recipe"
+            yield f"{prefix}{name}: {recorded[name]} in {source}, but {current[name]} in the recipe"

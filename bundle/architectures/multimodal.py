@@ -91,7 +91,7 @@ def _read_tied_embeddings(keys: ConfigKeys, *, accepts_either: bool, decoder_tie
         keys.refuse(
             _TIED_KEY,
             None,
-            f"{_TEXT_KEY} says true, and versions of transformers differ in whom they ask: say it",
+            f"{_TEXT_KEY} has true, but some versions of transformers read this key; set both",
         )
     return keys.read_flag(_TIED_KEY, False)
 
@@ -107,7 +107,7 @@ def _read_text_keys(keys: ConfigKeys) -> ConfigKeys:
     for name, value in nested.items():
         outer_value = keys.read_value(name)
         if outer_value not in (None, value) and name not in IRRELEVANT_KEYS | {_TIED_KEY}:
-            keys.refuse(name, outer_value, f"{_TEXT_KEY} says {value!r:.40}; keep one of the two")
+            keys.refuse(name, outer_value, f"conflicts with {_TEXT_KEY} {value!r:.40}; keep one of the two")
     return ConfigKeys(nested)
 
 
@@ -115,8 +115,8 @@ def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that the towers of all families have."""
     keys.read_number("initializer_range", 0.02, most=10.0)  # the decoder's counts
     axial = ConfigKeys(keys.read_mapping("rope_parameters"))
-    axial.require_value("rope_type", "axial", reason="the tower turns pairs by height and by width")
-    axial.require_value("rope_theta", 1e4, 10000, reason="the tower's frequencies are of 10000")
+    axial.require_value("rope_type", "axial", reason="must be true: the tower rotates by height and by width")
+    axial.require_value("rope_theta", 1e4, 10000, reason="must be 10000, the base of the tower's frequencies")
     keys.absorb(axial, "rope_parameters")
     return {
         "num_layers": keys.read_integer("depth", most=MOST_BLOCKS),
@@ -132,7 +132,7 @@ def _read_common_fields(keys: ConfigKeys) -> dict[str, Any]:
 
 def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """Return the tower of Qwen2.5-VL."""
-    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is computed")
+    keys.require_value("hidden_act", "silu", reason="only gated SiLU (silu) is supported")
     channels, patch = common_fields["channels"], common_fields["patch_size"]
     keys.require_value("in_chans", channels, reason=f"must be in_channels, {channels}")
     keys.require_value("spatial_patch_size", patch, reason=f"must be patch_size, {patch}")
@@ -154,7 +154,7 @@ def _read_windowed_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> Vis
 
 def _read_deepstack_tower(keys: ConfigKeys, common_fields: dict[str, Any]) -> VisionArchitecture:
     """Return the tower of Qwen3-VL."""
-    keys.require_value("hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is computed")
+    keys.require_value("hidden_act", "gelu_pytorch_tanh", reason="only the GELU of its class is supported")
     keys.read_value("deepstack_visual_indexes", REQUIRED)  # transformers would take those of a large tower
     deepstack = keys.read_integers("deepstack_visual_indexes")
     positions = keys.read_integer("num_position_embeddings", most=MOST_POSITIONS)

@@ -70,15 +70,15 @@ class AttentionKernel(NamedTuple):
         refusals = [f"{reason} ({self.source})" for reason in reasons]
         if recipe.model.dtype not in self.dtypes:
             offered = ", ".join(self.dtypes)
-            refusals.append(f"{self.name} takes {offered}, and model.dtype is {recipe.model.dtype}")
+            refusals.append(f"{self.name} supports only {offered}, but model.dtype is {recipe.model.dtype}")
         if recipe.parallel.cp > 1 and not self.context_parallel:
             refusals.append(
-                f"{self.name} has no context parallelism, and parallel.cp is {recipe.parallel.cp}"
+                f"{self.name} does not support context parallelism, but parallel.cp is {recipe.parallel.cp}"
             )
         if layout == "thd" and recipe.parallel.cp > 1 and not self.takes_padded_packs:
             refusals.append(
-                f"{self.name} takes no padding between the sequences of a pack, which parallel.cp "
-                f"{recipe.parallel.cp} cuts into equal parts ({self.source})"
+                f"{self.name} does not support padding between the sequences of a pack, which parallel.cp"
+                f" {recipe.parallel.cp} needs to cut them into equal parts ({self.source})"
             )
         if generation is not None and self.explain_device_refusal is not None:
             device_refusal = self.explain_device_refusal(generation, layout, width, value_width)
@@ -88,7 +88,7 @@ class AttentionKernel(NamedTuple):
             if missing := [form for form in needed_forms if form not in self.sinks]:
                 ways = {"thd": "thd (packs; data.packed: false)", "cp": "cp (parallel.cp: 1)"}
                 missing_text = " and ".join(ways.get(form, form) for form in missing)
-                refusals.append(f"{self.name} takes no learned sinks with {missing_text}")
+                refusals.append(f"{self.name} does not support learned sinks with {missing_text}")
         return refusals
 
     def list_shape_refusals(
@@ -98,17 +98,17 @@ class AttentionKernel(NamedTuple):
         dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
         if layout not in self.layouts:
             return (
-                f"{self.name} attention does not take {layout} input; it takes {' and '.join(self.layouts)}",
+                f"{self.name} attention does not support {layout} input, only {' and '.join(self.layouts)}",
             )
         reasons = []
         if mask not in self.masks:
-            reasons.append(f"{self.name} attention takes no {mask} mask; it takes {', '.join(self.masks)}")
+            reasons.append(f"{self.name} attention supports no {mask} mask, only {', '.join(self.masks)}")
         rule = self.head_dims[layout]
         if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
-            need = "of one size" if rule == "equal" else "with values no wider than keys"
-            reasons.append(f"{self.name} attention wants {layout} heads {need}, but got {dims}")
+            need = "of one size" if rule == "equal" else "with values that are not wider than keys"
+            reasons.append(f"{self.name} attention needs {layout} heads {need}, but got {dims}")
         if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
-            reasons.append(f"{self.name} attention takes heads up to {self.max_head_dim}, but got {dims}")
+            reasons.append(f"{self.name} attention supports heads up to {self.max_head_dim}, but got {dims}")
         return tuple(reasons)
 
 
@@ -240,7 +240,7 @@ class Capabilities(NamedTuple):
         cuda that choice is `auto` itself. See `list_attention_refusals` for jobs that no kernel takes.
         """
         if recipe.model.attention != "auto":
-            return KernelChoice(recipe.model.attention, "the recipe says so")
+            return KernelChoice(recipe.model.attention, "chosen in the recipe")
         fitting_kernels = [
             kernel.name for kernel in self.kernels if not kernel.list_refusals(recipe, generation)
         ]
@@ -248,7 +248,7 @@ class Capabilities(NamedTuple):
             if preferred.kernel in ("auto", *fitting_kernels) and preferred.applies_to(recipe, generation):
                 return KernelChoice(preferred.kernel, preferred.reason)
         return (
-            KernelChoice(fitting_kernels[0], "no other takes this job")
+            KernelChoice(fitting_kernels[0], "the only kernel that supports this job")
             if len(fitting_kernels) == 1
             else self.auto_attention
         )
@@ -264,7 +264,7 @@ class Capabilities(NamedTuple):
         candidates = [kernel for kernel in self.kernels if kernel_name in ("auto", kernel.name)]
         if not candidates:
             offered = ", ".join(kernel.name for kernel in self.kernels)
-            return [f"{self.backend} has no {kernel_name} kernel; it has {offered}"]
+            return [f"{self.backend} has no {kernel_name} kernel, only {offered}"]
         refusals = [kernel.list_refusals(recipe, generation) for kernel in candidates]
         return [reason for reasons in refusals for reason in reasons] if all(refusals) else []
 
@@ -286,9 +286,9 @@ class Capabilities(NamedTuple):
     def list_operator_refusals(self, recipe: "Recipe") -> list[str]:
         """Return a refusal for each requested operator that this backend does not have."""
         offered = [operator.name for operator in self.operators]
-        has = f"it has {', '.join(offered)}" if offered else "leave the key out"
+        has = f"choose from {', '.join(offered)}" if offered else "leave the key out"
         unknown = [name for name in recipe.model.operators or () if name not in offered]
-        return [f"{self.backend} has no operator {name}; {has}" for name in unknown]
+        return [f"{self.backend} has no operator {name}: {has}" for name in unknown]
 
     def find_mask(self, model: str, layout: str) -> ModelMask:
         """Return the mask that a model of this kind takes in this layout."""
@@ -299,14 +299,15 @@ class Capabilities(NamedTuple):
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
         if not offered:
-            return f"{self.backend} has no FP8: {self.no_fp8_reason}"
+            return f"{self.backend} does not support FP8: {self.no_fp8_reason}"
         if option is None:
-            return f"{self.backend} has no {scaling} FP8 scaling; it has {', '.join(offered)}"
+            return f"{self.backend} does not support {scaling} FP8 scaling, only {', '.join(offered)}"
         if format not in option.formats:
-            return f"{scaling} FP8 has no format {format}; it has {', '.join(option.formats)}"
+            return f"{scaling} FP8 does not support the format {format}, only {', '.join(option.formats)}"
         if generation is not None and not option.runs_on(generation):
             return (
-                f"{scaling} FP8 needs {option.required_device}; this device is {generation} ({option.source})"
+                f"{scaling} FP8 needs {option.required_device}, but this device is {generation}"
+                f" ({option.source})"
             )
         return None
 
@@ -345,21 +346,21 @@ class Capabilities(NamedTuple):
         for name, value in (overrides or {}).items():
             replaced = by_name.pop(name, None)
             if value is not None:
-                instead = f"; else {replaced.value!r}: {replaced.reason}" if replaced else ""
-                by_name[name] = EnvVariable(name, value, f"the recipe says so{instead}")
+                instead = f"; without it, {replaced.value!r}: {replaced.reason}" if replaced else ""
+                by_name[name] = EnvVariable(name, value, f"chosen in the recipe{instead}")
         return tuple(by_name.values())
 
     def _choose_threads(self, cores_per_rank: float | None) -> EnvVariable:
         """Return the variable with the number of threads of a rank's own work on the host."""
         limit = self.thread_limit
         if limit == 1:
-            reason = "ranks share the cores of the node, and a sum is the same on a machine with more of them"
+            reason = "ranks share the node's cores; a fixed number keeps sums equal on every machine"
             return EnvVariable("OMP_NUM_THREADS", "1", reason, is_overridable=True)
         known = "not known" if cores_per_rank is None else f"{cores_per_rank:.4g}"
         threads = limit if cores_per_rank is None else max(1, min(limit, int(cores_per_rank)))
         reason = (
-            f"cores per rank ({known}), at most {limit}; with 1 a step of the experts' benchmark took 456 ms"
-            " on an H200, with the machine's own number 421"
+            f"cores per rank ({known}), at most {limit}; on an H200 a step of the experts' benchmark took"
+            " 456 ms with 1 thread, 421 ms with the machine's own number"
         )
         return EnvVariable("OMP_NUM_THREADS", str(threads), reason, is_overridable=True)
 
@@ -373,7 +374,7 @@ COMMON_VARIABLES = (
     EnvVariable(
         "GLOO_SOCKET_IFNAME",
         "lo",
-        "nothing of a job on one node can be reached from outside",
+        "nothing outside needs to reach a job on one node",
         is_single_node=True,
         is_overridable=True,
     ),

@@ -19,7 +19,7 @@ from bundle.capabilities import (
 from bundle.fp8 import FORMATS, SCALINGS
 
 _PLUGIN_SOURCE = (
-    "MindCluster's ascend-device-plugin, which has one name for A1, A2 and A3; a cluster names its gres"
+    "MindCluster's ascend-device-plugin, with one name for A1, A2 and A3; a cluster names its own gres"
 )
 
 
@@ -41,8 +41,8 @@ ASCEND = Capabilities(
         adam_counters=True,
         typed_adam=False,
         plain_sgd=True,
-        source="megatron-core's local layers, torch.optim.AdamW; what torch-npu's kernels keep is not"
-        " measured: no device",
+        source="megatron-core's local layers, torch.optim.AdamW; the memory that torch-npu's kernels keep was"
+        " not measured, for lack of a device",
     ),
     kernels=(
         AttentionKernel(
@@ -53,8 +53,8 @@ ASCEND = Capabilities(
             masks=("causal", "padding_causal", "padding", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
             most_sequences=2048,
-            source="op-plugin: npu_fusion_attention takes Dq = Dk >= Dv up to 768, masks [b, 1, s, s] and no"
-            " [b, s], 2K sequences in a pack",
+            source="op-plugin: npu_fusion_attention supports Dq = Dk >= Dv up to 768, masks [b, 1, s, s] but"
+            " not [b, s], 2K sequences in a pack",
         ),
         AttentionKernel(
             name="unfused",
@@ -64,62 +64,62 @@ ASCEND = Capabilities(
             masks=("causal", "padding", "no_mask", "arbitrary"),
             dtypes=("bf16", "fp32"),
             context_parallel=False,
-            source="megatron.core.transformer.dot_product_attention takes one head dim, cp 1, nothing packed",
+            source="megatron.core.transformer.dot_product_attention supports one head dim, cp 1, no packs",
         ),
     ),
-    auto_attention=KernelChoice("flash", "the only kernel for packed input"),
+    auto_attention=KernelChoice("flash", "the only kernel that supports packs"),
     operators=(
         DeviceOperator(
-            "rms_norm", "npu_rms_norm", "one kernel, which keeps its input and a number for each row"
+            "rms_norm", "npu_rms_norm", "one kernel, which keeps its input and one number per row"
         ),
-        DeviceOperator("swiglu", "npu_swiglu", "one kernel, which keeps its input alone"),
-        DeviceOperator("rotary", "npu_rotary_mul", "one kernel for each turn, which keeps its input"),
+        DeviceOperator("swiglu", "npu_swiglu", "one kernel, which keeps only its input"),
+        DeviceOperator("rotary", "npu_rotary_mul", "one kernel per rotation, which keeps its input"),
         DeviceOperator(
             "permute",
             "npu_moe_token_permute_with_routing_map",
-            "tokens go to their experts and back by one kernel each; the order is not read back to the host",
+            "one kernel sends tokens to their experts, one returns them; the host does not read the order",
             frozenset({"moe"}),
         ),
         DeviceOperator(
             "grouped_experts",
             "npu_grouped_matmul",
-            "one product for all experts of a rank, where they would be multiplied one after the other",
+            "one product for all experts of a rank, instead of one product per expert",
             frozenset({"moe"}),
             excluded_features=frozenset({"lora"}),
         ),
         DeviceOperator(
             "adamw",
             "_fused_adamw_",
-            "one kernel for a tensor's update, where torch takes a dozen",
+            "one kernel per tensor update, where torch uses a dozen",
             frozenset({"adam"}),
             excluded_features=frozenset({"optimizer-cpu-offload"}),
         ),
     ),
     fp8=(),
     no_fp8_reason=(
-        "Atlas A5 (Ascend950) has it through MindSpeed's layers: backend_options.mindspeed;"
-        " A2 and A3 multiply no 8-bit floats"
+        "only Atlas A5 (Ascend950) supports it, through MindSpeed's layers (set"
+        " backend_options.mindspeed); A2 and A3 cannot multiply 8-bit floats"
     ),
     masks=(
-        ModelMask("text", "thd", "none", "the ends of the sequences say everything"),
+        ModelMask("text", "thd", "none", "the ends of the sequences replace it"),
         ModelMask(
             "text",
             "bshd",
             "none",
-            "padding stands at the end, where one compressed causal mask hides it: [b, 1, s, s] would be b s²"
-            " bytes, and [b, s] is refused",
+            "padding stands at the end, where one compressed causal mask hides it; [b, 1, s, s] would take"
+            " b s² bytes, and the kernel refuses [b, s]",
         ),
         ModelMask(
             "vlm",
             "thd",
             "valid",
-            "the model looks for its image tokens in it and packs by itself; it must not reach the kernel",
+            "the model finds its image tokens in it and packs by itself; it must not reach the kernel",
         ),
         ModelMask(
             "vlm",
             "bshd",
             "none",
-            "the model would hand it on to the kernel, which takes no [b, s]; padding stands at the end",
+            "the model would pass it to the kernel, which does not take [b, s]; padding stands at the end",
         ),
     ),
     emulated_device=EmulatedDevice("torch-npu", "NPU", "kernels, HCCL, memory and speed"),
@@ -128,39 +128,40 @@ ASCEND = Capabilities(
         SchedulerResource("huawei.com/npu", "gres=npu:{}", "NPU", _PLUGIN_SOURCE, frozenset({"a5"})),
     ),
     environment=(
-        EnvVariable(CONNECTIONS_VARIABLE, "1", "megatron's own check, which MindSpeed keeps"),
+        EnvVariable(CONNECTIONS_VARIABLE, "1", "megatron's own check, which MindSpeed does not replace"),
         EnvVariable(
             "HCCL_CONNECT_TIMEOUT",
             "1800",
-            "seconds until all ranks are there; 120 is short for a cold cluster",
+            "seconds until all ranks have connected; 120 is too short for a cold cluster",
         ),
         EnvVariable(
             "HCCL_EXEC_TIMEOUT",
             "3600",
             "seconds that one collective may wait for a rank that writes a checkpoint",
         ),
-        EnvVariable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT where that is set"),
+        EnvVariable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT, where that is set"),
         EnvVariable("CPU_AFFINITY_CONF", "1", "binds every rank to the cores of its device's NUMA node"),
         EnvVariable(
             "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
             "1",
-            "Ray would renumber the devices under our ranks",
+            "keeps Ray from renumbering the devices of our ranks",
             frozenset({"rl"}),
         ),
     ),
     conflicts=(
         VariableConflict(
             _is_event_timeout_too_short,
-            "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT, where it is set: an event is waited for as"
-            " long as a collective may take",
+            "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT: waiting for an event takes as long as a"
+            " collective may take. Raise it",
         ),
         VariableConflict(
             lambda e: e.get("ASCEND_LAUNCH_BLOCKING") == "1" and e.get("TASK_QUEUE_ENABLE", "0") != "0",
-            "ASCEND_LAUNCH_BLOCKING=1 voids TASK_QUEUE_ENABLE: leave one of them out",
+            "ASCEND_LAUNCH_BLOCKING=1 disables TASK_QUEUE_ENABLE. Leave one of them out",
         ),
         VariableConflict(
             lambda e: "PYTORCH_ALLOC_CONF" in e and "PYTORCH_NPU_ALLOC_CONF" in e,
-            "torch-npu from 26.2 on aborts where PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF are both set",
+            "torch-npu from 26.2 on aborts with both PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF set."
+            " Leave one of them out",
         ),
     ),
 )
@@ -175,7 +176,7 @@ MINDSPEED = ASCEND._replace(
         adam_counters=False,
         typed_adam=False,
         plain_sgd=True,
-        source="MindSpeed's layers and AdamW; what they keep is not measured: no device",
+        source="MindSpeed's layers and AdamW; their memory was not measured, for lack of a device",
     ),
     # MindSpeed's norms, experts and AdamW have no alternatives.
     operators=tuple(
@@ -187,7 +188,7 @@ MINDSPEED = ASCEND._replace(
             FORMATS,
             "Atlas A5 (Ascend950)",
             lambda generation: generation == "a5",
-            "A2 and A3 multiply no 8-bit floats, and MindSpeed itself does not refuse them",
+            "A2 and A3 cannot multiply 8-bit floats, and MindSpeed itself does not refuse them",
         )
         for scaling in SCALINGS
     ),

@@ -41,7 +41,7 @@ CPU = Capabilities(
         for kernel in (FLASH, FUSED, UNFUSED._replace(sinks=("bshd", "thd", "cp")))
     ),
     auto_attention=KernelChoice(
-        "unfused", "the contract that takes everything: here all three cost the same"
+        "unfused", "supports every layout; on the CPU all three kernels cost the same"
     ),
     fp8=tuple(
         Fp8Scaling(name, FORMATS, "any cpu", lambda generation: True, _FP8_SOURCE) for name in SCALINGS
@@ -49,15 +49,17 @@ CPU = Capabilities(
     masks=CUDA.masks,  # a model is given what it is given there
     environment=(
         EnvVariable(
-            "CUDA_VISIBLE_DEVICES", "", "hides GPUs: torch must see none under the facade on torch.cuda"
+            "CUDA_VISIBLE_DEVICES", "", "hides GPUs: under the facade on torch.cuda, torch must see none"
         ),
         EnvVariable(
             "TORCH_DEVICE_BACKEND_AUTOLOAD",
             "0",
-            "an installed torch-npu must not be loaded: without CANN it makes `import torch` itself fail",
+            "prevents loading an installed torch-npu: without CANN it makes `import torch` fail",
         ),
         EnvVariable(
-            CONNECTIONS_VARIABLE, "1", "without it megatron warns at every layer under sequence parallelism"
+            CONNECTIONS_VARIABLE,
+            "1",
+            "prevents a warning at every layer under sequence parallelism",
         ),
     ),
 )

@@ -55,14 +55,14 @@ def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width
     """Return why cuDNN, through Transformer Engine, does not train with such heads on a device."""
     capability = _parse_capability(generation)
     if layout == "thd" and capability < (9, 0):
-        return f"takes packs from compute capability 9.0 on; this device is {generation}"
+        return f"supports packs only from compute capability 9.0 on; this device is {generation}"
     if max(width, value_width) <= 128 or capability == (9, 0):
         return None
     if capability >= (10, 0) and (width, value_width) == (192, 128):
         return None
     return (
-        "trains with heads of more than 128 on compute capability 9.0, and with 192 and 128 from 10.0 on; "
-        f"these are of {width} and {value_width}, and this device is {generation}"
+        "trains heads of more than 128 only on compute capability 9.0, and heads of 192 and 128 only from"
+        f" 10.0 on; these heads are of {width} and {value_width}, and this device is {generation}"
     )
 
 
@@ -85,8 +85,8 @@ UNFUSED = AttentionKernel(
     dtypes=("bf16", "fp32"),
     context_parallel=False,
     sinks=("bshd",),
-    source="Transformer Engine's UnfusedDotProductAttention: alone of the three it takes arbitrary masks, and"
-    " alone it knows no context parallelism",
+    source="Transformer Engine's UnfusedDotProductAttention: the only one of the three with arbitrary masks,"
+    " and the only one without context parallelism",
 )
 
 
@@ -99,8 +99,8 @@ def _is_before(major: int, minor: int) -> Callable[[str], bool]:
 
 
 _ONE_QUEUE_REASON = (
-    "one hardware queue keeps communication launched first in front of the kernels it overlaps; Megatron-LM's"
-    " arguments.py demands it for tp and cp before compute capability 10.0"
+    "one hardware queue runs communication before the kernels that it overlaps; Megatron-LM's arguments.py"
+    " requires it for tp and cp before compute capability 10.0"
 )
 
 
@@ -126,20 +126,20 @@ CUDA = Capabilities(
     layers=TRANSFORMER_ENGINE,
     kernels=(FLASH, FUSED, UNFUSED),
     auto_attention=KernelChoice(
-        "auto", "Transformer Engine chooses one of those that take the input, call by call"
+        "auto", "Transformer Engine chooses a kernel that supports the input, call by call"
     ),
     preferences=(
         KernelPreference(
             "fused",
             _has_narrow_values_on_hopper,
-            "takes packed values narrower than keys as they are; padded to one width, as other kernels want"
-            " them, a step of latent attention took 11 % longer on an H200",
+            "supports packed values narrower than keys; with padding to one width, as other kernels need"
+            " it, a step of latent attention took 11 % longer on an H200",
         ),
         KernelPreference(
             "auto",
             _has_narrow_values_under_cp,
-            "packed values narrower than keys are padded to one width: between ranks cuDNN was not seen to"
-            " take them as they are",
+            "packed values narrower than keys are padded to one width; between ranks, cuDNN did not accept"
+            " them unpadded",
         ),
     ),
     fp8=(
@@ -159,10 +159,10 @@ CUDA = Capabilities(
         ),
     ),
     masks=(
-        ModelMask("text", "thd", "none", "the boundaries of the sequences say everything"),
+        ModelMask("text", "thd", "none", "the boundaries of the sequences replace it"),
         ModelMask("text", "bshd", "none", "padding stands at the end, where a causal mask hides it"),
-        ModelMask("vlm", "thd", "valid", "the model looks for its image tokens in it and packs by itself"),
-        ModelMask("vlm", "bshd", "valid", "the model looks for its image tokens in it"),
+        ModelMask("vlm", "thd", "valid", "the model finds its image tokens in it and packs by itself"),
+        ModelMask("vlm", "bshd", "valid", "the model finds its image tokens in it"),
     ),
     resources=(
         SchedulerResource(
@@ -179,7 +179,7 @@ CUDA = Capabilities(
         EnvVariable(
             CONNECTIONS_VARIABLE,
             "8",
-            "CUDA's own default: with 1, which Megatron-LM demands for tp and cp, a step of the experts'"
+            "CUDA's own default: with 1, which Megatron-LM requires for tp and cp, a step of the experts'"
             " benchmark took 421 ms on an H200 instead of 377",
         ),
         *(
@@ -191,14 +191,14 @@ CUDA = Capabilities(
         EnvVariable(
             "NCCL_CUMEM_ENABLE",
             "0",
-            "must be equal on both sides of a weight sync, and SGLang sets 0: else the first transfer fails"
-            " on the server with 'invalid argument' and the trainer waits for ever",
+            "must be equal on both sides of a weight sync, and SGLang sets 0; otherwise the first transfer"
+            " fails on the server with 'invalid argument' and the trainer hangs",
             frozenset({"rl"}),
         ),
         EnvVariable(
             "TORCH_DEVICE_BACKEND_AUTOLOAD",
             "0",
-            "an installed torch-npu refuses to load next to CUDA and makes `import torch` itself fail",
+            "prevents loading an installed torch-npu: next to CUDA it makes `import torch` fail",
         ),
     ),
 )

@@ -90,7 +90,7 @@ class Watchdog:
         try:
             message += f"; stacks and collectives: {dump_hang(self.directory, self.rank, doing, seconds)}"
         except (OSError, JobFailed) as error:  # a hang on a full disk is still a hang
-            message += f"; nothing could be written: {error}"
+            message += f"; writing stacks failed: {error}"
         # Ranks notice one after the other, and the first that ends takes the others with it.
         time.sleep(_LINGER_SECONDS)
         outcomes.report_end(self.rank, self.local_rank, ExitCode.HANG, message)

@@ -113,7 +113,7 @@ def _wait_for_port(path: Path, timeout: timedelta) -> int:
     deadline = time.monotonic() + timeout.total_seconds()
     while (port := files.read_text(path)) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not say in {path} where it listens")
+            raise TimeoutError(f"rank 0 did not write its port to {path}")
         time.sleep(0.05)
     return int(port)
 
@@ -213,7 +213,7 @@ def share_decision(
     try:
         store.wait(["decision"], timeout)
     except RuntimeError as error:  # torch's DistStoreError: it did not come in time
-        raise LaunchUnavailable(f"rank 0 did not decide within {timeout.total_seconds():.0f} s") from error
+        raise LaunchUnavailable(f"rank 0 sent no decision within {timeout.total_seconds():.0f} s") from error
     answer = json.loads(store.get("decision"))
     store.add("decision/read", 1)
     if "refused" in answer:
@@ -239,8 +239,8 @@ def agree_on_fields(
     """
     if store.check([f"agreement/{rank}"]):
         raise LaunchUnavailable(
-            f"rank {rank} met the ranks of an earlier start, which the node that serves the store still runs:"
-            " end them first"
+            f"rank {rank} met the ranks of an earlier start, which the node of the store still runs. End"
+            " them first"
         )
     store.set(f"agreement/{rank}", json.dumps({"fields": dict(fields), "unfit": list(unfit)}))
     missing: list[int] = []
@@ -249,7 +249,7 @@ def agree_on_fields(
         if missing:
             verdict = [
                 "missing",
-                f"{format_ranks(missing)} did not come within {timeout.total_seconds():.0f} s",
+                f"{format_ranks(missing)} did not connect within {timeout.total_seconds():.0f} s",
             ]
         else:
             answers = [json.loads(store.get(f"agreement/{other}")) for other in range(world_size)]
@@ -266,7 +266,7 @@ def agree_on_fields(
     if kind == "missing":
         raise LaunchUnavailable(reasons[0])
     if reasons:
-        raise EnvironmentUnfit("the ranks are not about to do what was decided, all the same", reasons)
+        raise EnvironmentUnfit("the ranks disagree about the job", reasons)
 
 
 def find_disagreements(fields_by_rank: Sequence[Mapping[str, str]]) -> list[str]:

@@ -151,8 +151,8 @@ class Engine:
             self.scheduler.step(increment=1)
         if not math.isfinite(grad_norm) and self.recipe.train.on_nan == "stop":
             raise JobFailed(
-                f"the gradient of step {self.scheduler.num_steps} is not finite; no checkpoint was written"
-                " since, so that a resume starts from finite weights. Lower optimizer.lr, raise"
+                f"the gradient of step {self.scheduler.num_steps} is not finite. No checkpoint was saved"
+                " since, so a resume starts from finite weights. Lower optimizer.lr, raise"
                 " optimizer.warmup_steps, or set train.on_nan: skip"
             )
         return StepResult(float(grad_norm), float(learning_rate), bool(updated))
@@ -195,7 +195,7 @@ class Engine:
             reference = self._reference.swap_in()
         else:
             raise ValueError(
-                "reference: there is none without adapters. Call keep_reference before training."
+                "reference: a model without adapters has none. Call keep_reference before training."
             )
         with reference:
             return [scores.log_probs for scores in self.compute_log_probs(micro_batches)]
@@ -237,8 +237,8 @@ class Engine:
         shapes = {(micro_batch.rows, micro_batch.sequence_length) for micro_batch in micro_batches}
         if self.groups.pp.size > 1 and len(shapes) > 1:
             raise JobFailed(
-                f"Pipeline stages exchange activations of one shape, these micro-batches have {len(shapes)}:"
-                " pad them to one length (the `length` of Packing.of)."
+                "Pipeline stages exchange activations of one shape, but these micro-batches have"
+                f" {len(shapes)} shapes: pad them to one length (the `length` of Packing.of)."
             )
         with self.replay.replay_run(micro_batches, has_backward=not forward_only):
             optimization.forward_backward(

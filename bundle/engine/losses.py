@@ -211,11 +211,11 @@ def compute_factors(
         None if balanced is None else torch.tensor(balanced).to(learned.device, non_blocking=True),
     )
     if divisor is not None and sequences:
-        raise ValueError(
-            "divisor: not allowed with means over sequences. Build micro-batches with mean=token."
-        )
+        raise ValueError("divisor: not allowed with means per sequence. Use mean=token.")
     if divisor is not None and not 0 < divisor < math.inf:
-        raise ValueError(f"divisor: {divisor} is not a number above 0. Set it to the answers times a length.")
+        raise ValueError(
+            f"divisor: {divisor} is not a number above 0. Set it to the number of answers times a length."
+        )
     counted = [count for count in means if count is not None]
     if not counted and divisor is None:
         return LossFactors(None, None, None)

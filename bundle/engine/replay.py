@@ -44,7 +44,7 @@ class RouterReplay:
     def routing(self) -> Routing:
         """The routing of this model. Raises UsageError if the recipe has no router replay."""
         if self._routing is None:
-            raise UsageError("Routes are recorded and replayed only with `model.router_replay: true`.")
+            raise UsageError("model.router_replay: recording and replaying routes needs it. Set it to true.")
         return self._routing
 
     @contextmanager
@@ -97,9 +97,9 @@ class RouterReplay:
             yield
         if silent := [layer for layer in layers if layer not in chosen_experts]:
             raise JobFailed(
-                f"Router replay: the routers of layers {silent} choose their experts without asking. Set"
-                " moe_router_fusion=False, use a load balancing type other than sinkhorn, and see"
-                " `mcore-bundle patches list` for what was not applied."
+                f"Router replay: the routers of layers {silent} choose experts outside the replayed"
+                " function. Set moe_router_fusion=False, use a load balancing type other than sinkhorn,"
+                " and look in `mcore-bundle patches list` for patches that are not applied."
             )
         if self._recorded is not None:
             rows = packing.shape[0] * packing.shape[1] // parts
@@ -117,7 +117,7 @@ def _check_routes(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None
         for misfit in routing.find_misfits(micro_batch.routes, micro_batch.packing.padding.tokens)
     ]
     if violations:
-        raise JobFailed("Routes that were given do not fit:", violations)
+        raise JobFailed("The routes do not fit:", violations)
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class RouterStages:
         dist.all_gather_object(stage_layers, tuple(local_layers), group=pp.group)
         if sorted(layer for stage in stage_layers for layer in stage) != list(routing.layers):
             raise JobFailed(
-                f"Router replay: the layers with experts are {list(routing.layers)}, but the pipeline stages"
-                f" found routers in {[list(stage) for stage in stage_layers]}."
+                f"Router replay: the recipe has experts in layers {list(routing.layers)}, but the pipeline"
+                f" stages have routers in layers {[list(stage) for stage in stage_layers]}."
             )
         return cls(tuple(stage_layers))
 

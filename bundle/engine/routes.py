@@ -104,7 +104,7 @@ class Routing:
                 experts = experts.masked_fill(free_mask[:, None, None], 0)
             violations = self._check_values(experts, layers, free_mask)
         if violations:
-            raise JobFailed("These routes are not of this model:", violations)
+            raise JobFailed("These routes do not fit this model:", violations)
         columns = [list(layers).index(layer) for layer in self.layers]
         return Routes(self.layers, experts[:, columns].to(self.dtype), free_mask)
 
@@ -113,29 +113,29 @@ class Routing:
         shape = [tokens, len(self.layers), self.topk]
         problems = []
         if routes.layers != self.layers:
-            problems.append(f"they are of layers {list(routes.layers)}, the model's are {list(self.layers)}")
+            problems.append(f"layers are {list(routes.layers)}, but the model's are {list(self.layers)}")
         if list(routes.experts.shape) != shape or routes.experts.dtype != self.dtype:
             actual = f"{routes.experts.dtype} {list(routes.experts.shape)}"
-            problems.append(f"they are {actual}, the micro-batch's would be {self.dtype} {shape}")
+            problems.append(f"they are {actual}, but the micro-batch needs {self.dtype} {shape}")
         if routes.free_mask is not None and list(routes.free_mask.shape) != [tokens]:
-            problems.append(f"free is {list(routes.free_mask.shape)}, the micro-batch has [{tokens}] tokens")
+            problems.append(f"free is {list(routes.free_mask.shape)}, but the micro-batch has [{tokens}]")
         return problems
 
     def _check_layers(self, layers: Sequence[int]) -> list[str]:
         kinds = {
             "have no routes": set(self.layers) - set(layers),
-            f"have no router that can be replayed (these have: {list(self.layers)})": set(layers)
+            f"have no router to replay (these layers have one: {list(self.layers)})": set(layers)
             - set(self.layers),
-            "are named more than once": {layer for layer in layers if list(layers).count(layer) > 1},
+            "are listed more than once": {layer for layer in layers if list(layers).count(layer) > 1},
         }
         return [f"layers {sorted(layer_set)} {defect}" for defect, layer_set in kinds.items() if layer_set]
 
     def _check_form(self, experts: Tensor, layers: int, free: Tensor | None) -> list[str]:
         problems = []
         if experts.dtype.is_floating_point or experts.dtype.is_complex or experts.dtype == torch.bool:
-            problems.append(f"they are {experts.dtype}: experts are named by integers")
+            problems.append(f"they are {experts.dtype}: expert numbers must be integers")
         elif torch.iinfo(experts.dtype).max < self.experts - 1:
-            problems.append(f"{experts.dtype} cannot name {self.experts} experts: some were cut off")
+            problems.append(f"{experts.dtype} is too small for {self.experts} experts: some are cut off")
         if experts.ndim != 3 or experts.shape[1:] != (layers, self.topk):
             problems.append(
                 f"their shape is {list(experts.shape)}, not [tokens, {layers} layers, {self.topk} experts]"
@@ -159,7 +159,7 @@ class Routing:
         if self.experts <= torch.iinfo(experts.dtype).max:
             outside |= experts >= self.experts
         if (rows := outside.any(-1)).any():
-            problems.append(f"an expert is not one of 0 .. {self.experts - 1}: {describe_first(rows)}")
+            problems.append(f"an expert is not in 0 .. {self.experts - 1}: {describe_first(rows)}")
         ordered = experts.sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if free is not None:

@@ -56,10 +56,9 @@ class ForcedRoutes:
         experts = self.experts[layer]
         if experts.shape != native_experts.shape:
             raise JobFailed(
-                f"Router replay: layer {layer} is to choose experts of shape {list(experts.shape)} for a"
-                f" micro-batch of shape {list(native_experts.shape)} (tokens of this rank, experts per"
-                " token). Pack the"
-                " routes as the tokens were, FP8 padding included."
+                f"Router replay: the routes of layer {layer} have shape {list(experts.shape)}, but the"
+                f" micro-batch needs {list(native_experts.shape)} (tokens of this rank, experts per token)."
+                " Pack the routes like the tokens, including FP8 padding."
             )
         experts = experts.to(native_experts.dtype)
         return (

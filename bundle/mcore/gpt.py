@@ -381,8 +381,8 @@ def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
                 norms = [module for module in candidates if hasattr(module, "eps")]
                 if len(norms) != 1:
                     raise EnvironmentUnfit(
-                        f"this megatron-core has {len(norms)} norms in {' and '.join(names)} of latent "
-                        "attention, not 1: install a release that this version supports"
+                        f"this megatron-core has {len(norms)} norms in {' and '.join(names)} of latent"
+                        " attention, not 1. Install a release that this version supports"
                     )
                 norms[0].eps = epsilon
 

@@ -41,8 +41,8 @@ def apply_rope_scaling(chunk: torch.nn.Module, architecture: Architecture) -> No
         embedding.inv_freq.shape != table.shape for embedding in embeddings
     ):
         raise EnvironmentUnfit(
-            f"model.config: this megatron-core has no rotary embedding of {width} values to stretch: "
-            "install a release that `mcore-bundle patches list` knows, or leave rope_scaling out"
+            f"model.config: this megatron-core has no rotary embedding of {width} values to scale. Install"
+            " a release that `mcore-bundle patches list` knows, or leave rope_scaling out"
         )
     for embedding in embeddings:
         _set_frequencies(embedding, table)

@@ -64,7 +64,7 @@ class TorchDistCheckpoint:
         self.root = root
         self._reader = FileSystemReader(root)
         if not files.is_file(root / INDEX):
-            raise UsageError(f"{root}: no torch_dist checkpoint: it has no {INDEX}")
+            raise UsageError(f"{root}: not a torch_dist checkpoint: it has no {INDEX}")
         try:
             with unpickling.restrict_to_data():
                 self._index = self._reader.read_metadata()
@@ -97,9 +97,9 @@ class TorchDistCheckpoint:
                     if len(extents) != len(shape) or any(
                         type(number) is not int or number < 0 for number in extents
                     ):
-                        raise ValueError(f"{to_printable(str(key))}: {extents!r:.60} is no part of its shape")
+                        raise ValueError(f"{to_printable(str(key))}: {extents!r:.60} is not in its shape")
                 if not (isinstance(key, str) and isinstance(dtype, torch.dtype)):
-                    raise ValueError(f"{to_printable(str(key))} has {dtype!r:.60} for a kind of numbers")
+                    raise ValueError(f"{to_printable(str(key))} has {dtype!r:.60}, not a torch dtype")
                 yield key, (shape, dtype)
 
     def read(self, key: str, entry: tuple[int, ...] = ()) -> Tensor:
@@ -115,7 +115,7 @@ class TorchDistCheckpoint:
         num_values, size = sum(item.lengths.numel() for item in items), math.prod(rest)
         if num_values != size or any(_has_overlap(*two) for two in itertools.combinations(items, 2)):
             raise JobFailed(
-                f"{self.root}: {to_printable(key)}: its chunks are not the {size} values once each"
+                f"{self.root}: {to_printable(key)}: its chunks do not cover its {size} values exactly once"
             )
         try:
             with unpickling.restrict_to_data():

@@ -102,7 +102,7 @@ def _get_enum_member(owner: Any, name: Any) -> Any:
     """
     if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in list(owner.__members__):
         return owner.__members__[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}, which is not data: it could run code")
+    raise pickle.UnpicklingError(f"it loads {name!r} of {owner!r}, which is not data and could run code")
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -123,7 +123,7 @@ class _DataUnpickler(pickle.Unpickler):
                 name for owner, original in self._originals.values() for name in _put_back(owner, original)
             ]
         if changed:
-            raise pickle.UnpicklingError(f"it changes {', '.join(changed)}, which is more than data")
+            raise pickle.UnpicklingError(f"it changes {', '.join(changed)}, which data does not do")
         return loaded
 
     def find_class(self, module: str, name: str) -> Any:
@@ -142,7 +142,7 @@ class _DataUnpickler(pickle.Unpickler):
                 if isinstance(attribute, type)
                 else lambda *arguments: attribute(*arguments)
             )
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not data: it could run code")
+        raise pickle.UnpicklingError(f"it loads {module}.{name}, which is not data and could run code")
 
     def _remember_attributes(self, cls: type) -> type:
         for owner in (cls, *(cls if issubclass(cls, enum.Enum) else ())):
@@ -181,7 +181,7 @@ def _refuse_large_allocations(file: Any) -> None:
     try:
         for instruction, number, _ in pickletools.genops(file):
             if instruction.name in _MEMO_OPCODES and number is not None and number > file.tell():
-                raise ValueError(f"it remembers something as number {number}, within {file.tell()} bytes")
+                raise ValueError(f"it uses memo number {number} within {file.tell()} bytes")
     except ValueError as error:
-        raise pickle.UnpicklingError(f"it is no pickle: {error}") from error
+        raise pickle.UnpicklingError(f"not a valid pickle: {error}") from error
     file.seek(start)

@@ -135,15 +135,15 @@ def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, Ch
         stored_place = next((place for place in places if place.key in checkpoint.tensors), None)
         if stored_place is None:
             violations.append(
-                f"{tensor.name} is missing: there is none of {', '.join(p.key for p in places)}"
+                f"{tensor.name} is missing: the checkpoint has none of {', '.join(p.key for p in places)}"
             )
             continue
         shape, _ = checkpoint.tensors[stored_place.key]
         if shape != (expected := (*stored_place.entries, *tensor.shape)):
-            violations.append(f"{stored_place.key} is {list(shape)}, the model's is {list(expected)}")
+            violations.append(f"{stored_place.key} has shape {list(shape)}, the model's has {list(expected)}")
         places_by_name[tensor.name] = stored_place
     if violations:
-        raise UsageError(f"{checkpoint.root}: not the weights of this model", limit_violations(violations))
+        raise UsageError(f"{checkpoint.root}: not weights of this model", limit_violations(violations))
     return places_by_name
 
 
@@ -244,7 +244,7 @@ def to_hugging_face(
     """
     table = Tensors(model.architecture, written_copies=find_copies(directory, model))
     if numbers == "fp8" and table.names.stacked_experts:
-        raise UsageError(f"nobody loads {model.architecture.model_type} in FP8 blocks: write it in bf16")
+        raise UsageError(f"no loader reads {model.architecture.model_type} in FP8 blocks: export it in bf16")
     merged = MergedTensors(checkpoint, table, base) if base else None
     source = merged or PublishedTensors(checkpoint, table)
     everything = list(table.iterate_published())
@@ -302,8 +302,8 @@ def _refuse_delta_nets(table: Tensors) -> None:
     """Raise UsageError for a model whose tensors megatron's checkpoints hold in parts of other names."""
     if table.architecture.delta_net is not None:
         raise UsageError(
-            f"{table.architecture.model_type}: gated delta nets are neither read from nor written as"
-            " megatron-core's checkpoints: train with checkpoint.export: hf"
+            f"{table.architecture.model_type}: gated delta nets cannot be converted to or from"
+            " megatron-core checkpoints. Train with checkpoint.export: hf"
         )
 
 
@@ -318,7 +318,7 @@ def find_newest(directory: Path) -> Path:
     if content.strip() == RELEASE:
         return directory / RELEASE
     if not content.strip().isdecimal():
-        raise UsageError(f"{directory / TRACKER}: says neither {RELEASE} nor a number of steps")
+        raise UsageError(f"{directory / TRACKER}: must contain {RELEASE} or a number of steps")
     return directory / f"iter_{int(content):07d}"
 
 

@@ -99,14 +99,14 @@ def find_copies(directory: Path, model: PublishedModel) -> list[str]:
     copies = table.find_copies(source)
     if any(not tensor.published_names for tensor in table):
         _log.warning(
-            "%s leaves out the MTP layers: a model_type %s is published without any",
+            "%s leaves out the MTP layers, because model_type %s is published without MTP layers",
             directory,
             table.architecture.model_type,
         )
     written = {*copies, *(name for tensor in table for name in tensor.published_names)}
     if lost := [name for name in source if name not in written]:
         _log.warning(
-            "%s leaves out %d tensors of %s, which are no part of the trained model: %s",
+            "%s leaves out %d tensors of %s, which are not part of the trained model: %s",
             directory,
             len(lost),
             model.source,
@@ -137,8 +137,8 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         & _list_published_module_names(table, is_expert=False)
     ):
         _log.warning(
-            "%s has %s of experts and of other layers: beside transformers 5 PEFT 0.21 leaves out those of"
-            " other layers, and says nothing; use transformers 4, or merge them (checkpoint.export: hf)",
+            "%s has %s of experts and of other layers: with transformers 5, PEFT 0.21 silently leaves out"
+            " those of other layers; use transformers 4, or merge them (checkpoint.export: hf)",
             directory,
             ", ".join(ambiguous),
         )

@@ -42,8 +42,8 @@ class FiniteCheck:
         """Raise UsageError with every tensor that has values which are not finite."""
         if self._damaged:
             raise UsageError(
-                f"{self._weights.directory}: some weights are NaN or infinite. Get these files again,"
-                " or take weights from before training failed",
+                f"{self._weights.directory}: some weights are NaN or infinite. Download these files again,"
+                " or use weights from before training failed",
                 limit_violations([self._describe(name) for name in self._damaged], _MAX_SHOWN),
             )
 

@@ -124,8 +124,8 @@ def _open_model(directory: Path) -> Any:
     except Exception as error:  # transformers trusts what stands in the files
         version = transformers.__version__
         reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{directory}: transformers {version} does not open it: {reason}") from error
+        raise UsageError(f"{directory}: transformers {version} cannot open it: {reason}") from error
     if missing := sorted(loading_info["missing_keys"]):
-        raise UsageError(f"{directory}: weights that transformers asks for are missing", missing[:10])
+        raise UsageError(f"{directory}: weights that transformers needs are missing", missing[:10])
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device)

@@ -62,7 +62,7 @@ def load(
     ]
     unpublished = [named for named in local_tensors if named.name not in published]
     if unknown := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
-        raise JobFailed(f"{unknown[0]}: no published tensor becomes this parameter of megatron-core")
+        raise JobFailed(f"{unknown[0]}: no published tensor maps to this parameter of megatron-core")
     pairs = [(named, published[named.name]) for named in local_tensors if named.name in published]
     with torch.no_grad():
         reads = itertools.chain.from_iterable(_plan_reads(weights, *pair) for pair in pairs)
@@ -144,8 +144,8 @@ def _plan_reads(
     """Yield the reads that make this rank's part of a tensor; fill padding at once."""
     if tuple(named.compute_full_shape()) != tensor.shape:
         raise JobFailed(
-            f"{named.name} is {named.compute_full_shape()} in megatron-core, the table has"
-            f" {list(tensor.shape)}"
+            f"{named.name} has shape {named.compute_full_shape()} in megatron-core, but"
+            f" {list(tensor.shape)} in the table of tensors"
         )
     joined_dim, local = tensor.rule.dim, named.parameter
     ranges = list(_find_local_ranges(named.shard, tensor.shape, joined_dim))

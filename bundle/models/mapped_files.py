@@ -28,7 +28,7 @@ class MappedFiles:
         """
         mapped, entries = self._open_file(entry.file)
         if entries.get(name) != entry.as_stored:
-            raise JobFailed(f"{entry.file}: is another file than the one whose header was checked ({name})")
+            raise JobFailed(f"{entry.file}: the file was replaced after its header was checked ({name})")
         size = entry.stop - entry.start
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -48,7 +48,7 @@ class MappedFiles:
                 with path.open("rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, UsageError) as error:
-                raise JobFailed(f"{path}: cannot be read any more: {error}") from error
+                raise JobFailed(f"{path}: the file cannot be read any more: {error}") from error
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             if len(self._mapped) == _MAX_MAPPED:  # tensors that somebody still looks at keep theirs
                 del self._mapped[next(iter(self._mapped))]

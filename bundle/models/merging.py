@@ -41,8 +41,8 @@ def find_base(recipe: Recipe) -> AdapterBaseModel | None:
     weights = pretrained.find_recipe_weights(recipe)
     if weights is None:
         raise UsageError(
-            "model.lora: the adapters were trained beside random weights, which no file holds. Have the run"
-            " write the model (checkpoint.export: hf)"
+            "model.lora: the adapters were trained on random weights, which are not saved in any file. Set"
+            " checkpoint.export: hf in the run, which writes the whole model"
         )
     return AdapterBaseModel(weights, torch.bfloat16 if recipe.model.dtype == "bf16" else torch.float32, lora)
 
@@ -62,7 +62,7 @@ class MergedTensors:
         mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
         if violations := [line for line in mismatches if line]:
             raise UsageError(
-                f"{checkpoint.root}: not the adapters of this model (model.lora)",
+                f"{checkpoint.root}: these adapters do not fit this model (model.lora)",
                 limit_violations(violations),
             )
 
@@ -99,4 +99,4 @@ def _describe_mismatch(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     if matrix.name not in shapes:
         return f"{matrix.name} is missing"
     shape, _ = shapes[matrix.name]
-    return "" if shape == matrix.shape else f"{matrix.name} is {list(shape)}, not {list(matrix.shape)}"
+    return "" if shape == matrix.shape else f"{matrix.name} has shape {list(shape)}, not {list(matrix.shape)}"

@@ -172,7 +172,7 @@ def _plan_routes(
                 first_parts.setdefault(number, (dtype, shard))
     if missing := [tensor.name for number, tensor in enumerate(table) if number not in first_parts]:
         raise JobFailed(
-            f"{missing[0]}: no rank holds this tensor ({len(missing)} of {len(table)} are held by none)."
+            f"{missing[0]}: no rank has this tensor ({len(missing)} of {len(table)} tensors are missing)."
             " Report it with the recipe."
         )
     routes = []

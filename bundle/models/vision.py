@@ -88,7 +88,7 @@ def build_decoder_input(model: torch.nn.Module, ids: Tensor, images: ImageInputs
     if vision is None:
         return None
     if images is None:
-        raise JobFailed("A model with a vision tower needs `MicroBatch.images`; blank ones mean none.")
+        raise JobFailed("a vision tower needs `MicroBatch.images`; give blank images for none")
     embeddings, features = vision(images)
     return vision.deepstack.begin_forward(*gpt.merge_images(model, ids, embeddings, features, images.index))
 
@@ -98,8 +98,8 @@ def _build_tower(architecture: Architecture, vision: Tower, attention: Callable[
         kind, config = _TOWER_IMPORTS[vision.family](vision)
     except ImportError as error:
         raise EnvironmentUnfit(
-            f"the vision tower of {architecture.model_type} is transformers' own: pip install"
-            f" 'mcore-bundle[data]' ({error})"
+            f"the vision tower of {architecture.model_type} comes from transformers, which is not"
+            f" installed: pip install 'mcore-bundle[data]' ({error})"
         ) from error
     tower_config = config(
         depth=vision.num_layers,

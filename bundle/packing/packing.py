@@ -122,10 +122,10 @@ class Packing:
         """
         if rank is None and alignment.cp > 1:
             raise JobFailed(
-                f"Which of the {alignment.cp} context-parallel ranks is this packing for? Give `rank`."
+                f"rank: packing for {alignment.cp} context-parallel ranks needs the rank. Give `rank`."
             )
         if not 0 <= (rank or 0) < alignment.cp:
-            raise JobFailed(f"Context-parallel rank {rank} is not one of 0 .. {alignment.cp - 1}.")
+            raise JobFailed(f"rank: {rank} is not a context-parallel rank from 0 to {alignment.cp - 1}.")
         return cls(alignment.pad(lengths, length=length), alignment, rank or 0, torch.device(device))
 
     def pack(self, x: Tensor, *, fill: float | Tensor = 0, roll: int = 0) -> Tensor:
@@ -137,8 +137,8 @@ class Packing:
         """
         if x.shape[0] != self.padding.tokens:
             raise JobFailed(
-                f"A tensor of shape {list(x.shape)} is not of this micro-batch: its sequences have"
-                f" {self.padding.tokens} tokens, which must be the first dimension."
+                f"A tensor of shape {list(x.shape)} does not fit this micro-batch: its first dimension must"
+                f" be the {self.padding.tokens} tokens of the sequences."
             )
         index, blank = self._gather(roll)
         return self._fill_blanks(x.index_select(0, index), blank, fill)
@@ -147,8 +147,8 @@ class Packing:
         """Return this rank's packed rows of one value for each sequence [b, ...], such as temperatures."""
         if values.shape[0] != len(self.padding.lengths):
             raise JobFailed(
-                f"A tensor of shape {list(values.shape)} is not one value for each of this micro-batch's"
-                f" {len(self.padding.lengths)} sequences."
+                f"A tensor of shape {list(values.shape)} does not have one value for each of this"
+                f" micro-batch's {len(self.padding.lengths)} sequences."
             )
         owner = np.minimum(self._runs.sequence, len(self.padding.lengths) - 1)
         index = self._to_tensor(np.repeat(owner, self._runs.rows))
@@ -253,7 +253,7 @@ class Packing:
     def _gather(self, roll: int) -> tuple[Tensor, Tensor | None]:
         """Return `build_pack_index` on the device, computed once for each roll."""
         if roll < 0:
-            raise JobFailed(f"roll is {roll}: a sequence is rolled towards its beginning, by 0 or more.")
+            raise JobFailed(f"roll: {roll} is not allowed. Use 0 or more, which rolls towards the beginning.")
         if roll not in self._gathers:
             index, blank = build_pack_index(self._runs, self._lengths, roll)
             self._gathers[roll] = self._to_tensor(index), None if blank is None else self._to_tensor(blank)
@@ -290,8 +290,8 @@ def shard(x: Tensor, cp: int, rank: int) -> Tensor:
         return x
     if x.shape[1] % (2 * cp):
         raise JobFailed(
-            f"{x.shape[1]} rows do not split over {cp} context-parallel ranks:"
-            f" pad them to a multiple of {2 * cp} (recipe.alignment)."
+            f"{x.shape[1]} rows cannot be divided over {cp} context-parallel ranks. Pad them to a multiple"
+            f" of {2 * cp} (recipe.alignment)."
         )
     chunks = x.chunk(2 * cp, 1)
     return torch.cat((chunks[rank], chunks[-1 - rank]), 1)

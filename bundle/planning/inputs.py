@@ -160,16 +160,16 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if not files.is_directory(directory):
         yield to_recipe_problem(
-            f"data.tokenizer: {location} is no directory. Name one, or a repository of the Hub: hf:ORG/NAME"
+            f"data.tokenizer: {location} is not a directory. Name one, or a Hub repository: hf:ORG/NAME"
         )
     elif reason := explain_tiktoken_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {reason}")
     elif not has_tokenizer(directory):
-        yield to_recipe_problem(f"data.tokenizer: {location} holds no tokenizer (tokenizer.json, ...)")
+        yield to_recipe_problem(f"data.tokenizer: {location} has no tokenizer file (tokenizer.json, ...)")
     yield from _find_package_problems("transformers", "data.tokenizer: hf:")
     if (highest := _find_highest_id(directory / "tokenizer.json")) >= vocabulary:
         yield to_recipe_problem(
-            f"data.tokenizer: {location} has ids up to {highest}, the model's vocab_size is {vocabulary}"
+            f"data.tokenizer: {location} has ids up to {highest}, but the model's vocab_size is {vocabulary}"
         )
 
 
@@ -187,7 +187,7 @@ def _find_highest_id(path: Path) -> int:
 
 def _find_package_problems(name: str, purpose: str) -> Iterator[Problem]:
     if importlib.util.find_spec(name) is None:
-        yield to_hardware_problem(f"{purpose} needs {name}: pip install 'mcore-bundle[data]'")
+        yield to_hardware_problem(f"{purpose} needs {name}. Install it: pip install 'mcore-bundle[data]'")
 
 
 def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Problem]:
@@ -199,12 +199,11 @@ def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Prob
         yield to_recipe_problem(f"{label} {str(directory)[:200]}: {error}")
         return
     if not is_usable:
-        yield to_recipe_problem(f"{label} {directory}: {existing_path} is no directory")
+        yield to_recipe_problem(f"{label} {directory}: {existing_path} is not a directory")
     elif not os.access(existing_path, os.W_OK | os.X_OK):
         yield to_hardware_problem(
-            f"{label} {directory}: {existing_path} may not be written to, by this user or on this file"
-            " system; "
-            f"name another place with {key}"
+            f"{label} {directory}: this user cannot write to {existing_path}, or its file system is"
+            f" read-only. Name another place with {key}"
         )
 
 

@@ -119,8 +119,8 @@ def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValu
     if device.value is None or not device.value * (1 - HEADROOM) < worst <= device.value:
         return None
     return (
-        f"memory is tight: {format_bytes(worst)} of {format_bytes(device.value)}, and the device's context, "
-        "communication buffers and fragmentation are not counted"
+        f"memory is tight: {format_bytes(worst)} of {format_bytes(device.value)}, without the device's"
+        " context, communication buffers and fragmentation"
     )
 
 

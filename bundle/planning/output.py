@@ -180,7 +180,7 @@ def _format_operators(plan: Plan) -> Iterator[str]:
     can = capabilities.find_capabilities(plan.hardware.backend, plan.recipe.features)
     for operator in can.list_operators(plan.recipe):
         chosen = can.uses_operator(plan.recipe, operator.name)
-        left_out = "torch's own, since model.operators leaves it out"
+        left_out = "torch's own, because model.operators leaves it out"
         yield f"{operator.name}: {f'{operator.implementation}: {operator.reason}' if chosen else left_out}"
 
 
@@ -209,7 +209,7 @@ def _format_model(size: ModelSize) -> str:
 def _format_step(plan: Plan) -> str:
     """Return the tokens and FLOPs of a step, and its shortest time where the device's peak is known."""
     work = f"up to {plan.step_tokens:,} tokens, {_format_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
-    work += " beside the vision tower's" if plan.recipe.architecture.vision else ""
+    work += " without the vision tower's" if plan.recipe.architecture.vision else ""
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
@@ -227,7 +227,7 @@ def _format_training_length(plan: Plan) -> str:
     """Return the length of the job, as far as it is known before its data is read."""
     train = plan.recipe.train
     if train.epochs is not None:
-        return f"{train.epochs:g} epochs: `check` tokenises the data, and then says how many steps they are"
+        return f"{train.epochs:g} epochs: run `check`, which tokenises the data, to see the number of steps"
     if (rl := plan.recipe.rl) is not None:
         updates = rl.answers_per_step // train.global_batch_size * rl.num_iterations
         warm_start = f", the first {rl.warm_start_steps:,} on the rows' own answers" * bool(
@@ -243,7 +243,7 @@ def _format_training_length(plan: Plan) -> str:
 def _format_checkpoint(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
     total_size = format_bytes(size * plan.recipe.checkpoint.max_checkpoints)
-    return f"{format_bytes(size)}, of which {keep} stay and one more is written: {total_size} of disk"
+    return f"{format_bytes(size)} each; {keep} stay while one more is written: {total_size} of disk"
 
 
 def build_settings_json(recipe: Recipe) -> list[dict[str, Any]]:
@@ -276,7 +276,7 @@ def _format_exports(plan: Plan) -> Iterator[str]:
     count = (
         ""
         if train.epochs is not None
-        else f": {checkpoint.count_exports(train.steps):,} of them, which all stay"
+        else f": {checkpoint.count_exports(train.steps):,} exports, which all stay"
     )
     yield f"{export_text}, every {checkpoint.export_interval:,} steps and at the end{count}"
 
@@ -287,11 +287,11 @@ def format_disk(disk: DiskUsage, directory: Path) -> str:
     if disk.exports:
         needed += f", {format_bytes(disk.exports)} of exports"
     if disk.written:
-        needed += f", {format_bytes(disk.written)} of it there"
+        needed += f", {format_bytes(disk.written)} already written"
     short = (
         ""
         if disk.is_sufficient
-        else ": NOT ENOUGH, free some, lower checkpoint.keep, or name --run-directory"
+        else ": NOT ENOUGH. Free some, lower checkpoint.keep, or name another place with --run-directory"
     )
     return f"{needed}; {format_bytes(disk.free)} free for {directory}{short}"
 
@@ -313,7 +313,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
     count, rows = plan.layout.microbatches, plan.recipe.micro_batch_rows
     if count * train.micro_batch_size * plan.layout.find_axis_size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-        yield f"{batches} a step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
+        yield f"{batches} per step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None
     for axis in plan.layout.axes:
         if axis.size > 1 and (experts or axis.name in ("tp", "cp", "dp", "pp")):
@@ -333,14 +333,14 @@ def _format_experts(recipe: Recipe) -> Iterator[str]:
     elif moe.unused_aux_loss_coeff:
         yield (
             f"no balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
-            " output_router_logits true, or as model.moe.aux_loss_coeff"
+            " output_router_logits true. Set model.moe.aux_loss_coeff to use one"
         )
     else:
         yield "no balancing loss"
     if chosen.z_loss_coeff:
         yield f"z-loss {chosen.z_loss_coeff:g}"
     if moe.expert_bias:
-        yield f"steering bias moves by {chosen.bias_update_rate:g} a step"
+        yield f"router bias moves by {chosen.bias_update_rate:g} per step"
 
 
 def _format_chunk(chunk: ModelChunk) -> str:
@@ -369,16 +369,16 @@ def _format_memory(plan: Plan) -> Iterator[str]:
         ]
         rollout = [format_bytes(count) for count in stage.rollout]
         if plan.device_share is not None:
-            parts.append("rollout server {0}, {2} beside it, cache {1}".format(*rollout))
+            parts.append("rollout server {0}, its overhead {2}, cache {1}".format(*rollout))
         elif stage.rollout.weights:
-            parts.append("rollout engine {}, and {} while nothing is learned".format(*rollout[:2]))
+            parts.append("rollout engine {}, and {} more while answers are sampled".format(*rollout[:2]))
         if states.host:
-            parts.append(f"and on the host {format_bytes(states.host)}")
+            parts.append(f"offloaded to the host {format_bytes(states.host)}")
         yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}"
         if plan.device_share is not None:
             moments = format_bytes(stage.learning), format_bytes(stage.sampling)
             fraction = f"rl.rollout.mem_fraction_static {plan.device_share.chosen:g}"
-            yield f"{stage.stage}: {moments[0]} while it learns, {moments[1]} while it samples ({fraction})"
+            yield (f"{stage.stage}: {moments[0]} while training, {moments[1]} while sampling ({fraction})")
     size = plan.hardware.device_memory
     if plan.memory and size.value is not None:
         worst = max(stage.total for stage in plan.memory)

@@ -271,8 +271,8 @@ def _note_ignored_keys(recipe: Recipe) -> str:
     if not names:
         return ""
     return (
-        f"model.config: {', '.join(names)}: ignored; the head is a language model's, and model.recompute"
-        " says what is computed again"
+        f"model.config: {', '.join(names)} ignored: only the language model head is trained, and"
+        " model.recompute sets what is recomputed"
     )
 
 
@@ -284,8 +284,8 @@ def _describe_delta_nets(recipe: Recipe, can: Capabilities) -> str:
     if recipe.architecture.delta_net is None or can.backend == "cpu" or not can.has_delta_nets:
         return ""
     return (
-        "gated delta nets: torch alone computes them, slowly, and keeps what is counted; where ranks can"
-        " import flash-linear-attention (fla), its kernels do, which nobody has tried here"
+        "gated delta nets: torch computes them slowly, and the memory estimate assumes torch. Ranks that"
+        " can import flash-linear-attention (fla) use its kernels, which are untested here"
     )
 
 
@@ -310,9 +310,9 @@ def _describe_emulation(can: Capabilities, installed_packages: Packages | None) 
         for version, record in accepted_versions.items()
     )
     emulated_text = f"trained on emulated {device}s only ({package} {', '.join(emulated_versions)})"
-    experience = experience or f"{emulated_text}: {untested_parts} have met no {device}"
+    experience = experience or f"{emulated_text}: {untested_parts} were never tested on a real {device}"
     installed = installed_packages.find_package(package) if installed_packages else None
-    where_text, versions = "here it is", {installed.version} if installed else set()
+    where_text, versions = "installed is", {installed.version} if installed else set()
     if installed is None:
         where_text, versions = (
             "images have",
@@ -322,7 +322,7 @@ def _describe_emulation(can: Capabilities, installed_packages: Packages | None) 
         version for version in versions if version and version not in (accepted_versions or emulated_versions)
     )
     more = (
-        f"; {where_text} {package} {', '.join(untested_versions)}, which has met nothing"
+        f"; {where_text} {package} {', '.join(untested_versions)}, which was never tested"
         if untested_versions
         else ""
     )
@@ -334,14 +334,14 @@ def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVer
     branch = mindspeed.find_branch(megatron.version) if recipe.backend_options.mindspeed else None
     if branch is None or can.emulated_device is None:
         return ""
-    imports = f"; it imports triton, which {packages.get_triton_distribution(can.backend)} brings" * (
+    imports = f"; it imports triton, which comes with {packages.get_triton_distribution(can.backend)}" * (
         branch.imports == "triton"
     )
-    fp8 = "; its FP8 was run nowhere" * (recipe.model.fp8 is not None)
+    fp8 = "; its FP8 was never run" * (recipe.model.fp8 is not None)
     return (
-        f"MindSpeed {branch.branch} ({branch.commit[:12]}) computes linear layers, experts and AdamW,"
-        " attention and"
-        f" norms are ours: it trained on emulated {can.emulated_device.device}s{imports}{fp8}"
+        f"MindSpeed {branch.branch} ({branch.commit[:12]}) computes linear layers, experts and AdamW;"
+        " attention and norms are this package's. It trained on emulated"
+        f" {can.emulated_device.device}s{imports}{fp8}"
     )
 
 
@@ -352,7 +352,7 @@ def _describe_triton(can: Capabilities, megatron: MegatronVersion, patch_survey:
     if brings == "triton" or not imports:
         return ""
     return (
-        f"megatron-core {megatron.version} imports triton ({evidence}), which {brings} brings to"
+        f"megatron-core {megatron.version} imports triton ({evidence}), which comes with {brings} on"
         f" {can.backend}"
     )
 
@@ -371,17 +371,18 @@ def choose_hardware(
         try:
             return detect(backend or recipe_backend), ()
         except EnvironmentUnfit as error:
-            hint = f"to plan for another machine: --hardware {'|'.join(PRESET_NAMES)}"
+            hint = f"To plan for another machine, use --hardware {'|'.join(PRESET_NAMES)}"
             raise EnvironmentUnfit(f"{error}\n{hint}") from error
     hardware = build_preset(hardware_name)
-    notes = [f"for {hardware_name}: neither this machine nor the files of the job were looked at"]
+    notes = [f"planned for {hardware_name}: this machine and the files of the job were not checked"]
     if backend not in (None, "auto", hardware.backend):
         raise UsageError(
-            f"--hardware {hardware_name} is a machine for {hardware.backend}, --backend says {backend}"
+            f"--hardware {hardware_name} is a machine for {hardware.backend}, but --backend is {backend}."
+            " Leave one of them out"
         )
     if backend is None and recipe_backend not in ("auto", hardware.backend):
         notes.append(
-            f"the recipe says backend: {recipe_backend}; on {hardware_name} the command says otherwise"
+            f"the recipe's backend {recipe_backend} is replaced by that of --hardware {hardware_name}"
         )
     return hardware, tuple(notes)
 
@@ -424,7 +425,7 @@ def _choose_megatron(
         megatron_subject.version is not None
         and packages.parse_base_version(megatron_subject.version) is not None
     )
-    unread_note = "" if is_known else f"; its version cannot be read, taken for {DEFAULT_RELEASE}"
+    unread_note = "" if is_known else f"; its version cannot be read, so {DEFAULT_RELEASE} is assumed"
     return MegatronVersion(
         megatron_subject.version if is_known and megatron_subject.version else DEFAULT_RELEASE,
         origin + unread_note,
@@ -443,7 +444,6 @@ def _check_minor(megatron_subject: MegatronCore, review_table: ReviewTable) -> N
     ):
         first, last = (".".join(map(str, minor)) for minor in (known_minors[0], known_minors[-1]))
         raise UsageError(
-            f"--mcore {megatron_subject.version}: no megatron-core of that number is known, only"
-            f" {first} to {last}; for "
-            "another one give the directory of its source"
+            f"--mcore {megatron_subject.version}: not a known megatron-core version (known: {first} to"
+            f" {last}). For another one, give the directory of its source"
         )

@@ -57,7 +57,7 @@ class MegatronFeature(NamedTuple):
 _HYBRID_FEATURE = MegatronFeature("gated delta nets", DELTA_NETS)
 # Every other family is computed with every supported megatron-core.
 FEATURE_BY_FAMILY = {
-    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and clamped gate", SINKS),
+    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and a clamped gate", SINKS),
     "qwen3_next": _HYBRID_FEATURE,
     "qwen3_5_text": _HYBRID_FEATURE,
     "qwen3_5_moe_text": _HYBRID_FEATURE,
@@ -106,32 +106,32 @@ def find_backend_problems(
     model, capability = recipe.model, hardware.capability
     if model.dtype == "bf16" and capability is not None and capability < BF16_CAPABILITY:
         has = ".".join(map(str, capability))
-        yield to_hardware_problem(f"bf16 needs compute capability 8.0; this device has {has}: use dtype fp32")
+        yield to_hardware_problem(f"model.dtype: bf16 needs compute capability 8.0, not {has}. Use fp32")
     if model.fp8 is not None:
         reason = can.explain_fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if reason is not None:
             yield to_hardware_problem(f"model.fp8: {reason}")
         if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE):
             yield to_recipe_problem(
-                f"model.fp8.scaling: megatron-core {code.release} has no blockwise"
-                f" ({code.describe_evidence(BLOCKWISE)}); {BLOCKWISE.since} has"
+                f"model.fp8.scaling: megatron-core {code.release} does not support blockwise"
+                f" ({code.describe_evidence(BLOCKWISE)}). Use {BLOCKWISE.since} or newer"
             )
     if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
         yield to_recipe_problem(
-            f"optimizer.sgd_momentum: 0, but SGD on {can.backend} keeps a momentum all the same, which"
-            " neither memory nor checkpoints count: more than 0"
+            f"optimizer.sgd_momentum: 0 is not supported on {can.backend}: its SGD always keeps a momentum,"
+            " which the estimates of memory and checkpoints leave out. Set a value above 0"
         )
     family = recipe.architecture.model_type
     if missing_feature := find_missing_feature(family, code):
         yield to_recipe_problem(
-            f"model.config: megatron-core {code.release} has no {missing_feature.description}"
-            f" ({code.describe_evidence(missing_feature.predicate)}),"
-            f" which {family} needs; {missing_feature.predicate.since} has"
+            f"model.config: {family} needs {missing_feature.description}, which megatron-core"
+            f" {code.release} does not have ({code.describe_evidence(missing_feature.predicate)}). Use"
+            f" {missing_feature.predicate.since} or newer"
         )
     if recipe.architecture.zero_centered_norms and not can.has_delta_nets:
         yield to_recipe_problem(
-            f"model.config: gated delta nets, which {family} needs, are not computed on {can.backend}: its"
-            " norms know no weights to which one is added"
+            f"model.config: {family} needs gated delta nets, which backend {can.backend} does not support:"
+            " it has no zero-centred RMSNorm"
         )
     yield from find_stage_problems(recipe, code)
     yield from _find_optimizer_problems(recipe, can)
@@ -145,18 +145,18 @@ def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]
         return
     has_mtp = "m" in "".join(layout)
     for is_used, predicate, limitation in (
-        (True, LAYOUT_STRING, "has no layout string"),
-        (has_mtp, MTP_LAYOUT, "builds no MTP layers (m) by it"),
+        (True, LAYOUT_STRING, "does not support it"),
+        (has_mtp, MTP_LAYOUT, "builds no MTP layers (m) from it"),
         (
             has_mtp and not {"t", "m"} <= set(layout[-1]),
             STANDALONE_MTP,
-            "builds MTP layers (m) beside the last layer of the decoder (t) and the head (L) alone",
+            "builds MTP layers (m) only in the stage of the last decoder layer (t) and the head (L)",
         ),
     ):
         if is_used and not code.has(predicate):
             yield to_recipe_problem(
                 f"parallel.pipeline_model_parallel_layout: megatron-core {code.release} {limitation}"
-                f" ({code.describe_evidence(predicate)}); {predicate.since} does"
+                f" ({code.describe_evidence(predicate)}). Use {predicate.since} or newer"
             )
             return
 
@@ -172,7 +172,7 @@ def find_mindspeed_problems(
         return
     key, release = "backend_options.mindspeed", str(code.release)
     if can.backend != "ascend":
-        yield to_recipe_problem(f"{key}: backend {can.backend} has no MindSpeed, ascend has: leave it out")
+        yield to_recipe_problem(f"{key}: MindSpeed runs on ascend, not on {can.backend}. Leave the key out")
         return
     branch = mindspeed.find_branch(release)
     if branch is None:
@@ -181,15 +181,15 @@ def find_mindspeed_problems(
             for known_branch in mindspeed.TRAINING_BRANCHES
         )
         yield to_hardware_problem(
-            f"{key}: there is no MindSpeed for megatron-core {release} that was read; there is {has}: install"
-            " one of these, or leave it out"
+            f"{key}: no reviewed MindSpeed branch fits megatron-core {release} (reviewed: {has}). Install"
+            " one of these megatron-core versions, or leave the key out"
         )
     elif installed is not None:
         yield from _check_installed_mindspeed(key, release, branch, installed, code.root)
     if recipe.architecture.moe is not None and recipe.model.dtype == "fp32":
         yield to_recipe_problem(
-            f"{key}: MindSpeed multiplies experts by npu_grouped_matmul, which takes float32 from one tensor"
-            " and not from one for each expert: model.dtype bf16"
+            f"{key}: npu_grouped_matmul, which MindSpeed uses for experts, does not take one float32 tensor"
+            " for each expert. Set model.dtype to bf16"
         )
     for name, value in (
         ("model.lora", recipe.model.lora),
@@ -198,7 +198,7 @@ def find_mindspeed_problems(
     ):
         if value is not None:
             yield to_recipe_problem(
-                f"{key}: {name} was never tried with MindSpeed's layers: leave one of them out"
+                f"{key}: {name} is untested with MindSpeed's layers. Leave one of them out"
             )
 
 
@@ -207,16 +207,15 @@ def _check_installed_mindspeed(
 ) -> Iterator[Problem]:
     """Yield why the installed MindSpeed does not fit this megatron-core or cannot be imported with it."""
     package = installed.find_package("mindspeed")
-    install = f"install it at {branch.commit[:12]}, the head of {branch.branch}"
+    install = f"Install it at {branch.commit[:12]}, the head of {branch.branch}"
     if package is None:
-        yield to_hardware_problem(f"{key}: MindSpeed is not installed: {install}")
+        yield to_hardware_problem(f"{key}: MindSpeed is not installed. {install}")
     elif package.commit != branch.commit:
         commit = (package.commit or "")[:12] or "an unknown commit"
-        branch_text = mindspeed.BRANCH_BY_COMMIT.get(package.commit or "", "which was not read")
+        branch_text = mindspeed.BRANCH_BY_COMMIT.get(package.commit or "", "not reviewed")
         yield to_hardware_problem(
-            f"{key}: MindSpeed is here at {commit} ({branch_text}), and jobs with megatron-core"
-            f" {release} were proven"
-            f" with another: {install}"
+            f"{key}: MindSpeed is installed at {commit} ({branch_text}), but jobs with megatron-core"
+            f" {release} were tested with another commit. {install}"
         )
     if (
         branch.imports == "megatron.training"
@@ -224,8 +223,8 @@ def _check_installed_mindspeed(
         and not (root / "megatron/training").is_dir()
     ):
         yield to_hardware_problem(
-            f"{key}: {branch.branch} imports megatron.training, which is not beside this megatron-core"
-            f" ({root}): put Megatron-LM at the tag core_v{release} on the path, not the package"
+            f"{key}: {branch.branch} imports megatron.training, which is not next to this megatron-core"
+            f" ({root}). Put Megatron-LM at the tag core_v{release} on the Python path instead of the package"
         )
 
 
@@ -234,11 +233,11 @@ def _find_optimizer_problems(recipe: Recipe, can: Capabilities) -> Iterator[Prob
     if optimizer.use_precision_aware_optimizer and not can.layers.typed_adam:
         yield to_hardware_problem(
             "optimizer.use_precision_aware_optimizer: needs Transformer Engine's FusedAdam, which backend"
-            f" {can.backend} does not have: false"
+            f" {can.backend} does not have. Set it to false"
         )
     if optimizer.optimizer_cpu_offload and can.device == "cpu":
         yield to_hardware_problem(
-            "optimizer.optimizer_cpu_offload: backend cpu is on the host already: false"
+            "optimizer.optimizer_cpu_offload: backend cpu has the optimizer on the host. Set it to false"
         )
 
 
@@ -272,12 +271,13 @@ def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]
     present = len(hardware.devices)
     if per_node > MOST_RANKS_PER_NODE:
         yield to_recipe_problem(
-            f"devices.per_node: {per_node} ranks on one machine, {MOST_RANKS_PER_NODE} at most"
+            f"devices.per_node: {per_node} ranks are too many for one machine. Use at most"
+            f" {MOST_RANKS_PER_NODE}"
         )
     if hardware.backend != "cpu" and per_node > present:
         yield to_hardware_problem(
-            f"devices.per_node: {per_node} wanted, {present} visible here ({hardware.reason}): "
-            "lower devices.per_node, or use a machine that has them"
+            f"devices.per_node: {per_node} is more than the {present} visible here ({hardware.reason})."
+            " Lower devices.per_node, or use a machine with as many"
         )
     if hardware.unfit_reason:
         yield to_hardware_problem(hardware.unfit_reason)
@@ -295,22 +295,22 @@ def find_memory_problems(
         if host is not None and worst.total * per_node > host:
             needed = f"{per_node} ranks of {format_bytes(worst.total)}"
             yield to_hardware_problem(
-                f"memory: {needed} do not fit this host's {format_bytes(host)}"
+                f"memory: {needed} do not fit the {format_bytes(host)} of this host"
                 f" ({_advise_less_memory(recipe, worst)})"
             )
         return
     host, offloaded = hardware.host.memory.value, per_node * max(stage.states.host for stage in stages)
     if host is not None and offloaded > host:
         yield to_hardware_problem(
-            f"memory: {per_node} ranks keep {format_bytes(offloaded)} of the optimizer on a host with"
-            f" {format_bytes(host)}: a smaller optimizer.optimizer_offload_fraction, or more nodes"
+            f"memory: {per_node} ranks offload {format_bytes(offloaded)} of optimizer state to a host with"
+            f" {format_bytes(host)}. Lower optimizer.optimizer_offload_fraction, or use more nodes"
         )
     size = hardware.device_memory.value
     for stage in stages:
         if size is not None and stage.total > size:
             yield to_hardware_problem(
-                f"memory: a rank of stage {stage.stage} needs {format_bytes(stage.total)}, "
-                f"a device has {format_bytes(size)} ({_advise_less_memory(recipe, stage)})"
+                f"memory: a rank of stage {stage.stage} needs {format_bytes(stage.total)}, but a device has"
+                f" {format_bytes(size)} ({_advise_less_memory(recipe, stage)})"
             )
 
 
@@ -322,16 +322,16 @@ def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
     model, optimizer = recipe.model, recipe.optimizer
     if stage.activations.total <= stage.states.total:
         layout = "tp, pp or ep" if recipe.architecture.moe else "tp or pp"
-        divided = ", or more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
-        return f"mostly weights and optimizer: more {layout}{divided}"
-    ways = ["a smaller train.micro_batch_size"] if recipe.train.micro_batch_size > 1 else []
-    ways += ["a shorter data.sequence_length"]
+        divided = ", or use more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
+        return f"mostly weights and optimizer: raise {layout}{divided}"
+    ways = ["lower train.micro_batch_size"] if recipe.train.micro_batch_size > 1 else []
+    ways += ["lower data.sequence_length"]
     has_tower = recipe.architecture.vision is not None and stage.stage == 0
     if has_tower and model.lora is None and not model.vision.freeze_tower:
-        ways += ["model.vision.freeze_tower and freeze_projector"]
+        ways += ["set model.vision.freeze_tower and freeze_projector"]
     if model.recompute is None or model.recompute.granularity != "full":
-        ways += ["model.recompute"]
-    return f"mostly activations: {', '.join(ways)}, more tp or cp"
+        ways += ["set model.recompute"]
+    return f"mostly activations: {', '.join(ways)}, raise tp or cp"
 
 
 def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: MegatronCode) -> Iterator[Problem]:
@@ -344,19 +344,19 @@ def _find_recomputation_problems(recipe: Recipe, can: Capabilities, code: Megatr
     if "moe_act" in modules and not can.layers.grouped_experts:
         yield to_recipe_problem(f"{key}: moe_act needs grouped experts, which {can.backend} does not have")
     if "layernorm" in modules and not can.layers.fused_norms and code.has(DISCARD_ASKS_FP8):
-        reason = "without Transformer Engine megatron-core fails by NameError (FP8GlobalStateManager)"
+        reason = "without Transformer Engine, megatron-core fails with NameError (FP8GlobalStateManager)"
         reason += f" ({code.describe_evidence(DISCARD_ASKS_FP8)})"
-        yield to_recipe_problem(f"{key}: layernorm: {reason}; recompute another module on {can.backend}")
+        yield to_recipe_problem(f"{key}: layernorm: {reason}. Recompute another module on {can.backend}")
     fp8, discarded = recipe.model.fp8, sorted(modules & {"layernorm", "moe_act"})
     if fp8 is not None and discarded and (fp8.scaling == "delayed" or not code.has(FP8_RECOMPUTATION)):
         yield to_recipe_problem(
-            f"{key}: {' and '.join(discarded)} beside FP8, which megatron-core computes from"
-            f" {FP8_RECOMPUTATION.since} on, with another scaling than delayed"
+            f"{key}: with FP8, megatron-core recomputes {' and '.join(discarded)} only from"
+            f" {FP8_RECOMPUTATION.since} on, and not with delayed scaling"
         )
     if "shared_experts" in modules and not code.has(SHARED_EXPERTS_RECOMPUTATION):
         subject = f"megatron-core {code.release} does not know shared_experts"
         yield to_recipe_problem(
-            f"{key}: {subject} ({code.describe_evidence(SHARED_EXPERTS_RECOMPUTATION)}); 0.14 does"
+            f"{key}: {subject} ({code.describe_evidence(SHARED_EXPERTS_RECOMPUTATION)}). Use 0.14 or newer"
         )
 
 
@@ -365,9 +365,9 @@ def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterat
     key, a = "model.recompute.layers", recipe.architecture
     if a.mtp_layers and unit > 1 and code.has(MTP_RECOMPUTATION):
         yield to_recipe_problem(
-            f"{key}: {unit}, but MTP layers are computed again one at a time"
-            f" ({code.describe_evidence(MTP_RECOMPUTATION)}):"
-            " must be 1, or model.recompute.method block"
+            f"{key}: {unit} is not allowed, because MTP layers are recomputed one at a time"
+            f" ({code.describe_evidence(MTP_RECOMPUTATION)}). Set it to 1, or set model.recompute.method to"
+            " block"
         )
     if any(code.has(predicate) for predicate in SHORTER_UNIT):
         return
@@ -376,9 +376,8 @@ def _find_unit_problems(recipe: Recipe, unit: int, code: MegatronCode) -> Iterat
     if uneven := sorted({chunk.layers for stage in stages for chunk in stage if chunk.layers % unit}):
         yield to_recipe_problem(
             f"{key}: {unit} does not divide the {', '.join(map(str, uneven))} layers of a chunk, and"
-            f" megatron-core {code.release} asks for layers that are not there"
-            f" ({code.describe_evidence(loop)});"
-            f" {loop.since} does not"
+            f" megatron-core {code.release} then looks for missing layers ({code.describe_evidence(loop)})."
+            f" Use a divisor, or megatron-core {loop.since} or newer"
         )
 
 
@@ -395,9 +394,8 @@ def _find_fp8_weight_problems(
     }
     for name, shape in sorted(refused):
         yield to_recipe_problem(
-            f"model.fp8: {scaling} FP8 multiplies in multiples of {multiple.row_multiple}, and on each"
-            f" rank {name} is"
-            f" {list(shape)}: change that size of the model, or tp and etp ({multiple.source})"
+            f"model.fp8: {scaling} FP8 needs sizes that are multiples of {multiple.row_multiple}, and on each"
+            f" rank {name} is {list(shape)} ({multiple.source}). Change that size of the model, or tp and etp"
         )
 
 
@@ -406,27 +404,26 @@ def _find_fp8_row_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem
     multiple = recipe.alignment.total_multiple
     if rows * length % multiple:
         yield to_recipe_problem(
-            f"data.sequence_length: {scaling} FP8 takes multiples of {SCALINGS[scaling].row_multiple}"
-            " tokens on every"
-            f" rank, so a micro-batch of {rows} x {length} must be a multiple of {multiple}: change"
-            " the length or train.micro_batch_size, or pack (data.packed)"
+            f"data.sequence_length: with {scaling} FP8 and this layout the tokens of a micro-batch must be"
+            f" a multiple of {multiple}, not {rows} x {length} ({SCALINGS[scaling].row_multiple} on every"
+            " rank). Change the length or train.micro_batch_size, or set data.packed"
         )
 
 
 def _find_untrained_chunks(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
     for chunk in layout.iterate_chunks():
         if not list_trained_parameters(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
-            where = f"a chunk of stage {chunk.stage}, and nothing would be trained there"
+            where = f"a chunk of stage {chunk.stage}, so nothing would be trained there"
             if chunk.layers:
                 layers = ", ".join(map(str, chunk.layers))
                 yield to_recipe_problem(
-                    f"model.lora.targets: none is in layers {layers}, which are all of {where}:"
-                    " add targets, or use fewer stages"
+                    f"model.lora.targets: no target is in layers {layers}, which are all layers of {where}."
+                    " Add targets, or use fewer stages"
                 )
             else:
                 yield to_recipe_problem(
-                    f"model.lora: no layers are in {where}:"
-                    " move one there in parallel.pipeline_model_parallel_layout"
+                    f"model.lora: there are no layers in {where}. Move a layer there in"
+                    " parallel.pipeline_model_parallel_layout"
                 )
 
 
@@ -436,8 +433,9 @@ def _find_split_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout)
         tensors = list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
         if splits_shared_embedding(tensors, ranks):
             yield to_recipe_problem(
-                "parallel.pp: this megatron-core lays the embedding that the first and the last stage share "
-                f"across two buckets of stage {chunk.stage}, which then fails or trains it wrongly, and the "
-                f"patch {SHARED_EMBEDDING_PATCH} is not applied: use megatron-core 0.13 or newer, or pp 1"
+                "parallel.pp: this megatron-core splits the embedding shared by the first and last stage"
+                f" across two buckets of stage {chunk.stage}, which then fails or trains it wrongly. The"
+                f" patch {SHARED_EMBEDDING_PATCH}, which corrects this, is not applied. Use megatron-core"
+                " 0.13 or newer, or pp 1"
             )
             return

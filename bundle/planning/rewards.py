@@ -31,7 +31,7 @@ def find_reward_problems(recipe: Recipe) -> Iterator[Problem]:
             )
         if reward.kind == "code" and sys.platform != "linux":
             yield to_hardware_problem(
-                f"{key}.kind: code needs the limits of Linux, and this is {sys.platform}. Run it on Linux."
+                f"{key}.kind: code needs the limits of Linux, but this is {sys.platform}. Run it on Linux."
             )
 
 
@@ -50,9 +50,9 @@ def _find_defect(file: str, name: str) -> str | None:
     try:
         module = ast.parse(files.read_content(Path(file), _SOURCE_BYTES))
     except OSError as error:
-        return f"{error.strerror}. Name a file as FILE.py:NAME, from the working directory on."
+        return f"{error.strerror}. Name a file as FILE.py:NAME, relative to the working directory."
     except (SyntaxError, ValueError, RecursionError) as error:
-        return f"not Python: {error}. Correct the file."
+        return f"not valid Python: {error}. Correct the file."
     if name in _list_names(module) or "*" in _list_names(module):
         return None
     return (

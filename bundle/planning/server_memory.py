@@ -32,14 +32,14 @@ class DeviceShare(NamedTuple):
         key, states, device = "rl.rollout.mem_fraction_static", *map(format_bytes, (self.states, self.device))
         if self.least > self.most:
             yield to_hardware_problem(
-                f"{key}: beside a trainer of {states} a server of {format_bytes(self.server)} does not fit a"
+                f"{key}: a server of {format_bytes(self.server)} and a trainer of {states} do not fit a"
                 f" device of {device}. Divide the trainer over more devices, or serve elsewhere"
                 " (rl.rollout.urls)."
             )
         elif not self.least <= self.chosen <= self.most:
             yield to_hardware_problem(
-                f"{key}: {self.chosen:g} does not fit beside a trainer of {states} on a device of {device}."
-                f" Set {self.least:g} to {self.most:g}."
+                f"{key}: {self.chosen:g} does not fit next to a trainer of {states} on a device of"
+                f" {device}. Set a value from {self.least:g} to {self.most:g}."
             )
 
 
@@ -67,7 +67,7 @@ def find_transport_problems(
         return
     variables = {variable.name: variable.value for variable in environment}
     if obstacle := find_sharing_obstacle(backend, variables):
-        yield to_hardware_problem(f"rl.rollout.transport: ipc is not possible with {obstacle}. Set files.")
+        yield to_hardware_problem(f"rl.rollout.transport: ipc is not possible with {obstacle}. Use files.")
 
 
 def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tuple[MemoryEstimate, ...]:

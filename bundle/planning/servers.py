@@ -34,12 +34,12 @@ def find_rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             )
     elif rollout.python is not None and shutil.which(rollout.python) is None:
         yield to_hardware_problem(
-            f"rl.rollout.python: {rollout.python} is no program. Name the Python of an environment."
+            f"rl.rollout.python: {rollout.python} is not a program. Name the Python of an environment."
         )
     needed, folder = count_weights_folder_bytes(recipe), Path(rollout.weights_folder or ".")
     if (free := files.find_free_bytes(folder)) < needed:
         yield to_hardware_problem(
-            f"rl.rollout.weights_folder: {folder} has {format_bytes(free)} free, and two versions of the"
+            f"rl.rollout.weights_folder: {folder} has {format_bytes(free)} free, but two versions of the"
             f" weights need {format_bytes(needed)}. Name a folder with more room."
         )
 

@@ -93,23 +93,23 @@ def build_probes(
     """
     device = capabilities.find_capabilities(hardware.backend).device
     reset = (
-        "look at its clocks, temperature, power and the driver's log; leave the node out until it is reset"
+        "look at its clocks, temperature, power and driver log; leave the node out until the device is reset"
     )
     for index in range(devices or max(1, len(hardware.devices))):
         device_arguments = (device, str(index), "quick" if quick else "long")
         yield Probe(f"device {index}", DEVICE, device_arguments, reset)
     size = str(_QUICK_DISK_BYTES if quick else _DISK_BYTES)
-    yield Probe("disk", DISK, (str(directory), size), "free or mount it, or name another place")
+    yield Probe("disk", DISK, (str(directory), size), "free space or mount the disk, or name another place")
     larger = "give the container a larger /dev/shm (docker: --shm-size)"
     yield Probe("shared memory", DISK, ("/dev/shm", str(_LEAST_SHARED_BYTES)), larger)
-    yield Probe("host memory", HOST, (), "end what another job has left on the node")
-    restart = "reset the device and start the node again, which begins the log anew, or leave it out"
+    yield Probe("host memory", HOST, (), "end the processes that another job left on the node")
+    restart = "reset the device and restart the node, which starts a new kernel log, or leave the node out"
     yield Probe("kernel log", KERNEL, (), restart)
     if hardware.backend == "cuda":
-        yield Probe("recovery", RECOVERY, (), "do what it says before the node takes a job again")
-    cables = "look at cables and subnet manager; in a container: `--device /dev/infiniband`"
+        yield Probe("recovery", RECOVERY, (), "follow its advice before the node takes another job")
+    cables = "check cables and subnet manager; in a container, pass `--device /dev/infiniband`"
     yield Probe("rdma", RDMA, (), cables)
-    yield Probe("versions", VERSIONS, (hardware.backend,), "`mcore-bundle doctor` says what to do")
+    yield Probe("versions", VERSIONS, (hardware.backend,), "run `mcore-bundle doctor` for the remedy")
 
 
 def run(probes: Sequence[Probe], seconds: float) -> dict[Probe, ProbeResult]:
@@ -191,7 +191,7 @@ def measure_links(
         f"{probe.subject}: {result.wrong}" for probe, result in own_results.items() if result.wrong
     )
     seconds = QUICK_LINK_SECONDS if quick else LINK_SECONDS
-    fix = "look at cables, switches and the driver's log; leave the node out until then"
+    fix = "check cables, switches and driver log; leave the node out until then"
     with tempfile.TemporaryDirectory() as folder:
         workers = nodes.build_workers(
             capabilities.find_capabilities(hardware.backend).device,
@@ -294,7 +294,7 @@ def _run_probe(probe: Probe, seconds: float) -> ProbeResult:
         _end_process(process)
     elapsed = round(time.monotonic() - began, 2)
     if is_late:
-        hint = ", and its driver or the kernel does not let it end" if process.returncode is None else ""
+        hint = ", and its driver or the kernel blocks its end" if process.returncode is None else ""
         return ProbeResult(wrong=f"no answer within {seconds:.0f} s{hint}", seconds=elapsed)
     lines = [line for line in to_printable(output).splitlines() if line.strip()]
     result_lines = [line.removeprefix(_RESULT_PREFIX) for line in lines if line.startswith(_RESULT_PREFIX)]

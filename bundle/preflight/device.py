@@ -28,7 +28,7 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
         measured["GiB free"] = free / 2**30
         if free < _LEAST_FREE_SHARE * total:
             taken = (total - free) / 2**30
-            return ProbeResult(measured, f"{taken:.1f} GiB of its memory are taken by another process")
+            return ProbeResult(measured, f"another process uses {taken:.1f} GiB of its memory")
     generator = torch.Generator().manual_seed(1)
     left, right = (
         torch.randint(-1, 2, shape, generator=generator).to(torch.float32)
@@ -42,7 +42,7 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
         product = left @ right
         # This also waits for the device.
         if not torch.equal(product[:64].cpu(), expected):
-            return ProbeResult(measured, f"a product of matrices is wrong, the {runs + 1}. of its kind")
+            return ProbeResult(measured, f"matrix product {runs + 1} is wrong")
         runs += 1
         if runs == 1:  # the first run loads libraries and kernels
             began = time.perf_counter()

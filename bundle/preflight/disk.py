@@ -33,7 +33,7 @@ def probe(directory: Path, size: int) -> ProbeResult:
     except OSError as error:
         return ProbeResult(wrong=f"{directory}: {error.strerror}")
     if read.digest() != written.digest():
-        return ProbeResult(wrong=f"{directory}: what is read is not what was written")
+        return ProbeResult(wrong=f"{directory}: the data read differs from the data written")
     return ProbeResult({"MB/s written": size / seconds / 1e6})
 
 

@@ -41,7 +41,7 @@ class LinkMeasurement:
         )
         self.bytes = _BYTES.get(worker.kind, _BYTES_OF_DEVICES)[worker.quick]
         self.links: list[Link] = []
-        self.stage = "meeting the others"
+        self.stage = "meeting the other ranks"
         # The received data of the first exchange with a partner, and the ranks of the exchange.
         self.received: torch.Tensor | None = None
         self.source = self.target = rank
@@ -99,7 +99,7 @@ class LinkMeasurement:
 
         seconds = self._time_calls(exchange, repeats)
         if not bool((received == float(source)).all()):
-            raise ValueError(f"rank {source} sent what did not arrive as it was")
+            raise ValueError(f"data from rank {source} arrived damaged")
         return seconds
 
     def _measure_collectives(self) -> None:
@@ -119,7 +119,7 @@ class LinkMeasurement:
         self.measured["GB/s all-to-all"] = share * parts.nbytes / seconds / 1e9
 
     def _wait_at_barrier(self) -> None:
-        self.stage = "waiting for the others"
+        self.stage = "waiting for the other ranks"
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.worker.local_rank])
 
     def _time_calls(self, body: Callable[[], object], repeats: int) -> float:
@@ -198,7 +198,7 @@ class LinkStore:
             wrong, arrivals = judge_links(reports, participants, worker.per_node), self._read_arrivals()
             for number in range(worker.nodes):
                 if number not in arrivals:
-                    arrivals[number] = f"node {number}", f"did not come within {worker.wait:.0f} s"
+                    arrivals[number] = f"node {number}", f"did not arrive within {worker.wait:.0f} s"
                 elif not arrivals[number][1]:
                     arrivals[number] = arrivals[number][0], wrong.get(number, "")
             self.store.set("result", json.dumps(sorted(arrivals.items())))
@@ -269,7 +269,7 @@ def _build_result(
     worker, node_defects = link_store.worker, link_store.collect_defects(participants)
     wrong = node_defects[worker.node_rank][1]
     if measurement is None:
-        return ProbeResult(skipped="not measured: this node fails alone", nodes=node_defects)
+        return ProbeResult(skipped="not measured: this node also fails alone", nodes=node_defects)
     numbers = [number for number in participants for _ in range(worker.per_node)]
     measured = dict(measurement.measured)
     for link in measurement.links:

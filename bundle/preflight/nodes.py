@@ -116,7 +116,7 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
     wrong: dict[int, str] = {}
     for rank, number in enumerate(node_of_rank):
         if rank not in reports:
-            wrong.setdefault(number, "its links were not measured: it said nothing within the time")
+            wrong.setdefault(number, "its links were not measured: it sent no result within the time limit")
     silent = [
         (node_of_rank[report.waits_for], node_of_rank[rank])
         for rank, report in reports.items()
@@ -124,7 +124,7 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
     ]
     wrong |= _find_blamed_nodes([pair for pair in silent if not set(pair) & set(wrong)])
     if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
-        wrong |= dict.fromkeys(participants, f"its time was over in {' and '.join(stuck)}")
+        wrong |= dict.fromkeys(participants, f"it exceeded the time limit in {' and '.join(stuck)}")
     return wrong or _find_slow_nodes(reports, node_of_rank)
 
 
@@ -137,7 +137,7 @@ def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
         worst = max(counts, key=lambda number: (counts[number], number))
         peers = sorted({number for pair in remaining if worst in pair for number in pair} - {worst})
         where = f"to or from node {', '.join(map(str, peers))}" if peers else "between its devices"
-        wrong[worst] = f"nothing came over its links {where}"
+        wrong[worst] = f"no data came over its links {where}"
         remaining = [pair for pair in remaining if worst not in pair]
     return wrong
 
@@ -155,7 +155,7 @@ def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int])
     speeds = {number: min(ways.values()) for number, ways in best.items()}
     usual = statistics.median_high(speeds.values()) if speeds else 0.0
     return {
-        number: f"its links carry {speed:.3g} GB/s at most, those of others {usual:.3g}"
+        number: f"its links carry at most {speed:.3g} GB/s, those of the others {usual:.3g}"
         for number, speed in speeds.items()
         if speed < LEAST_BANDWIDTH_SHARE * usual
     }

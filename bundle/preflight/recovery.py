@@ -24,7 +24,7 @@ def probe() -> ProbeResult:
     try:
         from nvidia_resiliency_ext.shared_utils.health_check import GPUHealthCheck
     except ImportError as error:
-        return ProbeResult(skipped=f"nvidia-resiliency-ext cannot be asked: {error}")
+        return ProbeResult(skipped=f"nvidia-resiliency-ext cannot be used: {error}")
     warnings = _WarningCollector()
     logging.getLogger().addHandler(warnings)
     try:
@@ -38,7 +38,7 @@ def probe() -> ProbeResult:
     return (
         ProbeResult()
         if healthy
-        else ProbeResult(wrong=warning_text or "its health check fails, and does not say why")
+        else ProbeResult(wrong=warning_text or "its health check fails without a reason")
     )
 
 

@@ -127,14 +127,14 @@ def compute_overlong_reward_terms(lengths: ArrayLike, longest: int, buffer: int)
     ValueError for a buffer outside 1 .. longest.
     """
     if not 1 <= buffer <= longest:
-        raise ValueError(f"buffer: {buffer} is not within 1 .. {longest}. Set it below the longest answer.")
+        raise ValueError(f"buffer: {buffer} is not from 1 to {longest}. Set it below the longest answer.")
     excess = np.asarray(lengths, np.float64) - (longest - buffer)
     return -np.clip(excess / buffer, 0, 1)
 
 
 def _check_shape(policy: NDArray[Any], other: NDArray[Any]) -> bool:
     if policy.shape != other.shape:
-        raise ValueError(f"log_probs: {policy.shape} is not the shape of the reference's, {other.shape}.")
+        raise ValueError(f"log_probs: shape {policy.shape} differs from the reference's, {other.shape}.")
     return True
 
 
@@ -148,11 +148,11 @@ def _check_sizes(
     count = (len(rewards),)
     for name, values in (("groups", groups), ("lengths", lengths), ("is_truncated", truncated)):
         if values.shape != count:
-            raise ValueError(f"{name}: shape {values.shape} is not that of the rewards, {count}.")
+            raise ValueError(f"{name}: shape {values.shape} differs from the rewards' shape, {count}.")
     if np.isinf(rewards).any():
         raise ValueError("rewards: a reward is infinite. Use NaN for an answer without a verdict.")
     if penalties is not None and [len(one) for one in penalties] != lengths.tolist():
-        raise ValueError("penalties: their lengths are not those of the answers.")
+        raise ValueError("penalties: their lengths differ from those of the answers.")
 
 
 def _find_flat(rewards: Floats, owner: NDArray[np.intp], is_judged: Bools, count: int) -> Bools:

@@ -37,11 +37,11 @@ class Correction:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
-            raise ValueError(f"correction: bounds {self.low}, {self.high} are not 0 <= low < high.")
+            raise ValueError(f"correction: bounds {self.low}, {self.high} are invalid. Set 0 <= low < high.")
         if self.kind == "truncate" and self.low:
-            raise ValueError(f"correction.low: {self.low} is for masking. Set it to 0 or set kind to mask.")
+            raise ValueError(f"correction.low: {self.low} is for masking. Set it to 0, or kind to mask.")
         if self.kind == "truncate" and self.level == "geometric":
-            raise ValueError("correction.level: geometric is for masking. Set kind to mask.")
+            raise ValueError("correction.level: geometric is for masking only. Set kind to mask.")
         if self.veto is not None and not 0 < self.veto < 1:
             raise ValueError(
                 f"correction.veto: {self.veto} is not between 0 and 1. Leave it out for no veto."

@@ -40,7 +40,7 @@ class PolicyLossSettings:
     def __post_init__(self) -> None:
         low, high = self.clip
         if not (0 <= low <= 1 and high >= 0):
-            raise ValueError(f"clip: {self.clip} is not two distances, the first at most 1.")
+            raise ValueError(f"clip: {self.clip} is not two numbers of 0 or more, the first at most 1.")
         if self.dual_clip is not None and not (self.dual_clip > 1 and self.kind != "cispo"):
             raise ValueError(f"dual_clip: {self.dual_clip} is not above 1, or kind is cispo. Leave it out.")
         for name in ("entropy", "kl"):

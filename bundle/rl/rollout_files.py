@@ -46,11 +46,11 @@ def read_batch(path: Path, questions: Sequence[Question], group_size: int) -> An
         prompt_ids = [line["prompt_ids"] for line in lines[:: batch.group_size]]
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UsageError(
-            f"rl.rollout.path: {path} is not a file of answers ({error!r}). Name another run."
+            f"rl.rollout.path: {path} is not a valid file of answers ({error!r}). Name another run."
         ) from error
     if prompt_ids != [list(question.ids) for question in questions]:
         raise UsageError(
-            f"rl.rollout.path: {path} answers other questions. Give the recipe the data, the seed and the"
+            f"rl.rollout.path: {path} has answers to other questions. Use the data, the seed and the"
             " rl.prompts_per_step of the run that wrote it."
         )
     return batch
@@ -89,7 +89,7 @@ def _load(lines: Sequence[Mapping[str, Any]], questions: Sequence[Question], gro
         raise ValueError(f"{len(lines)} answers for {len(questions)} questions x {group_size}")
     for number, line in enumerate(lines, start=1):
         if not len(line["ids"]) == len(line["log_probs"]) == len(line["versions"]):
-            raise ValueError(f"line {number} has not as many log_probs and versions as ids")
+            raise ValueError(f"line {number}: ids, log_probs and versions differ in length")
     answers = tuple(
         Answer(
             line["question"],

@@ -243,7 +243,7 @@ class PolicyTrainer:
         if result is None:  # a line with the step of a checkpoint would stay when the run goes on from there
             if dist.get_rank() == 0:
                 _log.info(
-                    "no group has answers of different rewards, so nothing is learned: reward %.4g, step %d",
+                    "no update: all answers of each group have the same reward: reward %.4g, step %d",
                     values["reward/mean"],
                     session.progress.step,
                 )
@@ -322,7 +322,7 @@ class PolicyTrainer:
                 if not run_on_rank_0(lambda: self._rollout.has_lost_weights):
                     raise
                 if dist.get_rank() == 0:
-                    _log.warning("the weights are sent again: %s", error)
+                    _log.warning("sending the weights again: %s", error)
                 self._rollout.rest()  # every rank forgets the version
         self._sync()
         return ask()
@@ -391,10 +391,10 @@ class PolicyTrainer:
         self._state["flat_steps"] = self._state["flat_steps"] + 1 if is_flat else 0
         if self._state["flat_steps"] >= self.settings.max_flat_steps:
             raise JobFailed(
-                f"rl.max_flat_steps: {self._state['flat_steps']} steps in a row made no update: no group has"
-                " different rewards, or its answers are left out. Look at the answers in"
-                f" {self.session.directory.rollouts}; raise rl.num_generations or rl.rollout.temperature, or"
-                " use easier questions."
+                f"rl.max_flat_steps: {self._state['flat_steps']} steps in a row made no update, because no"
+                " group has different rewards or its answers are left out. Look at the answers in"
+                f" {self.session.directory.rollouts}; raise rl.num_generations or rl.rollout.temperature,"
+                " or use easier questions."
             )
 
     def _describe_result(self) -> Mapping[str, Any]:

@@ -57,7 +57,7 @@ class Sampling:
                 f"max_completion_length: {self.max_completion_length} is not allowed. Set it to 1 or more."
             )
         if violations:
-            raise UsageError("rl.rollout: answers cannot be sampled so", violations)
+            raise UsageError("rl.rollout: the sampling settings are not valid", violations)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class SyncOnlyRollout:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """Raise JobFailed: another rank asks."""
-        raise JobFailed("rollout: this rank asks no question. Report it with the recipe.")
+        raise JobFailed("rollout: this rank has no questions. Report it with the recipe.")
 
     def sync(self, version: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
         """Send what this rank holds of the tensors."""

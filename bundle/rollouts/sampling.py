@@ -55,8 +55,8 @@ def choose_tokens(
     chosen = log_probs.gather(-1, tokens.clamp(max=logits.shape[-1] - 1))
     if not chosen.isfinite().all():
         raise JobFailed(
-            "rollout: the model gives logits that are not finite. Look at grad_norm and the loss of the last"
-            " steps; the learning rate may be too high."
+            "rollout: the model's logits are not finite. Look at grad_norm and the loss of the last steps;"
+            " the learning rate may be too high."
         )
     return tokens.squeeze(-1), chosen.squeeze(-1)
 

@@ -78,7 +78,7 @@ class TransformersRollout:
                 repeated.append(f"repeated: {name}")
             weights[name] = tensor.detach().to(self._device, copy=True).contiguous()
         if repeated:
-            raise JobFailed("rollout: tensors came more than once. Send each of them once.", repeated)
+            raise JobFailed("rollout: a tensor was sent twice. Send each tensor once.", repeated)
         old_model, self._model = self._model, self._builder.build(weights)
         self.version, self.ignored_names = version, tuple(ignored)
         if old_model is not None:
@@ -93,9 +93,9 @@ class TransformersRollout:
 
     def _check(self, requests: Sequence[Request]) -> None:
         """Raise UsageError with the questions that hold no token, or one that the model has not."""
-        empty = [f"question {request.question}: it has no token" for request in requests if not request.ids]
+        empty = [f"question {request.question}: it has no tokens" for request in requests if not request.ids]
         foreign = [
-            f"question {request.question}: token {token} is not below {self._vocab_size}"
+            f"question {request.question}: token {token} is not below the vocabulary size {self._vocab_size}"
             for request in requests
             for token in sorted({min(request.ids, default=0), max(request.ids, default=0)})
             if not 0 <= token < self._vocab_size

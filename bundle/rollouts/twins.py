@@ -92,7 +92,7 @@ class TwinBuilder:
         if problems:
             version = self._transformers.__version__
             raise JobFailed(
-                f"rollout: {self._class.__name__} of transformers {version} does not take these weights."
+                f"rollout: {self._class.__name__} of transformers {version} cannot load these weights."
                 " Report it with the config of the model.",
                 problems,
             )
@@ -109,9 +109,9 @@ class TwinBuilder:
         ]
         if missing or unexpected or reshaped:
             raise JobFailed(
-                f"rollout: these are not the weights of a {self._class.__name__} ({len(missing)} missing,"
+                f"rollout: the weights do not fit {self._class.__name__} ({len(missing)} missing,"
                 f" {len(unexpected)} unexpected, {len(reshaped)} of another shape). Send all tensors of the"
-                " model that is trained.",
+                " trained model.",
                 [*missing[:_SHOWN], *unexpected[:_SHOWN], *reshaped[:_SHOWN]],
             )
 
@@ -184,5 +184,5 @@ def _find_class(transformers: Any, config: Mapping[str, Any], model_type: str) -
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"rl.rollout.engine: transformers {transformers.__version__} has no text model for the"
-            f" model_type {model_type}. Train a model_type that it has."
+            f" model_type {model_type}. Train a supported model_type."
         ) from error

@@ -105,14 +105,14 @@ class RunDirectory:
         run's. Raise it also for --resume without a run, and for files that no run of ours has written.
         """
         if start.fresh and start.resume:
-            raise UsageError("--fresh starts over and --resume goes on: say one of them")
+            raise UsageError("--fresh starts over and --resume continues. Use only one of them")
         self._refuse_foreign_files()
         lora = recipe.model.lora
         adapter = lora.path if lora else None
         self._refuse_own_export({"model.path": recipe.model.path, "model.lora.path": adapter})
         if not files.is_file(self.recipe):
             if start.resume:
-                raise UsageError(f"{self.root}: there is no run to resume")
+                raise UsageError(f"{self.root}: there is no run to resume. Leave --resume out to start one")
             return False
         if start.fresh:
             self._refuse_to_remove(start.origin)
@@ -121,8 +121,8 @@ class RunDirectory:
             return False
         if self.is_finished(recipe) and not start.resume:
             raise UsageError(
-                f"{self.root}: this run is finished; --fresh overwrites it, --resume with more train.steps,"
-                " or with another train.early_stop where that has ended it, goes on with it"
+                f"{self.root}: this run is finished. --fresh overwrites it. --resume continues it, with"
+                " more train.steps or with another train.early_stop if that ended it"
             )
         self._refuse_other_recipe(recipe, longer=start.resume)
         self._refuse_other_origin(Origin.from_start(start))
@@ -168,8 +168,8 @@ class RunDirectory:
     def describe_finished(self) -> str:
         """Return the message for a user who resumes a finished run."""
         return (
-            f"{self.root}: this run is finished; --resume with more train.steps goes on with it,"
-            " or with another train.early_stop where that has ended it"
+            f"{self.root}: this run is finished. --resume continues it, with more train.steps or with"
+            " another train.early_stop if that ended it"
         )
 
     def find_initial_weights(self, recipe: Recipe, start: Start) -> InitialWeights:
@@ -191,9 +191,9 @@ class RunDirectory:
         except UsageError as error:
             return InitialWeights("", (*base.problems, *to_problems(error)))
         if start.weights_only:
-            description = f"the weights of {checkpoint}; optimizer, schedule and data begin anew, at step 0"
+            description = f"the weights of {checkpoint}; optimizer, schedule and data start anew, at step 0"
         else:
-            description = f"{checkpoint}: weights, optimizer and progress, which go on with the same data"
+            description = f"{checkpoint}: weights, optimizer and progress, to continue with the same data"
         return base._replace(description=description)
 
     def read_origin(self) -> Origin | None:
@@ -215,9 +215,8 @@ class RunDirectory:
         checkpoint = find_starting_checkpoint(Path(record.get("checkpoint", record["from"])))
         if record.get("manifest") not in (None, manifest.compute_digest(checkpoint / manifest.FILE_NAME)):
             raise UsageError(
-                f"{checkpoint}: is not the checkpoint any more that {self.root} began with: put that"
-                " back, name"
-                " this run otherwise, or --fresh overwrites it"
+                f"{checkpoint}: this checkpoint changed after {self.root} started from it. Restore it, use"
+                " another run directory, or overwrite the run with --fresh"
             )
         return checkpoint
 
@@ -294,8 +293,8 @@ class RunDirectory:
                 raise UsageError(f"{self.root}: another run is using it ({file.read()})") from None
             except OSError as error:
                 raise UsageError(
-                    f"{self.root}: its file system locks no files ({error.strerror}), so that two runs could"
-                    " use it at once: mount it with flock, or name another place with --run-directory"
+                    f"{self.root}: no file locks on its file system ({error.strerror}), so two runs could"
+                    " use it at once. Mount it with flock, or name another place with --run-directory"
                 ) from error
             # A fork shares the lock and may outlive this process, so it closes the file at once.
             os.register_at_fork(after_in_child=file.close)
@@ -330,9 +329,9 @@ class RunDirectory:
                 else ""
             )
             raise UsageError(
-                f"--run-directory {self.root}: holds"
-                f" {', '.join(foreign_names[:_MAX_NAMED_FILES])}{more}, but no recipe.yaml"
-                " that a run has written. Name an empty or a new directory, or put the run's recipe.yaml back"
+                f"--run-directory {self.root}: contains"
+                f" {', '.join(foreign_names[:_MAX_NAMED_FILES])}{more}, but no recipe.yaml written by a"
+                " run. Name an empty or a new directory, or restore the run's recipe.yaml"
             )
 
     def _refuse_own_export(self, model_paths: Mapping[str, str | None]) -> None:
@@ -342,15 +341,15 @@ class RunDirectory:
         for key, path in model_paths.items():
             if path is not None and any(Path(path).resolve().is_relative_to(place) for place in export_paths):
                 raise UsageError(
-                    f"{key} {path} is where this run would export to: name another directory with"
+                    f"{key} {path} is where this run would export to. Name another directory with"
                     " --run-directory"
                 )
 
     def _refuse_to_remove(self, start_from: Path | None) -> None:
         if start_from is not None and start_from.resolve().is_relative_to(self.root.resolve()):
             raise UsageError(
-                f"--fresh would remove {start_from} before the run could begin with it:"
-                " name another directory with --run-directory"
+                f"--fresh would remove {start_from} before the run could start from it. Name another"
+                " directory with --run-directory"
             )
 
     def _refuse_other_recipe(self, recipe: Recipe, *, longer: bool) -> None:
@@ -360,8 +359,8 @@ class RunDirectory:
             changed = [change for change in changed if change.key not in ("train.steps", "train.epochs")]
         if changed:
             raise UsageError(
-                f"{self.root} holds a run of another recipe; change it back, name this run otherwise,"
-                " or --fresh overwrites it (--resume takes more train.steps)",
+                f"{self.root} has a run of another recipe. Change the recipe back, use another run"
+                " directory, or overwrite the run with --fresh (--resume takes more train.steps)",
                 [str(change) for change in changed],
             )
 
@@ -369,9 +368,9 @@ class RunDirectory:
         before = self.read_origin()
         if origin is not None and origin != before:
             raise UsageError(
-                f"{self.root} holds a run that began {f'with {before}' if before else 'anew'}, not with"
-                f" {origin}: leave out --from to go on with it, name this run otherwise,"
-                " or --fresh overwrites it"
+                f"{self.root} has a run that started {f'with {before}' if before else 'anew'}, not with"
+                f" {origin}. Leave out --from to continue it, use another run directory, or overwrite the"
+                " run with --fresh"
             )
 
     def _write_recipe(self, recipe: Recipe) -> None:
@@ -408,10 +407,10 @@ def find_starting_checkpoint(path: Path) -> Path:
     if (checkpoint := find_newest_checkpoint(path)) is not None:
         return checkpoint
     if not (files.is_directory(path) or files.is_file(path)):
-        raise UsageError(f"--from {path}: there is no such checkpoint")
+        raise UsageError(f"--from {path}: this checkpoint does not exist")
     raise UsageError(
-        f"--from {path}: neither a checkpoint that mcore-bundle wrote (it has no {manifest.FILE_NAME})"
-        " nor a run that has any"
+        f"--from {path}: neither a checkpoint of mcore-bundle (it has no {manifest.FILE_NAME}) nor a run"
+        " with a checkpoint"
     )
 
 
@@ -419,13 +418,13 @@ def refuse_impossible_continuation(checkpoint: Path, step: int, recipe: Recipe) 
     """Raise UsageError where a run cannot continue after that step of another run."""
     if recipe.task_traits.has_pairs:
         raise UsageError(
-            f"--from {checkpoint}: a preference run's reference is what it begins with, and this is"
-            " in the middle of another run; take its weights alone (--weights-only)"
+            f"--from {checkpoint}: a preference run uses its first weights as the reference, but this"
+            " checkpoint is in the middle of another run. Load its weights only (--weights-only)"
         )
     if recipe.train.epochs is None and step >= recipe.train.steps:
         raise UsageError(
-            f"{checkpoint} is of step {step}: train.steps {recipe.train.steps} leaves"
-            " nothing to train; --weights-only begins at step 0"
+            f"{checkpoint} is of step {step}, so train.steps {recipe.train.steps} leaves nothing to train."
+            " Raise train.steps, or start at step 0 with --weights-only"
         )
 
 

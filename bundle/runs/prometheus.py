@@ -38,8 +38,7 @@ class PrometheusSink:
         except OSError as error:
             raise EnvironmentUnfit(
                 f"metrics.prometheus: cannot listen on {settings.address}:{settings.port}:"
-                f" {error.strerror}; name"
-                " another port or address"
+                f" {error.strerror}. Name another port or address"
             ) from error
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])

@@ -138,9 +138,7 @@ class Session:
         if is_told_to_stop or is_last or is_save_due:
             self._save()
         if is_told_to_stop and not is_last:
-            raise Preempted(
-                f"stopped at step {self.progress.step} as told; a checkpoint is written, start it again"
-            )
+            raise Preempted(f"stopped by a signal at step {self.progress.step}; a checkpoint is saved")
 
     def export(self, step: int | None = None) -> None:
         """Write the model as `checkpoint.export` says; `step` is None for the export at the end."""
@@ -201,11 +199,11 @@ class Session:
         last = self.progress.step
         first = last - self.progress.unreported_steps + 1
         reason = (
-            "although every gradient was" if losses.tokens else "since not one of their tokens is learned"
+            "although every gradient was" if losses.tokens else "because none of their tokens are learned"
         )
         raise JobFailed(
-            f"the loss of steps {first} to {last} is not finite, {reason}; no checkpoint has"
-            " these steps. Check which parts of the rows are learned (mcore-bundle check)."
+            f"the loss of steps {first} to {last} is not finite, {reason}. No checkpoint has these steps."
+            " Check which parts of the rows are learned (mcore-bundle check)."
         )
 
     def _write_result(self, values: Mapping[str, Any]) -> None:
@@ -213,8 +211,8 @@ class Session:
         progress = self.progress
         if progress.step and progress.skipped_updates == progress.step:
             raise JobFailed(
-                f"not one of {progress.step} updates was made, since no gradient was finite: the weights are"
-                " those of the start. Lower optimizer.lr, or correct the data."
+                f"none of {progress.step} updates was made, because no gradient was finite: the weights are"
+                " unchanged. Lower optimizer.lr, or correct the data."
             )
         result = {"step": progress.step, "skipped_updates": progress.skipped_updates, **values}
         files.write_json(self.directory.result, replace_nonfinite(result))

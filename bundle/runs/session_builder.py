@@ -179,14 +179,14 @@ class SessionBuilder:
         saved = loaded.state
         if saved.data_digest != digest_json(identity):
             raise UsageError(
-                f"{loaded.directory.name} was trained on other data: put that back as it was, or begin"
-                f" another run with these weights alone (--from {loaded.directory} --weights-only)",
+                f"{loaded.directory.name} was trained on other data. Restore that data, or start another"
+                f" run from these weights (--from {loaded.directory} --weights-only)",
                 state.list_data_changes(saved.metrics.get("data", {}), identity),
             )
         engine.restore_loss_sums(saved.metrics["losses"])
         for note in loaded.notes:
             _log.info(note)
-        _log.info("goes on after step %d", saved.step)
+        _log.info("continues after step %d", saved.step)
         return Progress.from_dump(saved.metrics["progress"]), dict(saved.metrics["task"])
 
     def _load_origin(
@@ -197,7 +197,7 @@ class SessionBuilder:
         assert checkpoint is not None
         if weights_only:
             checkpoints.load_weights(checkpoint)
-            _log.info("begins with the weights of %s", checkpoint)
+            _log.info("starts from the weights of %s", checkpoint)
             return None
         loaded = checkpoints.load_from(checkpoint)
         refuse_impossible_continuation(checkpoint, loaded.state.step, recipe)
@@ -242,7 +242,7 @@ def agree_on_weights(recipe: Recipe) -> PretrainedWeights | None:
             ],
         )
     if recipe.model.path is not None:
-        _log.info("begins with %s", pretrained.describe_weights(recipe, weights[0]))
+        _log.info("starts from %s", pretrained.describe_weights(recipe, weights[0]))
     return weights[0]
 
 

@@ -97,9 +97,8 @@ def compute_log_probs(
             continue
         if identity.weights is None:
             raise JobFailed(
-                f"{cache_file}: log-probabilities of the reference are missing, and the weights that"
-                " they are of"
-                " have been trained since; put the file back, or begin the run anew (--fresh)"
+                f"{cache_file}: log-probabilities of the reference are missing, and its weights were"
+                " trained since. Restore the file, or start over (--fresh)"
             )
         scored = _score(engine, micro_batches)
         sums = np.concatenate([_sum_log_probs(*pair) for pair in zip(scored, host_batches, strict=True)])
@@ -111,7 +110,7 @@ def compute_log_probs(
         dog.report_progress(f"the reference, {computed} answers")
     if computed:
         run_on_rank_0(lambda: _write(cache_file, log_probs, identity))
-        _log.info("the reference's log-probabilities of %s answers are in %s", f"{computed:,}", cache_file)
+        _log.info("saved the reference's log-probabilities of %s answers in %s", f"{computed:,}", cache_file)
     return log_probs
 
 
@@ -123,7 +122,7 @@ def _report_sums(
     Raises JobFailed for a sum that is not finite.
     """
     if not np.isfinite(sums).all():
-        raise JobFailed("the reference's log-probability of an answer is no finite number")
+        raise JobFailed("the reference's log-probability of an answer is not finite")
     return (numbers, sums) if is_reporter else (numbers[:0], sums[:0])
 
 
@@ -152,12 +151,12 @@ def _read(cache_file: Path, documents: int, identity: ReferenceIdentity) -> Numb
             log_probs: Numbers = archive["log_probs"].astype(np.float64)
             digests = {name: str(archive[name]) for name in ("data", "weights")}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise JobFailed(f"{cache_file}: cannot be read ({error}); begin the run anew (--fresh)") from error
+        raise JobFailed(f"{cache_file}: cannot be read ({error}). Start over (--fresh)") from error
     if log_probs.shape != (documents,) or digests["data"] != identity.data:
-        _log.info("%s is of other data: the reference is computed anew", cache_file)
+        _log.info("%s is of other data: recomputing the reference", cache_file)
         return empty
     if identity.weights is not None and digests["weights"] != identity.weights:
-        _log.info("%s is of other weights: the reference is computed anew", cache_file)
+        _log.info("%s is of other weights: recomputing the reference", cache_file)
         return empty
     return log_probs
 

@@ -32,8 +32,8 @@ class Trainer:
         self.corpus = prepare_on_ranks(recipe, cache_directory, watchdog)
         if _has_answers_in_model_tokens(recipe) and not self.corpus.end_tokens:
             _log.warning(
-                "no answer of the first samples ends with a special token, as by a template that only opens"
-                " turns: a model does not learn to stop from these"
+                "None of the first samples ends with an end-of-turn token, so the model will not learn to"
+                " stop. Check the chat template"
             )
         samples = len(self.corpus.training)
         recipe = _with_steps(recipe, samples)
@@ -89,7 +89,7 @@ class Trainer:
         entropy = corpus.bigram_entropy
         pairs = f"; the text's bigram entropy is {entropy:.2f}" if entropy is not None else ""
         if early:
-            _log.info("ends at step %d of %d by %s", progress.step, session.recipe.train.steps, early)
+            _log.info("stopping at step %d of %d: %s", progress.step, session.recipe.train.steps, early)
         unit = "a pair" if session.recipe.task_traits.has_pairs else "nats per token"
         _log.info("finished: loss %.4f%s %s%s%s", losses.main, depths, unit, left_out, pairs)
         return {

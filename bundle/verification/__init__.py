@@ -51,17 +51,17 @@ def verify(
     patch_survey = decide_patches(backend, tree)
     if patch_survey.core.root is None:
         raise EnvironmentUnfit(
-            "There is no megatron-core on the Python path whose patches could be proven. Install one, or put "
-            "a checkout on PYTHONPATH"
+            "no megatron-core on the Python path to prove patches with. Install one, or put a checkout on"
+            " PYTHONPATH"
         )
     needed_patches = list_needed_patches(patch_survey)
     selected = [patch for patch in PATCHES if patch.id in ids] if ids else needed_patches
     impossible = {
-        patch.id: f"this megatron is not patched: {decisions[patch.id].reason}"
+        patch.id: f"the installed megatron-core is not patched: {decisions[patch.id].reason}"
         for patch in selected
         if patch not in needed_patches
     } | {
-        patch.id: f"takes {CHECKS[patch.id].world} devices, and this machine has {devices}"
+        patch.id: f"needs {CHECKS[patch.id].world} devices, but this machine has {devices}"
         for patch in selected
         if devices is not None and CHECKS[patch.id].world > devices
     }

@@ -93,8 +93,8 @@ def judge(patch: str, check: Check, without: Sequence[Observation], with_it: Seq
     if expected and agrees:
         return Result(patch, Status.PROVEN, reason)
     expected_failures = " or ".join(_format_failure(failure) for failure in check.without)
-    wrong = [] if expected else [f"without it there should be {expected_failures}"]
-    wrong += [] if agrees else [f"with it the gap should be at most {check.agreement:g}"]
+    wrong = [] if expected else [f"without it, expected {expected_failures}"]
+    wrong += [] if agrees else [f"with it, expected a gap of at most {check.agreement:g}"]
     return Result(patch, Status.FAILED, f"{reason} ({'; '.join(wrong)})")
 
 
@@ -134,13 +134,13 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     ),
     "mla-thd-value-padding": build_check(
         "attention:measure_narrow_values",
-        Raises("UsageError", "flash attention wants thd heads of one size"),
+        Raises("UsageError", "flash attention needs thd heads of one size"),
         needs=("mla-packed-qkv",),
     ),
     "mla-uncompressed-query-norm": build_check(
         "attention:measure_uncompressed_queries",
         Raises("ValueError", "is non-trivial, but `q_lora_rank is None`"),  # megatron's local spec
-        Raises("JobFailed", "folded a norm into a projection"),  # Transformer Engine's: a name of no other
+        Raises("JobFailed", "fused a norm into a projection"),  # Transformer Engine's: a name of no other
     ),
     "mla-rotary-key-gradient": build_check("attention:measure_rotary_key", Gap(1e-2), world=2),
     "mla-query-norm-gradient": build_check(  # twice as large

@@ -63,7 +63,7 @@ def _run_fork_and_report_failure(work: Callable[[], None], seconds: float) -> Ob
         ended_pid, status = os.waitpid(child, os.WNOHANG)
         if ended_pid:
             code = os.waitstatus_to_exitcode(status)
-            return Observation(raised="Died", message=f"the run ended with status {code}") if code else None
+            return Observation(raised="Died", message=f"the run ended with code {code}") if code else None
         time.sleep(0.005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

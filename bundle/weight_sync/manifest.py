@@ -67,8 +67,8 @@ class Manifest:
         violations = list(self._find_differences(declared))
         if violations:
             raise JobFailed(
-                f"rl.rollout.engine: version {self.version} has {len(self.tensors)} tensors, and the"
-                f" checkpoint of the server declares others ({len(violations)} differ). Serve the model that"
+                f"rl.rollout.engine: the {len(self.tensors)} tensors of version {self.version} differ from"
+                f" those in the checkpoint of the server ({len(violations)} differ). Serve the model that"
                 " is trained.",
                 limit_violations(violations),
             )
@@ -84,13 +84,13 @@ class Manifest:
                 continue
             if missing.pop(name, None) != describe_tensor(name, tensor):
                 raise JobFailed(
-                    f"rollout: {name} is not a tensor of version {self.version}, or came twice. Send the"
-                    " tensors of one model."
+                    f"rollout: {name} is not a tensor of version {self.version}, or was sent twice. Send"
+                    " the tensors of one model."
                 )
             yield name, tensor
         if missing:
             raise JobFailed(
-                f"rollout: {len(missing)} tensors of version {self.version} are missing in a later one.",
+                f"rollout: a later version lacks tensors of version {self.version} ({len(missing)} missing).",
                 limit_violations(list(missing)),
             )
 

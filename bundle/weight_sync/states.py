@@ -69,7 +69,7 @@ class SyncFailed(JobFailed):
         self.replica, self.step = replica, step
         reason, _, _ = str(cause).partition("\n")
         super().__init__(
-            f"rollout: {replica} is not {step}, and answers nothing until the next whole sync:"
+            f"rollout: {replica} is not {step}, so it gives no answers until the next whole sync:"
             f" {reason or type(cause).__name__}",
             cause.violations if isinstance(cause, BundleError) else (),
         )
@@ -95,9 +95,9 @@ class FreeMemoryWait(NamedTuple):
         while (free := self.read()) < self.needed:
             if time.monotonic() > deadline:
                 raise JobFailed(
-                    f"{format_bytes(free)} of the device are free after the release of the KV cache, and the"
-                    f" trainer needs {format_bytes(self.needed)}. Lower train.micro_batch_size, or serve on"
-                    " other devices (rl.rollout.urls)."
+                    f"only {format_bytes(free)} of the device are free after the release of the KV cache,"
+                    f" but the trainer needs {format_bytes(self.needed)}. Lower train.micro_batch_size, or"
+                    " serve on other devices (rl.rollout.urls)."
                 )
             time.sleep(0.01)
 
@@ -234,7 +234,7 @@ class ReplicaSync(Generic[R]):
         wrong = sorted(name for name, value in expected.items() if checksums.get(name) != value)
         if wrong:
             raise JobFailed(
-                f"its weights are not those that were sent ({len(wrong)} of {len(expected)} tensors differ).",
+                f"{len(wrong)} of its {len(expected)} tensors differ from those that were sent.",
                 limit_violations(wrong),
             )
 

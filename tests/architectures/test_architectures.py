@@ -284,7 +284,10 @@ def test_what_would_not_be_computed_is_refused_by_name(model_type, change, named
     [
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"norm_topk_prob": False}, "norm_topk_prob"),
-        ({"n_group": 256, "topk_group": 8}, "n_group 256: a group counts by its best 2 experts, and has 1"),
+        (
+            {"n_group": 256, "topk_group": 8},
+            "n_group 256: a group is scored by its best 2 experts, but has only 1",
+        ),
         ({"n_group": 7}, "do not divide"),
         ({"n_group": 1, "n_routed_experts": 4}, "exceeds the 4 experts"),
         ({"num_experts_per_tok": 1, "n_group": 1}, "single expert"),
@@ -302,11 +305,11 @@ def test_routing_and_latent_attention_that_megatron_would_compute_otherwise(chan
     [
         ({"swiglu_alpha": 1.5}, "swiglu_alpha"),
         ({"attention_bias": False}, "attention_bias"),
-        ({"layer_types": ["full_attention"]}, "1 of them for num_hidden_layers 2"),
+        ({"layer_types": ["full_attention"]}, "length 1 differs from num_hidden_layers 2"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
-        ({"experts_per_token": 3}, "num_experts_per_tok says 2"),
-        ({"initial_context_length": 32}, "the rotary parameters say 64"),
-        ({"rope_scaling": None, "initial_context_length": None}, "transformers would take gpt-oss-20b's"),
+        ({"experts_per_token": 3}, "differs from num_experts_per_tok 2"),
+        ({"initial_context_length": 32}, "differs from the rotary parameters, 64"),
+        ({"rope_scaling": None, "initial_context_length": None}, "transformers uses gpt-oss-20b's"),
     ],
 )
 def test_what_gpt_oss_would_compute_otherwise_is_refused(change, named):

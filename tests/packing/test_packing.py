@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_by_shape(call, values, messages):
     messages(error.value)
 
 
-@pytest.mark.parametrize(("rank", "named"), [(None, "`rank`"), (2, "rank 2")])
+@pytest.mark.parametrize(("rank", "named"), [(None, "`rank`"), (2, "rank: 2 ")])
 def test_a_rank_must_be_named_and_exist(rank, named, messages):
     with pytest.raises(JobFailed, match=named) as error:
         Packing.from_lengths([4], Alignment(cp=2), rank=rank)

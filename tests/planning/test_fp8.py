@@ -35,7 +35,7 @@ def refused(config, machine, fp8, **parallel):
     made = plan(recipe, hardware, nodes=1, per_node=world)
     found = [p for p in made.problems if "on each rank" in p.text]
     assert all(p.code is ExitCode.USAGE and p.text.startswith("model.fp8: ") for p in found)
-    return [p.text.partition("on each rank ")[2].partition(":")[0] for p in found]
+    return [p.text.partition("on each rank ")[2].partition(" (")[0] for p in found]
 
 
 @pytest.mark.parametrize("machine", ["cpu", "b200", "a3"])

@@ -27,7 +27,7 @@ def test_a_function_that_a_file_has_is_no_problem_and_nothing_runs(mine, name):
     ("text", "name", "value"),
     [
         (None, "polite", "No such file"),
-        ("def f(:", "polite", "not Python"),
+        ("def f(:", "polite", "not valid Python"),
         ("def other(a, b): ...", "polite", "other"),
     ],
 )

@@ -61,7 +61,7 @@ def test_absurd_sizes_are_refused_at_once(overrides, named):
     ("named", "nodes", "per_node", "said"),
     [
         ("h200", 2**18, 8, "devices: 2097152 ranks are more than the 1048576 that a plan is made for"),
-        ("cpu", 1, 2048, "devices.per_node: 2048 ranks on one machine, 1024 at most"),
+        ("cpu", 1, 2048, "devices.per_node: 2048 ranks are too many for one machine. Use at most 1024"),
     ],
 )
 def test_the_bound_is_said_of_a_layout_that_would_fit(named, nodes, per_node, said):

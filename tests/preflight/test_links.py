@@ -67,7 +67,7 @@ def test_links_within_a_node_are_not_held_against_those_between_nodes():
 
 def silent(*waits: tuple[int, int], count: int) -> dict[int, Report]:
     """What nodes report of which (rank, other) waited for the other in vain."""
-    said = {rank: Report((), "waiting for the others") for rank in range(count)}
+    said = {rank: Report((), "waiting for the other ranks") for rank in range(count)}
     return said | {rank: Report((), "an exchange", other) for rank, other in waits}
 
 
@@ -133,7 +133,7 @@ def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that
         found = told(["slow", "held", "well", "unfit", "well"], {"unfit": "its disk is full"}, port)
     came_to = {
         "0": ["gpu0", ""],
-        "1": ["gpu1", "nothing came over its links to or from node 0, 2"],
+        "1": ["gpu1", "no data came over its links to or from node 0, 2"],
         "2": ["gpu2", ""],
         "3": ["gpu3", "its disk is full"],
         "4": ["gpu4", ""],  # whose own exchange has ended, and which waits for those that are held
@@ -151,7 +151,7 @@ def measuring(size: int) -> Any:
         wait=1, seconds=1, quick=True, name="gpu0",
     )  # fmt: skip
     found = links.LinkMeasurement(place, 0, size, 1)
-    found._wait_at_barrier = lambda: setattr(found, "stage", "waiting for the others")
+    found._wait_at_barrier = lambda: setattr(found, "stage", "waiting for the other ranks")
     return found
 
 

@@ -177,7 +177,7 @@ def test_a_device_that_computes_wrong_is_told(monkeypatch, messages):
     answers = iter([True, False])
     monkeypatch.setattr(torch, "equal", lambda *_: next(answers))
     wrong = device.probe("cpu", 0, 0.0).wrong
-    assert "2." in wrong
+    assert "product 2 " in wrong
     messages(wrong)
 
 

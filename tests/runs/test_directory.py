@@ -262,10 +262,10 @@ def test_a_run_keeps_what_it_began_with(run, tmp_path, messages, monkeypatch):
     assert begin(run), "a scheduler may leave it out"
     assert begin(run, origin=Path("first"))
     assert begin(run, origin=tmp_path / "first", resume=True)
-    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/second: ") as error:
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/second\\. ") as error:
         begin(run, origin=Path("second"))
     messages(error.value)
-    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first: ") as error:
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first\\. ") as error:
         begin(run, origin=Path("first"), weights_only=True)
     messages(error.value)
     assert not begin(run, origin=Path("second"), fresh=True)
@@ -283,7 +283,7 @@ def test_a_run_keeps_that_it_began_with_weights_alone(run, tmp_path, messages):
     run.metrics.write_text('{"step": 1}\n')
     assert run.read_origin() == Origin(tmp_path / "first", weights_only=True)
     assert begin(run) and run.decide_resume(recipe(), start)
-    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first: ") as error:
+    with pytest.raises(UsageError, match=f"{tmp_path}/first, .*{tmp_path}/first\\. ") as error:
         begin(run, origin=tmp_path / "first")
     messages(error.value)
 

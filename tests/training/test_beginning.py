@@ -67,7 +67,7 @@ def test_a_run_begins_with_the_weights_of_its_path_and_exports_what_it_trained(t
     export, every = "checkpoint.export=hf", "checkpoint.export_interval=1"
     said = train(tmp_path / "loaded", model, "train.steps=2", evaluated, export, every)
     exported = tmp_path / "loaded" / "hf"
-    assert f"begins with {model}: " in said and "random" not in said
+    assert f"starts from {model}: " in said and "random" not in said
     assert f"exported to {exported}" in said
     wanted, trained = loss(transformers, model), loss(transformers, exported)
     assert noted(tmp_path / "loaded", "train/loss")[0] == pytest.approx(wanted, rel=1e-5)

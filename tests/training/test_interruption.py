@@ -207,7 +207,7 @@ def test_a_run_begins_with_another_runs_newest_checkpoint_once(whole, tmp_path):
 
 def test_a_missing_checkpoint_is_told_before_any_rank_starts(tmp_path):
     said = finish(train(tmp_path / "run", "--from", "/nonexistent"), 2)
-    assert "--from /nonexistent: there is no such checkpoint" in said
+    assert "--from /nonexistent: this checkpoint does not exist" in said
     assert not (tmp_path / "run").exists()
 
 

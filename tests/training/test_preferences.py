@@ -40,7 +40,7 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     pairs = [{"prompt": f"{n}?", "chosen": "yes " * (1 + n % 3), "rejected": "no " * 3} for n in range(16)]
     rows.write_text("\n".join(map(json.dumps, pairs)))
     run, keys = tmp_path / "run", (*TINY, f"data.path={rows}")
-    assert "answers are in" in finish(command.start_training("demo", run, keys))
+    assert "answers in" in finish(command.start_training("demo", run, keys))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in metrics if "train/loss" in line]
     # Nothing tells the model from the reference yet; then it prefers what it is shown.
@@ -76,7 +76,7 @@ def test_a_run_begins_at_its_reference_and_goes_on_with_it(tmp_path: Path) -> No
     said = finish(command.start_training("demo", run, longer, "--resume"), 1)
     assert kept.name in said and "--fresh" in said
     (tmp_path / "away.npz").rename(kept)
-    assert "answers are in" not in finish(command.start_training("demo", run, longer, "--resume"))
+    assert "answers in" not in finish(command.start_training("demo", run, longer, "--resume"))
     assert np.array_equal(np.load(kept)["log_probs"], before)
 
 

@@ -130,13 +130,14 @@ class SGLangRollout:
         for request in requests:
             if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < self._model.vocab_size:
                 problems.append(
-                    f"question {request.question}: it is empty, or has a token outside the vocabulary of"
-                    f" {self._model.vocab_size}"
+                    f"question {request.question}: it is empty, or has a token that is not below the"
+                    f" vocabulary size {self._model.vocab_size}"
                 )
             if len(request.ids) > limit:
                 problems.append(
-                    f"question {request.question}: {len(request.ids)} tokens and an answer of"
-                    f" {sampling.max_completion_length} exceed the context of {self._model.context_length}"
+                    f"question {request.question}: {len(request.ids)} tokens plus an answer of"
+                    f" {sampling.max_completion_length} exceed the context length"
+                    f" {self._model.context_length}"
                 )
         if problems:
             raise UsageError(

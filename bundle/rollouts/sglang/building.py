@@ -161,8 +161,8 @@ def _check_length(settings: RLRollout, length: int) -> None:
     if length <= settings.max_completion_length:
         raise UsageError(
             f"rl.rollout.max_completion_length: {settings.max_completion_length} leaves no room for a"
-            f" question in the {length} tokens of a server. Lower it, or start the server with a longer"
-            " context."
+            f" question in the server's context of {length} tokens. Lower it, or start the server with a"
+            " longer context."
         )
 
 
@@ -174,8 +174,7 @@ def _check_version(url: str, version: str) -> None:
         is_old = True
     if is_old:
         raise EnvironmentUnfit(
-            f"rl.rollout.urls: {url} is SGLang {files.to_printable(version)}. Serve by"
-            f" {OLDEST_SGLANG} or newer."
+            f"rl.rollout.urls: {url} runs SGLang {files.to_printable(version)}. Use {OLDEST_SGLANG} or newer."
         )
 
 
@@ -184,7 +183,7 @@ def _read_server_tensors(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     paths = {str(info.get("model_path")) for info in infos}
     if len(paths) > 1:
         raise UsageError(
-            "rl.rollout.urls: the servers serve several models. Name servers of one.", sorted(paths)
+            "rl.rollout.urls: the servers serve different models. Name servers of one model.", sorted(paths)
         )
     directory = Path(paths.pop())
     return dict(read_declared_tensors(directory)) if directory.is_dir() else {}

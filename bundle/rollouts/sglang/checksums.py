@@ -81,7 +81,7 @@ class HashHelper:
             self._cache = None
             if error := self._ask({"bucket": bucket.share()}).get("error"):
                 self.close()
-                raise JobFailed(f"the helper that computes checksums does not open a bucket ({error}).")
+                raise JobFailed(f"the checksum helper cannot open a bucket ({error}).")
 
     def close(self) -> None:
         """End the helper."""
@@ -105,7 +105,7 @@ class HashHelper:
             raise JobFailed(f"no checksum can be computed ({reply.get('error', 'no name is known')}).")
         if is_first and (unknown := sorted(names - expected.keys())):
             _log.warning(
-                "checksums of %d of %d tensors of the server do not follow from the files, such as %s",
+                "cannot compute the checksums of %d of the server's %d tensors from the files, such as %s",
                 len(unknown),
                 len(names),
                 unknown[0],
@@ -129,4 +129,4 @@ class HashHelper:
             if select.select([self._process.stdout], [], [], self._seconds)[0]:
                 reply = json.loads(self._process.stdout.readline())
                 return reply if isinstance(reply, dict) else {}
-        return {"error": f"the helper ends, or takes more than {self._seconds:g} s"}
+        return {"error": f"the helper ended, or took more than {self._seconds:g} s"}

@@ -76,10 +76,10 @@ class Client:
             async with asyncio.timeout(seconds or self._seconds):
                 return await self._exchange(route)
         except TimeoutError as error:
-            raise ServerFault(f"{route.path} takes more than {seconds or self._seconds:g} s.") from error
+            raise ServerFault(f"{route.path} took more than {seconds or self._seconds:g} s.") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = self._keys.hide(str(error)) or type(error).__name__
-            raise ServerFault(f"{route.path} has no reply ({reason}).") from error
+            raise ServerFault(f"{route.path} got no reply ({reason}).") from error
 
     async def _exchange(self, route: Route) -> tuple[int, bytes]:
         body = json.dumps(route.to_body()).encode() if route.method == "POST" else b""
@@ -109,7 +109,7 @@ class Client:
         text = body.decode(errors="replace")
         if status != 200:
             reason = files.to_printable(self._keys.hide(text)[:300])
-            raise ServerFault(f"{route.path} is answered by {status} ({reason}).")
+            raise ServerFault(f"{route.path} returned status {status} ({reason}).")
         try:
             return json.loads(text)
         except ValueError:
@@ -133,7 +133,7 @@ class Client:
         for route in (ServerInfo(), ModelInfo()):
             document = self.call(route)
             if not isinstance(document, dict):
-                raise ServerFault(f"{route.path} is answered by no object. Is it SGLang?")
+                raise ServerFault(f"{route.path} returned no JSON object. Is it SGLang?")
             info |= document
         return info
 
@@ -142,7 +142,7 @@ class Client:
         if self._has_sessions is None:
             status, _ = asyncio.run(self.exchange(ProbeUpdateSessions()))
             if status not in (404, 405):
-                raise ServerFault(f"{ProbeUpdateSessions.path} is answered by {status}. Is it SGLang?")
+                raise ServerFault(f"{ProbeUpdateSessions.path} returned status {status}. Is it SGLang?")
             self._has_sessions = status == 405
         return self._has_sessions
 
@@ -155,7 +155,7 @@ class Client:
         return True
 
     def restart(self) -> None:
-        raise ServerFault("it does not answer, and somebody else has started it. Start it again.")
+        raise ServerFault("it does not answer, and this job did not start it. Start it again.")
 
     def close(self) -> None:
         """Do nothing: the server is somebody else's."""
@@ -203,7 +203,7 @@ class Client:
         """Return the reply. Raise ServerFault where it does not say that it has succeeded."""
         reply = self.call(route)
         if not isinstance(reply, dict) or reply.get(key) != value:
-            raise ServerFault(f"{route.path} has not succeeded ({self._keys.hide(str(reply))[:300]}).")
+            raise ServerFault(f"{route.path} failed ({self._keys.hide(str(reply))[:300]}).")
         return reply
 
 

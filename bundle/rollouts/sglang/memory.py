@@ -54,7 +54,7 @@ class TrainerMemory(NamedTuple):
         if self.server_part * total > free:
             part = format_bytes(int(self.server_part * total))
             raise JobFailed(
-                f"rl.rollout.mem_fraction_static: {part} of the device are the server's, and"
-                f" {format_bytes(free)} are free. End what else uses the device, or lower it."
+                f"rl.rollout.mem_fraction_static: the server needs {part} of the device, but"
+                f" {format_bytes(free)} are free. End other processes on the device, or lower it."
             )
         return float(min(self.server_part * total / free, _MOST))

@@ -191,16 +191,16 @@ def read_answer(
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
         versions = sorted({str(span["version"]) for span in spans})
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise AnswerRefused(f"its answer is none: {format_value(document)}.") from error
+        raise AnswerRefused(f"its reply is not an answer: {format_value(document)}.") from error
     limit = sampling.max_completion_length - (len(partial.ids) if partial else 0)
     if len(pairs) != len(ids) or [token for _, token in pairs] != ids:
-        raise AnswerRefused(f"it answers {len(ids)} tokens with log-probabilities of {len(pairs)}.")
+        raise AnswerRefused(f"it returned {len(ids)} tokens but log-probabilities of {len(pairs)}.")
     if foreign := [token for token in ids if not 0 <= token < vocab_size]:
-        raise AnswerRefused(f"it answers token {foreign[0]}, and the vocabulary has {vocab_size}.")
+        raise AnswerRefused(f"it returned token {foreign[0]}, but the vocabulary has {vocab_size} tokens.")
     if not all(math.isfinite(value) and value <= 1e-3 for value, _ in pairs):
-        raise AnswerRefused("it answers log-probabilities that are none.")
+        raise AnswerRefused("it returned invalid log-probabilities.")
     if versions != [str(version)]:
-        raise AnswerRefused(f"it answers with version {', '.join(versions)}, not {version}.")
+        raise AnswerRefused(f"it answered with version {', '.join(versions)}, not {version}.")
     reason = _FINISH_REASONS.get(kind)
     is_stopped = bool(ids) and ids[-1] in sampling.stop
     if (
@@ -209,7 +209,7 @@ def read_answer(
         or (reason == "stop" and not is_stopped)
         or (reason == "length" and len(ids) < limit)
     ):
-        raise AnswerRefused(f"it ends an answer of {len(ids)} tokens with {format_value(kind)}.")
+        raise AnswerRefused(f"it ended an answer of {len(ids)} tokens with {format_value(kind)}.")
     log_probs = np.array([value for value, _ in pairs], dtype=np.float32)
     tokens = np.full(len(ids), version, dtype=np.int32)
     if partial is not None:
@@ -224,7 +224,7 @@ def read_checksums(document: Any) -> Mapping[str, str]:
     try:
         ranks = [dict(rank["checksums"]) for rank in document["ranks"]]
     except (TypeError, ValueError, KeyError) as error:
-        raise JobFailed(f"it reports no checksums: {format_value(document)}.") from error
+        raise JobFailed(f"it returned no checksums: {format_value(document)}.") from error
     if len(ranks) == 1:
         return ranks[0]
     return {f"{number}:{name}": value for number, rank in enumerate(ranks) for name, value in rank.items()}

@@ -183,14 +183,14 @@ class Replicas:
         """Use files from now on, and say why."""
         reasons = [str(sync.failure) for sync in syncs if sync.failure is not None]
         _log.warning(
-            "rl.rollout.transport: files from now on: %s", "; ".join(reasons) or "no server was ready"
+            "rl.rollout.transport: switching to files: %s", "; ".join(reasons) or "no server was ready"
         )
         self._bucket_device = self._bucket_manifest = None
 
     def _build_error(self, version: int) -> JobFailed:
         failures = [sync.failure for sync in self.all if sync.failure is not None]
         lines = [line for failure in failures for line in failure.list_lines()]
-        return JobFailed(f"rollout: no server has taken version {version}.", lines)
+        return JobFailed(f"rollout: no server loaded version {version}.", lines)
 
     def _count_sync(self, version: int, taking_seconds: float = 0.0) -> None:
         """Count a successful sync; ask for no more checksums where they take too long."""
@@ -208,7 +208,7 @@ class Replicas:
             and seconds > max(_VERIFY_SECONDS, _VERIFY_SHARE * step_seconds)
         ):
             _log.warning(
-                "rl.rollout.verify: first from now on: checksums took %.1f s of a step of %.1f s",
+                "rl.rollout.verify: switching to first: checksums took %.1f s of a step of %.1f s",
                 seconds,
                 step_seconds,
             )

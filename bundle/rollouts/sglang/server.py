@@ -47,7 +47,7 @@ def check_installation(python: str) -> str:
         raise EnvironmentUnfit(f"rl.rollout.python: {python} cannot be run ({error}).") from error
     if not version:
         raise EnvironmentUnfit(
-            f"rl.rollout.python: {python} has no SGLang. Name the Python of an environment that has"
+            f"rl.rollout.python: {python} has no SGLang. Name the Python of an environment with"
             f" {OLDEST_SGLANG} or newer."
         )
     with suppress(InvalidVersion):
@@ -220,7 +220,7 @@ class ServerReplica(Client):
                 reason = "ends" if has_ended else f"does not answer within {self._start_seconds:g} s"
                 tail = self._launcher.read_tail()
                 self._launcher.stop()
-                raise JobFailed(f"its server {reason} while it starts. Its last lines:", tail)
+                raise JobFailed(f"its server {reason} during its start. Its last lines:", tail)
 
     def close(self) -> None:
         """End the server."""

@@ -84,8 +84,8 @@ class FilesTransport:
             if files.is_disk_full(error.__cause__ or error):
                 raise JobFailed(
                     f"rl.rollout.weights_folder: {self._folder.parent} has no room for version {version}"
-                    f" ({format_bytes(files.find_free_bytes(self._folder))} free). Two versions of the model"
-                    " need room; name another folder."
+                    f" ({format_bytes(files.find_free_bytes(self._folder))} free). Two versions of the"
+                    " model must fit. Name another folder."
                 ) from error
             raise
         return WrittenWeights(directory, manifest)
@@ -139,7 +139,7 @@ class FilesTransport:
                 write_pending()
             digests = {name: digest for write in writes for name, digest in write.result().items()}
         if repeated:
-            raise JobFailed("rollout: tensors came more than once. Send each of them once.", repeated)
+            raise JobFailed("rollout: a tensor was sent twice. Send each tensor once.", repeated)
         files.write_json(directory / INDEX_FILE, {"metadata": {}, "weight_map": file_names})
         sent = {
             entry.name: SentTensor(
@@ -196,7 +196,7 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
         digests = list(pool.map(_read_digests, sorted(directory.glob("*.safetensors"))))
     if changes := list_digest_differences(manifest, itertools.chain.from_iterable(digests)):
         raise JobFailed(
-            f"{directory}: these files do not hold the tensors that were written. Look at the disk.",
+            f"{directory}: these files differ from the tensors that were written. Check the disk.",
             limit_violations(changes),
         )
 
