@@ -45,7 +45,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
     ) -> None:
         super().__init__()
         if wrong := self.find_unsupported(config):
-            raise UsageError(f"the core attention of {self.name} does not compute", wrong)
+            raise UsageError(f"the core attention of {self.name} does not support", wrong)
         self.config, self.kernel = config, self.select_kernel(config)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -101,7 +101,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         `attention_mask`: bool, True = hidden; the backends differ in the shapes that they take.
         """
         if attention_bias is not None:
-            raise UsageError(f"the core attention of {self.name} takes no attention bias")
+            raise UsageError(f"the core attention of {self.name} does not support an attention bias")
         kind = (attn_mask_type or self.attn_mask_type).name
         packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", None) == "thd" else None
         reasons = self.kernel.list_shape_refusals(
@@ -111,7 +111,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
             v_head_dim=value.shape[-1],
         )
         if reasons:
-            raise UsageError(f"the core attention of {self.name} does not take this model:", reasons)
+            raise UsageError(f"the core attention of {self.name} does not support this model:", reasons)
         # The latent attention of 0.12 leaves a batch dimension of 1 in packed input, and wants it back.
         batched = packed is not None and query.dim() == 4
         if batched:

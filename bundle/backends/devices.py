@@ -16,8 +16,8 @@ def select_device(device_type: str, local_rank: int, *, noun: str, visible_varia
     count = accelerator.device_count()
     if local_rank >= count:
         raise EnvironmentUnfit(
-            f"local rank {local_rank} has no {noun}: {count} visible; start at most {count} ranks on this"
-            f" node (devices.per_node), or show more of them ({visible_variable})"
+            f"local rank {local_rank} has no {noun}: {count} visible. Start at most {count} ranks on this"
+            f" node (devices.per_node), or make more of them visible ({visible_variable})"
         )
     accelerator.set_device(local_rank)
     return torch.device(device_type, local_rank)

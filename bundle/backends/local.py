@@ -34,9 +34,9 @@ class LocalNorm(torch.nn.Module):
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         if config.normalization not in ("RMSNorm", *(() if self.is_zero_centered else ("LayerNorm",))):
             raise UsageError(
-                f"without Transformer Engine there is no norm {config.normalization} with"
-                f" zero_centered_gamma={self.is_zero_centered}: there are RMSNorm, and LayerNorm with"
-                " plain weights"
+                f"without Transformer Engine {config.normalization} with"
+                f" zero_centered_gamma={self.is_zero_centered} is not supported. Use RMSNorm, or LayerNorm"
+                " with plain weights"
             )
         self.eps = eps
         factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
@@ -175,12 +175,12 @@ def _replace_class(layer: type, classes: Mapping[type, type]) -> type:
         return classes[layer]
     if layer.__module__.startswith("megatron.core.extensions."):
         raise UsageError(
-            f"{layer.__name__} is a layer of Transformer Engine: these specs are made without it"
+            f"{layer.__name__} is a layer of Transformer Engine, but these specs are built without it"
             " (use_transformer_engine=False)"
         )
     if layer.__name__.endswith("GroupedMLP"):
         raise UsageError(
-            f"{layer.__name__} needs grouped GEMM kernels, which are not here: with moe_grouped_gemm=False"
-            " the experts run one after the other (SequentialMLP)"
+            f"{layer.__name__} needs grouped GEMM kernels, which this backend does not have. Set"
+            " moe_grouped_gemm=False, which runs the experts one after the other (SequentialMLP)"
         )
     return layer

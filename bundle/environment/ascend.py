@@ -131,9 +131,9 @@ def _find_generation(machine: Machine, rows: tuple[TableRow, ...], unknown_reaso
         if counts:
             return DetectedValue(
                 "a3" if "2" in counts else None,
-                f"{reason}; {chip_counts.reason} counts {counts[0]} chip(s) per NPU",
+                f"{reason}; {chip_counts.reason} reports Chip Count {counts[0]}",
             )
-    return DetectedValue(None, f"{reason}, which no generation is known by")
+    return DetectedValue(None, f"{reason}, which is not a known generation")
 
 
 def _read_driver_version(machine: Machine, answer: DetectedValue[str]) -> DetectedValue[str]:
@@ -171,10 +171,10 @@ def _collect_notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[i
         f"NPU {row.npu} chip {row.chip} reports health {row.health!r}" for row in rows if row.health != "OK"
     ]
     if rows and len(rows) != len(numbers):
-        notes.append(f"npu-smi lists {len(rows)} devices, /dev has {len(numbers)}: the device nodes count")
+        notes.append(f"npu-smi lists {len(rows)} devices; /dev has {len(numbers)}, and these are used")
     missing = [n for n in ("davinci_manager", "devmm_svm", "hisi_hdc") if n not in machine.list_names("/dev")]
     if missing:
-        notes.append(f"/dev lacks {', '.join(missing)}: the runtime needs them beside davinci<N>")
+        notes.append(f"/dev lacks {', '.join(missing)}, which the runtime needs as well as davinci<N>")
     return tuple(notes)
 
 
@@ -243,6 +243,6 @@ def select_visible(value: str | None, count: int) -> Selection:
         return Selection(
             (),
             shown,
-            f"{shown} does not ascend: the runtime refuses every device. Set {VISIBLE_DEVICES}={fixed}",
+            f"{shown} does not ascend, so the runtime refuses all devices. Set {VISIBLE_DEVICES}={fixed}",
         )
-    return Selection.from_list(shown, entries, chosen, "is no id of a device here")
+    return Selection.from_list(shown, entries, chosen, "is not the id of a device here")

@@ -59,7 +59,7 @@ class Combination(_VersionSet):
     @classmethod
     def _check_device(cls, device: str) -> str:
         if is_emulated(device) and device != EMULATED:
-            raise ValueError(f"a device that is called emulated is no hardware: say {EMULATED}")
+            raise ValueError(f"an emulated device must be called {EMULATED}")
         return device
 
     @property
@@ -110,7 +110,7 @@ def parse(text: str, origin: str) -> CombinationTable:
     try:
         return CombinationTable.model_validate_json(text)
     except ValidationError as error:
-        raise UsageError(f"{origin} is no table of combinations:", format_validation_errors(error)) from None
+        raise UsageError(f"{origin} is not a valid table:", format_validation_errors(error)) from None
 
 
 @cache
@@ -135,11 +135,11 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
     backend and for text that is not a version.
     """
     if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend[:40]}: choose one of {', '.join(BACKENDS)}")
+        raise UsageError(f"--backend {backend[:40]}: unknown. Choose one of {', '.join(BACKENDS)}")
     requested = parse_version(core) if core else None
     if core and (requested is None or len(requested.release) not in (2, 3)):
         raise UsageError(
-            f"--mcore {core[:40]}: say a release or a minor of megatron-core, like 0.17.1 or 0.17"
+            f"--mcore {core[:40]}: not a version of megatron-core. Write a release, 0.17.1, or a minor, 0.17"
         )
 
     def matches_request(entry: _VersionSet) -> bool:

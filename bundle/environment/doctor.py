@@ -49,7 +49,7 @@ def examine(
     try:
         hardware = detect(backend, machine)
     except EnvironmentUnfit as error:
-        fix = "do what the line says, then run doctor again"
+        fix = "fix this cause, then run doctor again"
         causes = error.violations or (str(error),)
         return None, (*findings, *(fail("hardware", cause, fix) for cause in causes))
     findings += check_machine(hardware)
@@ -90,7 +90,7 @@ def _find_other_bundles(path: SearchPath, package_directory: Path) -> Iterator[F
     for location, origin, is_harmless in copies:
         fix = f"rename or remove {location}, or start jobs from another directory"
         if is_harmless:
-            cause = f"a second package of that name at {location} ({origin}); ours comes first"
+            cause = f"another package named bundle is at {location} ({origin}); ours comes first"
             yield warn("bundle", cause, fix)
         else:
             yield fail(
@@ -103,7 +103,7 @@ def check_machine(hardware: Hardware) -> Iterator[Finding]:
     yield ok("hardware", f"{hardware.backend}: {hardware.reason}")
     yield from _check_devices(hardware)
     for note in hardware.notes:
-        yield warn("hardware", note, "check that this is what you meant")
+        yield warn("hardware", note, "check whether this is intended")
     yield from _check_host(hardware)
 
 
@@ -111,7 +111,7 @@ def _check_devices(hardware: Hardware) -> Iterator[Finding]:
     if not hardware.devices:
         return
     if hardware.unfit_reason:
-        yield fail("hardware", hardware.unfit_reason, "the cpu backend runs anywhere: --backend cpu")
+        yield fail("hardware", hardware.unfit_reason, "use --backend cpu, which runs on every machine")
     yield _report_fact("driver", hardware.driver)
     if len(hardware.devices) > 1:
         yield _report_fact("links", hardware.link)
@@ -120,7 +120,7 @@ def _check_devices(hardware: Hardware) -> Iterator[Finding]:
     locked = hardware.host.locked_memory
     if ports and locked.value is not None and locked.value < math.inf:
         cause = (
-            f"RDMA registers memory, and only {format_bytes(locked.value)} may be locked ({locked.reason})"
+            f"RDMA needs locked memory, but only {format_bytes(locked.value)} may be locked ({locked.reason})"
         )
         yield warn("locked memory", cause, "`ulimit -l unlimited`, docker `--ulimit memlock=-1`, or IPC_LOCK")
 
@@ -128,7 +128,7 @@ def _check_devices(hardware: Hardware) -> Iterator[Finding]:
 def _report_fact(subject: str, fact: DetectedValue[str]) -> Finding:
     if fact.value is None:
         return warn(
-            subject, f"unknown: {fact.reason}", "install or mount the vendor's tool into this container"
+            subject, f"unknown: {fact.reason}", "install the vendor's tool in this container, or mount it"
         )
     return ok(subject, str(fact))
 
@@ -139,7 +139,7 @@ def _check_host(hardware: Hardware) -> Iterator[Finding]:
     yield ok("memory", f"{format_bytes(host.memory.value)} ({host.memory.reason})")
     if host.processors.value is not None and host.processors.value < ranks:
         cause = f"{host.processors.value:g} processors for {ranks} ranks ({host.processors.reason})"
-        yield warn("processors", cause, "raise the container's cpu limit to a few per device")
+        yield warn("processors", cause, "raise the container's CPU limit to several processors per device")
     shared = host.shared_memory
     if shared.value is None or shared.value < ENOUGH_SHARED_MEMORY:
         cause = f"/dev/shm has {format_bytes(shared.value)} ({shared.reason})"
@@ -159,14 +159,14 @@ def check_packages(
     torch = stack.find_package("torch")
     if torch is None:
         fix = f"pip install 'mcore-bundle[{extra}]' (TORCH_INDEX in the README: another index for torch)"
-        yield fail("torch", "not installed: nothing can be trained here; plans and patch decisions work", fix)
+        yield fail("torch", "not installed; jobs cannot train here, but plans and patch decisions work", fix)
     else:
         yield ok("torch", _describe_package(torch))
         yield from _check_cuda_build(torch, hardware)
     yield from _check_torch_npu(stack, torch, hardware, cann, environ)
     yield from _check_megatron(stack, extra)
     if hardware.backend == "cuda" and stack.find_package("transformer-engine") is None:
-        yield fail("transformer-engine", "not installed: the cuda backend builds its layers from it",
+        yield fail("transformer-engine", "not installed, but the cuda backend builds its layers from it",
                    "pip install 'mcore-bundle[cuda]'")  # fmt: skip
 
 
@@ -176,13 +176,13 @@ def _check_cuda_build(torch: Package, hardware: Hardware) -> Iterator[Finding]:
     source = files.read_text(torch.path / "version.py") if torch.path else None
     built = re.search(r"^cuda\b[^=]*=\s*['\"](\d+)\.\d+", source or "", re.MULTILINE)
     if built is None:
-        cause = f"torch {torch.version} has no CUDA in it, and this machine has NVIDIA GPUs"
-        yield fail("torch", cause, "install a CUDA build of torch, or ask for `--backend cpu`")
+        cause = f"torch {torch.version} is built without CUDA, but this machine has NVIDIA GPUs"
+        yield fail("torch", cause, "install a CUDA build of torch, or use `--backend cpu`")
         return
     floor = _OLDEST_DRIVER.get(int(built[1]))
     driver = hardware.driver.value
     if floor and driver and int(driver.split(".")[0]) < floor:
-        cause = f"torch {torch.version} is for CUDA {built[1]}, which needs driver {floor}; this is {driver}"
+        cause = f"torch {torch.version} is for CUDA {built[1]}, which needs driver {floor} (found {driver})"
         yield fail(
             "torch",
             cause,
@@ -201,15 +201,15 @@ def _check_torch_npu(
     if npu is None:
         if hardware.backend == "ascend":
             yield fail(
-                "torch-npu", "not installed, and this machine has NPUs", "pip install 'mcore-bundle[ascend]'"
+                "torch-npu", "not installed, but this machine has NPUs", "pip install 'mcore-bundle[ascend]'"
             )
         return
     if hardware.backend == "cuda":
         cause = (
-            f"{_describe_package(npu)} beside NVIDIA GPUs: torch refuses two kinds of accelerator"
-            " in one process"
+            f"{_describe_package(npu)} is installed next to NVIDIA GPUs, but torch supports one kind of"
+            " accelerator per process"
         )
-        yield fail("torch-npu", cause, "pip uninstall torch-npu: one environment per backend")
+        yield fail("torch-npu", cause, "pip uninstall torch-npu, and use one environment per backend")
     elif cann.value is None and environ.get(AUTOLOAD_VARIABLE) != "0":
         cause = f"{_describe_package(npu)} without CANN makes `import torch` itself fail ({cann.reason})"
         yield fail(
@@ -221,7 +221,7 @@ def _check_torch_npu(
         and (npu_minor := _parse_minor(npu))
         and torch_minor != npu_minor
     ):
-        cause = f"torch-npu {npu.version} is made for another torch than {torch.version}"
+        cause = f"torch-npu {npu.version} is built for another torch than {torch.version}"
         yield fail("torch-npu", cause, f"pip install 'torch-npu=={torch.base_version}.*'")
     else:
         yield ok("torch-npu", f"{_describe_package(npu)}, CANN {cann}")
@@ -246,8 +246,8 @@ def _check_megatron(stack: InstalledPackages, extra: str) -> Iterator[Finding]:
         hidden = ", ".join(
             f"{c.root} ({c.version}, {c.origin})" for c in megatron.copies if c is not megatron.core
         )
-        cause = f"{len(megatron.copies)} copies on the path; {megatron.core.root} wins over {hidden}"
-        yield warn("megatron-core", cause, "uninstall the copies that no job means")
+        cause = f"{len(megatron.copies)} copies on the path; {megatron.core.root} is imported, not {hidden}"
+        yield warn("megatron-core", cause, "uninstall the copies that no job uses")
     else:
         yield ok("megatron-core", _describe_package(core))
     if core.base_version is None:

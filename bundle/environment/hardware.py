@@ -56,13 +56,13 @@ def detect(backend: str = "auto", machine: Machine | None = None) -> Hardware:
     """
     machine = machine or get_local_machine()
     if backend == "cpu":
-        return _build_cpu_hardware(machine, "asked for: accelerators are not looked at")
+        return _build_cpu_hardware(machine, "as requested; accelerators were not probed")
     if backend not in BACKEND_CHOICES:
-        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKEND_CHOICES)}")
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKEND_CHOICES)}")
     vendors = [vendor.find(machine) for vendor in (nvidia, ascend)]
     candidates = [side for side in vendors if backend in ("auto", side.backend)]
     if faults := [fault for side in candidates for fault in side.faults]:
-        raise EnvironmentUnfit("a visible-device variable cannot be used", faults)
+        raise EnvironmentUnfit("a visible-device variable has an invalid value", faults)
     usable = [side for side in candidates if side.devices]
     if len(usable) > 1:
         raise EnvironmentUnfit(_explain_conflict(usable))
@@ -103,9 +103,9 @@ def _explain_absence(sides: Sequence[VendorDevices]) -> str:
 def _explain_conflict(sides: Sequence[VendorDevices]) -> str:
     seen = " and ".join(f"{len(side.devices)} {side.noun}s" for side in sides)
     return (
-        f"this machine shows {seen}: torch refuses two kinds of accelerator in one process. Say which with "
-        f"`backend: cuda` or `backend: ascend` in the recipe (or --backend), and hide the others from torch: "
-        f"{ascend.VISIBLE_DEVICES}= (empty) for CUDA, {nvidia.VISIBLE_DEVICES}= (empty) for Ascend"
+        f"this machine has {seen}, but torch supports one kind of accelerator per process. Choose with"
+        " `backend: cuda` or `backend: ascend` in the recipe (or --backend), and hide the others from"
+        f" torch: {ascend.VISIBLE_DEVICES}= (empty) for CUDA, {nvidia.VISIBLE_DEVICES}= (empty) for Ascend"
     )
 
 
@@ -114,14 +114,14 @@ def build_preset(name: str, per_node: int | None = None) -> Hardware:
 
     `per_node`: the number of devices per node; None: the product's own number.
     """
-    unknown: DetectedValue[float] = DetectedValue(None, f"--hardware {name} says nothing about the host")
+    unknown: DetectedValue[float] = DetectedValue(None, f"--hardware {name} does not describe the host")
     host = Host(unknown, unknown, unknown, unknown, unknown, unknown)
-    none: DetectedValue[str] = DetectedValue(None, "not known of a machine that is only named")
+    none: DetectedValue[str] = DetectedValue(None, "unknown for a --hardware preset")
     ports: DetectedValue[tuple[str, ...]] = DetectedValue(None, none.reason)
     if name == "cpu":
         return Hardware("cpu", "--hardware cpu", (), none, none, none, ports, host)
     if name not in _PRESETS:
-        raise UsageError(f"no hardware is called {name!r}; choose one of {', '.join(PRESET_NAMES)}")
+        raise UsageError(f"no hardware preset is called {name!r}; choose one of {', '.join(PRESET_NAMES)}")
     backend, product_count, device, generation, memory, link, source = _PRESETS[name]
     count = product_count if per_node is None else per_node
     return Hardware(
@@ -294,6 +294,6 @@ def find_rdma_ports(machine: Machine) -> DetectedValue[tuple[str, ...]]:
     if not any(name.startswith("uverbs") for name in machine.list_names("/dev/infiniband")):
         return DetectedValue(
             (),
-            f"{base} has {len(ports)} active port(s), but /dev/infiniband/uverbs* is not in this container",
+            f"{base} has active ports ({len(ports)}), but /dev/infiniband/uverbs* is not in this container",
         )
     return DetectedValue(tuple(ports), base)

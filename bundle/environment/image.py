@@ -18,7 +18,7 @@ RECORD_FILE = (
     "/opt/bundle/build-info.json"  # written at the end of a build, by `python -m tools.images stamp`
 )
 MOST_RECORD_BYTES = 1 << 20
-_DRIFT_FIX = "start from the image again, or build one that has the change: what was tested is what was built"
+_DRIFT_FIX = "start from the image again, or build one with the change; only a built image was tested"
 
 Text = Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")]
 
@@ -47,7 +47,7 @@ class BuildInfo(BaseModel):
         """The version of the image's megatron-core. Raise UsageError where the image has none."""
         package = self.find_package("megatron-core")
         if package is None or package.version is None:
-            raise UsageError("--image-record: there is no megatron-core in that image")
+            raise UsageError("--image-record: the image has no megatron-core")
         return package.version
 
     def to_json(self) -> str:
@@ -86,19 +86,19 @@ def read_record(file: Path) -> BuildInfo:
             printed.get("image") if isinstance(printed, dict) and "findings" in printed else printed
         )
         if image_record is None:
-            raise BundleError("doctor found no image of ours there")
+            raise BundleError("doctor did not run in an image of mcore-bundle")
         return parse(json.dumps(image_record))
     except OSError as error:
         raise UsageError(f"--image-record {file}: {error.strerror}") from error
     except (BundleError, ValueError, RecursionError) as error:
-        raise UsageError(f"--image-record {file}: no record of an image: {error}") from error
+        raise UsageError(f"--image-record {file}: not the record of an image: {error}") from error
 
 
 def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) -> Iterator[str]:
     """Yield every difference between the image that a job was made for and this one, by their records."""
     if job_record is None or own_record is None:
-        stacks = [record.stack if record else "none of ours" for record in (job_record, own_record)]
-        yield f"image: {stacks[0]} in the job, {stacks[1]} here: see `plan --image-record`"
+        stacks = [record.stack if record else "no mcore-bundle image" for record in (job_record, own_record)]
+        yield f"image: {stacks[0]} in the job, {stacks[1]} here. See `plan --image-record`"
         return
     job_fields, own_fields = job_record.model_dump(), own_record.model_dump()
     for key in sorted(job_fields):
@@ -147,7 +147,7 @@ def check_image(machine: Machine, installed: InstalledPackages) -> Iterator[Find
     try:
         built = parse(document.value)
     except BundleError as error:
-        yield warn("image", f"{RECORD_FILE} cannot be understood: {error}", _DRIFT_FIX)
+        yield warn("image", f"{RECORD_FILE} cannot be read: {error}", _DRIFT_FIX)
         return
     drifted = list(find_drift(built, get_python_version(), list_installed_versions(installed)))
     if not drifted:

@@ -42,7 +42,7 @@ def read_search_path(environment: str) -> SearchPath:
     if not sites:
         shown = files.to_printable(environment[:200])
         raise UsageError(
-            f"--env {shown}: no Python environment: name its python, like .venv/bin/python, or its directory"
+            f"--env {shown}: not an environment. Name its python, like .venv/bin/python, or its directory"
         )
     python_path = os.environ.get("PYTHONPATH", "")
     paths = [path for path in python_path.split(os.pathsep) if path] + [
@@ -174,7 +174,7 @@ def query_sites(environment: str) -> Sites:
     """
     python = _find_python(environment)
     shown = files.to_printable(environment[:200])
-    reason = "there is no python"
+    reason = "no interpreter was found"
     if python is not None:
         try:
             process = subprocess.run(
@@ -195,15 +195,17 @@ def query_sites(environment: str) -> Sites:
         except (IndexError, ValueError, KeyError, TypeError):
             last = process.stderr.strip().splitlines()[-1:]
             reason = (
-                f"it is no Python from 3.11 on ({files.to_printable(*last)})" if last else "it says nothing"
+                f"it is not Python 3.11 or newer ({files.to_printable(*last)})"
+                if last
+                else "it printed nothing"
             )
         else:
             if sites.purelib not in sites.sites:
                 raise EnvironmentUnfit(
-                    f"{shown}: Python reads no .pth in {sites.purelib}, where its packages are"
+                    f"{shown}: Python does not read .pth files in {sites.purelib}, where its packages are"
                 )
             return sites
-    raise UsageError(f"--env {shown}: {reason}: name its python, like .venv/bin/python, or its directory")
+    raise UsageError(f"--env {shown}: {reason}. Name its python, like .venv/bin/python, or its directory")
 
 
 def find_sites(environment: str) -> tuple[Path, ...]:

@@ -139,7 +139,7 @@ class Hardware(NamedTuple):
         reason = NOT_FOR_TRAINING.get(self.generation.value or "")
         if reason is None:
             return None
-        return f"{self.devices[0].name} is {reason}: use Atlas A2, A3 or Ascend 950 devices"
+        return f"{self.devices[0].name} is {reason}. Use Atlas A2, A3 or Ascend 950 devices"
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -276,14 +276,14 @@ def run_command(command: Sequence[str]) -> DetectedValue[str]:
     except (TimeoutError, subprocess.TimeoutExpired):
         return DetectedValue(None, f"`{shown}` timed out after {TIMEOUT_SECONDS:g} seconds")
     except OverflowError:
-        return DetectedValue(None, f"`{shown}` said more than {MOST_OUTPUT_BYTES} bytes")
+        return DetectedValue(None, f"`{shown}` printed more than {MOST_OUTPUT_BYTES} bytes")
     finally:
         _kill_process(process)
-        _log.debug("`%s` was asked: %.2f seconds", shown, time.monotonic() - start_time)
+        _log.debug("ran `%s`: %.2f seconds", shown, time.monotonic() - start_time)
     if status:
         lines = (err or out).strip().splitlines()
         return DetectedValue(
-            None, f"`{shown}` ended with {status}: {lines[0][:500] if lines else 'it said nothing'}"
+            None, f"`{shown}` ended with {status}: {lines[0][:500] if lines else 'no output'}"
         )
     return DetectedValue(out, f"`{shown}`")
 
@@ -339,7 +339,7 @@ def find_weakest_link(
     The links are read from the matrix of `<prefix><number>` rows that the tool prints.
     """
     if len(numbers) < 2:
-        return DetectedValue(None, "one device has no link to another")
+        return DetectedValue(None, "a single device has no links")
     matrix = machine.run(command)
     if matrix.value is None:
         return DetectedValue(None, matrix.reason)
@@ -347,7 +347,7 @@ def find_weakest_link(
     pairs = [table.get((a, b)) for a, b in combinations(numbers, 2)]
     known = [link for link in pairs if link is not None]
     if not known:
-        return DetectedValue(None, f"{matrix.reason}: no matrix of {prefix} rows in the answer")
+        return DetectedValue(None, f"{matrix.reason}: no matrix of {prefix} rows in the output")
     return DetectedValue(min(known, key=_rank_link), f"{matrix.reason}: the weakest of {len(known)} pairs")
 
 

@@ -16,7 +16,7 @@ from bundle.patches.source import SourceTree
 
 Entry = Patch | Trap
 ENTRIES: tuple[Entry, ...] = (*PATCHES, *TRAPS)
-_NOT_READ_NOTE = "whether that mends it was not read"
+_NOT_READ_NOTE = "whether that fixes the defect is unknown"
 
 
 class DefectStatus(StrEnum):
@@ -205,26 +205,28 @@ def _build_framework_defect(
 
     if always_applied and unconditional is not unpatched:
         if unconditional is Presence.ABSENT:
-            return build_defect(DefectStatus.MENDED, ", whose code does not have it", always_applied)
+            return build_defect(DefectStatus.MENDED, ", whose code does not have the defect", always_applied)
         if unconditional is Presence.PRESENT:
-            return build_defect(DefectStatus.PRESENT, ", whose own code has it", always_applied)
+            return build_defect(DefectStatus.PRESENT, ", whose code also has the defect", always_applied)
         return build_defect(
             DefectStatus.UNKNOWN, f", whose code is unfamiliar: {_NOT_READ_NOTE}", always_applied
         )
     if always_applied and unconditional is Presence.PRESENT:
-        return build_defect(DefectStatus.PRESENT, ", and it is there all the same", always_applied)
+        return build_defect(DefectStatus.PRESENT, ", but the defect remains", always_applied)
     if unconditional is Presence.ABSENT and patched is Presence.ABSENT:
         return None
     if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in wrappers):
-        return build_defect(DefectStatus.MENDED, ", which was read and mends it", wrappers)
+        return build_defect(DefectStatus.MENDED, ", which was reviewed and fixes the defect", wrappers)
     if unconditional is Presence.PRESENT and any(not patch.conditions for patch in wrappers):
         return build_defect(DefectStatus.UNKNOWN, f": {_NOT_READ_NOTE}", wrappers)
     if unconditional is not patched:
         if patched is Presence.ABSENT:
             return build_defect(
-                DefectStatus.CONDITIONAL, ", whose code does not have it; elsewhere it is there", touching
+                DefectStatus.CONDITIONAL, ", whose code does not have it; elsewhere it remains", touching
             )
-        finding = "whose own code has it" if patched is Presence.PRESENT else "whose code is unfamiliar"
+        finding = (
+            "whose code also has the defect" if patched is Presence.PRESENT else "whose code is unfamiliar"
+        )
         status = DefectStatus.PRESENT if unconditional is Presence.PRESENT else DefectStatus.UNKNOWN
         return build_defect(status, f", {finding}", touching)
     if unconditional is Presence.PRESENT and wrappers:

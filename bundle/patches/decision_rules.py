@@ -68,7 +68,7 @@ def decide(patch: Patch, reading: Reading, job: PatchContext) -> Decision:
     if unneeded_reason and proposal.action is not PatchAction.SKIP and not warning:
         proposal = proposal._replace(action=PatchAction.SKIP, reason=unneeded_reason)
     elif not unneeded_reason and proposal.action is not PatchAction.SKIP and not job.vouches_for(patch):
-        proposal = proposal._replace(action=PatchAction.UNVOUCHED, reason=f"nobody says that {patch.assumes}")
+        proposal = proposal._replace(action=PatchAction.UNVOUCHED, reason=f"not vouched for: {patch.assumes}")
     blocked = proposal.action in (PatchAction.DRIFT, PatchAction.CONFLICT) and not unneeded_reason
     refused = patch.id in job.requested and proposal.action is not PatchAction.APPLY
     return Decision(
@@ -112,8 +112,8 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
 
 def _explain_version_only(reading: Reading, job: PatchContext) -> str:
     """Return the note that a version number alone decided about a trap, because no source did."""
-    cause = "the code is unfamiliar" if reading.presence else "give --mcore PATH to have its source read"
-    number = f"By the number {job.version} alone" if job.version else "Without a version number"
+    cause = "the code is unfamiliar" if reading.presence else "pass --mcore PATH to read its source"
+    number = f"By the version number {job.version} alone" if job.version else "Without a version number"
     return f"({number}: {reading.read_error or cause}.)"
 
 
@@ -130,7 +130,7 @@ def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decis
         return None
     verb = "is" if len(seam.targets) == 1 else "are"
     gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} {verb} gone"
-    reason = reading.read_error or gone or f"{', '.join(changed)} is not as reviewed"
+    reason = reading.read_error or gone or f"{', '.join(changed)} differs from the reviewed code"
     return Decision(
         id=seam.id,
         action=PatchAction.DRIFT,
@@ -159,7 +159,7 @@ def mark_conflicts(decisions: Iterable[Decision], patches: Mapping[str, Patch]) 
             if replacement.target == target
         )
         if exclusive and len(ids) > 1:
-            clashes |= {i: f"{' and '.join(ids)} replace {target}, and only one can" for i in ids}
+            clashes |= {i: f"{' and '.join(ids)} replace {target}, but only one may" for i in ids}
     return tuple(
         decision._replace(action=PatchAction.CONFLICT, reason=clashes[decision.id], stops=True)
         if decision.id in clashes
@@ -173,9 +173,9 @@ def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
     if not job.runs_on(patch.backends):
         return f"for {' and '.join(patch.backends)} only"
     if job.trains_with_mindspeed and patch.backends == LOCAL_LAYERS:
-        return "for layers of megatron's own; MindSpeed has Transformer Engine's names"
+        return "for megatron's own layers; MindSpeed uses the names of Transformer Engine"
     if patch.opt_in and patch.id not in job.requested:
-        return f"opt-in: --request {patch.id} asks for it"
+        return f"opt-in: request it with --request {patch.id}"
     if not job.uses(patch.when):
         return f"the recipe does not use {', '.join(sorted(patch.when - (job.features or frozenset())))}"
     for name, specifier in patch.requires:
@@ -189,7 +189,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
     is_in_range = packages.is_within(job.version, patch.range) if job.version else None
     is_proven = reading.presence is not Presence.UNKNOWN
     if reading.presence is Presence.ABSENT:
-        return _Proposal(PatchAction.SKIP, "fixed here, or not yet introduced")
+        return _Proposal(PatchAction.SKIP, "this megatron-core does not have the defect")
     if not is_proven and is_in_range is False:
         return _Proposal(
             PatchAction.SKIP,
@@ -206,14 +206,14 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.DRIFT, f"{drift}, or go on with --allow-drift {patch.id}", is_proven)
     if drift:
         return _Proposal(PatchAction.APPLY, f"allowed, although {drift}", is_proven)
-    reason = "the defect is here"
+    reason = "this megatron-core has the defect"
     if is_in_range is False:
-        reason += f", although {job.version} is outside {patch.range}: the number lies"
+        reason += f", although {job.version} is outside {patch.range}: the number is wrong"
     for name, specifier in patch.requires:
         if name not in job.packages:
-            reason += f"; {name} is not installed here and taken for {specifier}"
+            reason += f"; {name} is not installed here and assumed to be {specifier}"
     if job.features is not None and "attention-auto" in job.features and "attention-flash" in patch.when:
-        reason += "; attention: auto is taken for flash"
+        reason += "; attention: auto is assumed to be flash"
     return _Proposal(PatchAction.APPLY, reason)
 
 
@@ -221,8 +221,8 @@ def _decide_by_version(patch: Patch, job: PatchContext) -> _Proposal:
     """Return the decision from a version number that was not reviewed, where there is nothing else."""
     is_in_range = job.version is not None and packages.is_within(job.version, patch.range)
     reason = (
-        f"{job.version} is no released version and {'inside' if is_in_range else 'outside'} "
-        f"{patch.range or 'every range'} by its number alone: give --mcore PATH to have its source read"
+        f"{job.version} is not a released version and {'inside' if is_in_range else 'outside'}"
+        f" {patch.range or 'every range'} by its number alone. Pass --mcore PATH to read its source"
     )
     return _Proposal(PatchAction.APPLY if is_in_range else PatchAction.SKIP, reason, False)
 
@@ -246,31 +246,31 @@ def _explain_unread_patcher(patch: Patch, job: PatchContext) -> str | None:
     if job.unread_patcher is None or not job.runs_on(("ascend",)):
         return None
     targets = ", ".join(replacement.target for replacement in patch.replacements)
-    return f"{job.unread_patcher} may own {targets}: what it replaces was not read; look there"
+    return f"{job.unread_patcher} may replace {targets}, but was not reviewed; check it"
 
 
 def _explain_drift(patch: Patch, reading: Reading) -> str | None:
     """Return why the wrapper may not fit this tree, and what to do; None where the code was reviewed."""
     if reading.read_error:
-        return f"{reading.read_error}; look there"
+        return f"{reading.read_error}; check it"
     if reading.presence is Presence.UNKNOWN:
-        return f"the code is unfamiliar where the defect would be; read {', '.join(patch.evidence)}"
+        return f"the code at the place of the defect is unfamiliar; read {', '.join(patch.evidence)}"
     missing = _list_missing_targets(patch, reading)
     if missing:
         gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
-        return f"the defect is there, but its target is not: {gone}; point the patch at its new home"
+        return f"the defect is there, but its target is missing: {gone}; point the patch at the new name"
     changed = [target for target in reading.fingerprints if not reading.references.get(target)]
     if changed:
         return (
-            f"the defect is there, but {', '.join(changed)} is not as reviewed; compare it with a release "
-            "and record it in a checkout: `python -m tools.patches.review PATH --write`"
+            f"the defect is there, but {', '.join(changed)} differs from the reviewed code; compare it with"
+            " a release and record it in a checkout: `python -m tools.patches.review PATH --write`"
         )
     return None
 
 
 def _describe_nearest(target: str, reading: Reading) -> str:
     names = reading.nearest_names.get(target, ())
-    return f"nearest: {', '.join(names)}" if names else "nothing like it"
+    return f"nearest: {', '.join(names)}" if names else "no similar name"
 
 
 def _list_missing_targets(patch: Patch, reading: Reading) -> list[str]:

@@ -79,10 +79,10 @@ def plan_patches(
     if stack.megatron.core is None:
         archive = stack.megatron.archive
         raise EnvironmentUnfit(
-            f"megatron-core is in a zip, which cannot be patched: {archive}"
+            f"megatron-core is in a zip archive, which cannot be patched: {archive}"
             if archive
-            else "there is no megatron-core to patch: this Python imports none; install one beside "
-            "mcore-bundle, or put its tree on PYTHONPATH"
+            else "there is no megatron-core to patch: this Python cannot import it. Install it in the"
+            " environment of mcore-bundle, or put its tree on PYTHONPATH"
         )
     core, backend_name = find_installed_core(stack, table), hardware.detect(backend).backend
     patch_survey = survey_patches(
@@ -129,7 +129,7 @@ def _defer_to_framework(
     if framework_defect is not None and framework_defect.status is DefectStatus.MENDED:
         reason = framework_defect.reason
     elif decision.action is PatchAction.APPLY and replacing:
-        reason = f"{audit.describe_replacements(replacing)}, which this patch was not read with"
+        reason = f"{audit.describe_replacements(replacing)}, and this patch was not reviewed with it"
     elif (
         decision.action is PatchAction.APPLY
         and framework_defect is not None
@@ -156,11 +156,11 @@ def iter_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator
     """
     for decision in patch_survey.decisions:
         if decision.action is PatchAction.TRAP and used is not None:
-            yield f"no patch mends {decision.problem}"
+            yield f"no patch fixes {decision.problem}"
         elif decision.action is PatchAction.DRIFT and used is None and decision.id in _FEATURES_BY_PATCH:
             features = describe_features(_FEATURES_BY_PATCH[decision.id])
             yield (
-                f"left out, and needed {f'if you use {features}' if features else 'in any job'}:"
+                f"left out, but needed {f'if you use {features}' if features else 'in any job'}:"
                 f" {decision.problem}"
             )
 
@@ -172,4 +172,4 @@ def format_lines(patch_survey: Survey) -> Iterator[str]:
     for decision in (*patch_survey.patches_to_apply, *left_out):
         yield f"  {decision.action} {decision.id}: {decision.reason}"
     if any(decision.action is PatchAction.UNVOUCHED for decision in left_out):
-        yield "  (UNVOUCHED ones are applied where their ids are in `vouched`, or after --vouch)"
+        yield "  (UNVOUCHED patches are applied if their ids are in `vouched`, or after --vouch)"

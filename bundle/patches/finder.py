@@ -36,8 +36,8 @@ class Finder:
                 from bundle.patches.hook import begin
             except ImportError as error:
                 raise RuntimeError(
-                    f"programs of {sys.prefix} are to be patched, and its mcore-bundle cannot be imported "
-                    f"({error}): install it again, or delete mcore-bundle-patches.pth from site-packages"
+                    f"patches are enabled for {sys.prefix}, but its mcore-bundle cannot be imported"
+                    f" ({error}). Install it again, or delete mcore-bundle-patches.pth from site-packages"
                 ) from error
             begin(self._document)
         except Exception as error:

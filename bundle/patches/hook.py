@@ -78,34 +78,33 @@ def install(environment: Sites, arguments: HookArguments) -> bool:
     too.
     """
     remedy = (
-        f"install it there first: {environment.python} -m pip install, and what mcore-bundle is"
-        " installed from"
+        f"Install it there first with {environment.python} -m pip install, from the same source as this"
+        " mcore-bundle"
     )
     if environment.hook_file is None:
         raise EnvironmentUnfit(
-            f"{environment.purelib}: its python cannot import mcore-bundle ({environment.fault}): {remedy}"
+            f"{environment.purelib}: its Python cannot import mcore-bundle ({environment.fault}). {remedy}"
         )
     if environment.user_site and environment.user_site in environment.hook_file.parents:
         raise EnvironmentUnfit(
-            f"{environment.purelib}: its mcore-bundle is in {environment.user_site}, which is one"
-            f" user's: {remedy}"
+            f"{environment.purelib}: its mcore-bundle belongs to one user ({environment.user_site}). {remedy}"
         )
     if environment.hook_format != FORMAT:
         raise EnvironmentUnfit(
-            f"{environment.purelib}: its mcore-bundle is another than this one: {remedy}, or use its own"
+            f"{environment.purelib}: its mcore-bundle is another version. {remedy}, or use its own"
         )
     for hook in find_hooks(environment.sites):
         if hook.fault:
             raise EnvironmentUnfit(_describe_foreign_file(hook))
         if hook.file.parent != environment.purelib:
             raise EnvironmentUnfit(
-                f"{hook.file}: programs of {environment.purelib} are patched by this one already;"
-                " disable it there first"
+                f"{hook.file}: this file already enables patches for {environment.purelib}. Disable them"
+                " there first"
             )
         if hook.arguments != arguments or hook.file.read_text(encoding="utf-8") != arguments.render_file():
             raise EnvironmentUnfit(
-                f"{hook.file}: enabled already, with other words or by another mcore-bundle "
-                f"({hook.arguments}): disable it first"
+                f"{hook.file}: patches are enabled already, with other arguments or by another mcore-bundle"
+                f" ({hook.arguments}). Disable them first"
             )
         return False
     _check_writable(environment.purelib)
@@ -136,9 +135,8 @@ def begin(document: dict[str, object]) -> None:
     arguments = _parse_arguments(document)
     if arguments is None:
         raise PatchError(
-            f"{FILE_NAME} of {sys.prefix} was written by another version of mcore-bundle than is"
-            " installed there: "
-            "mcore-bundle patches disable, then enable"
+            f"{FILE_NAME} of {sys.prefix} was written by another version of mcore-bundle than the installed"
+            " one. Run mcore-bundle patches disable, then enable"
         )
     if patcher.get_active_plan() is not None:
         _log.debug("%s: this program has enabled patches itself", FILE_NAME)
@@ -157,9 +155,9 @@ def iter_findings(hooks: Iterable[Hook]) -> Iterator[Finding]:
     """Yield what `doctor` and `patches audit` say about each hook."""
     for hook in hooks:
         if hook.fault:
-            yield warn("patches", _describe_foreign_file(hook), "look at it, and delete it")
+            yield warn("patches", _describe_foreign_file(hook), "check it, and delete it")
         else:
-            yield ok("patches", f"enabled in every program here by {hook.file}: {hook.arguments}")
+            yield ok("patches", f"{hook.file} enables patches in every program here: {hook.arguments}")
 
 
 def _read_hook(file: Path) -> Hook:
@@ -173,7 +171,7 @@ def _read_hook(file: Path) -> Hook:
     except (ValueError, AttributeError, KeyError, RecursionError):
         is_intact = False
     arguments = _parse_arguments(document) if is_intact else None
-    return Hook(file, arguments, "" if arguments else "it was changed, or is not whole")
+    return Hook(file, arguments, "" if arguments else "it was changed, or is incomplete")
 
 
 def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
@@ -187,12 +185,12 @@ def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
 
 
 def _describe_foreign_file(hook: Hook) -> str:
-    return f"{hook.file}: a file of the hook's name, and {hook.fault}: look at it, and delete it yourself"
+    return f"{hook.file}: a file with the hook's name, but {hook.fault}. Check it, and delete it yourself"
 
 
 def _check_writable(directory: Path) -> None:
     if not os.access(directory, os.W_OK):
         raise EnvironmentUnfit(
-            f"{directory}: may not be written to: make an environment of your own on top of it "
-            "(python -m venv --system-site-packages), or start programs by python -m bundle.patched"
+            f"{directory}: not writable. Create an environment on top of it (python -m venv"
+            " --system-site-packages), or start programs with python -m bundle.patched"
         )

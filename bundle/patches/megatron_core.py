@@ -119,7 +119,7 @@ class MegatronCore(NamedTuple):
             f" in {files.to_printable(self.root)} ({self.origin})" if self.root else f" ({self.origin})"
         )
         comparison = (
-            "reviewed" if self.reference == self.version else f"like {self.reference} wherever it matters"
+            "reviewed" if self.reference == self.version else f"like {self.reference} in all reviewed files"
         )
         commit = f" at {self.commit[:12]}" if self.commit else ""
         review_state = comparison if self.reference else "not reviewed"
@@ -242,7 +242,7 @@ def _describe_missing_files(entry: Patch | Trap, definitions: Definitions) -> st
     modules = dict.fromkeys(target.partition(":")[0] for target in entry.evidence)
     missing = [module for module in modules if definitions.tree.find_module(module) is None]
     gone = [f"{module.replace('.', '/')}.py" for module in missing]
-    return f"{', '.join(gone)} {'are' if gone[1:] else 'is'} not there" if gone else ""
+    return f"{', '.join(gone)} {'are' if gone[1:] else 'is'} missing" if gone else ""
 
 
 def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> MegatronCore:
@@ -266,8 +266,8 @@ def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
     number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
     version = packages.parse_version(number)
     if version is None:
-        no_tree = "holds no megatron/core" if files.is_directory(path) else "is no directory"
-        raise UsageError(f"--mcore {files.to_printable(name[:200])}: no version, and it {no_tree}")
+        no_tree = "holds no megatron/core" if files.is_directory(path) else "is not a directory"
+        raise UsageError(f"--mcore {files.to_printable(name[:200])}: not a version, and it {no_tree}")
     reference = next((ref for ref in table.references if packages.parse_version(ref) == version), None)
     return MegatronCore(number, version.local, None, "--mcore", reference)
 

@@ -20,7 +20,7 @@ REPLACING_BRANCHES: dict[str, frozenset[str]] = {
     target: frozenset(branches.split()) for target, branches in _DATA["replaces"].items()
 }
 
-_NOT_READ_NOTE = "and whether its own has the defect was not looked at"
+_NOT_READ_NOTE = "and whether its code has the defect is unknown"
 
 
 class MindSpeedBranch(NamedTuple):
@@ -75,7 +75,7 @@ def explain_replacement(target: str, commit: str | None) -> str | None:
     if branch is None and branches:
         branch_names = ", ".join(sorted(branches))
         shown_commit = (commit or "")[:12] or "of an unknown commit"
-        return f"MindSpeed {shown_commit} was not read; {branch_names} replace {target}, {_NOT_READ_NOTE}"
+        return f"MindSpeed {shown_commit} was not reviewed; {branch_names} replace {target}, {_NOT_READ_NOTE}"
     return f"MindSpeed {branch} replaces {target}, {_NOT_READ_NOTE}" if branch in branches else None
 
 

@@ -123,7 +123,7 @@ def apply(plan: PatchPlan) -> None:
     """
     if _state.plan is not None:
         if _state.plan != plan:
-            raise PatchError("Another plan of patches is in force in this process: revert it first")
+            raise PatchError("Another plan of patches is active in this process. Revert it first")
         return
     by_module: dict[str, list[PatchStep]] = {}
     for step in plan.steps:
@@ -153,7 +153,9 @@ def revert() -> None:
         if _get_raw_attribute(owner, name) is not attribute.replacement
     ]
     if foreign_patches:
-        raise PatchError("Patches cannot be taken back from under somebody else's:", foreign_patches)
+        raise PatchError(
+            "Patches cannot be reverted; other code has replaced their targets:", foreign_patches
+        )
     _undo_all()
 
 
@@ -248,7 +250,7 @@ def _find_owner(module: ModuleType, step: PatchStep) -> tuple[Any, str]:
     for part in path:
         owner = getattr(owner, part, None)
         if owner is None:
-            raise PatchError(f"{step.patch}: {step.target} was planned, but there is no {part}")
+            raise PatchError(f"{step.patch}: {step.target} was planned, but {part} is missing")
     return owner, name
 
 
@@ -281,7 +283,7 @@ def _check_file(module: ModuleType, step: PatchStep) -> None:
         raise PatchError(f"{step.patch}: {module.__name__} comes from {file}, not from a {step.file}")
     root = file.parents[step.file.count("/")]
     if source.compute_digest(root, module.__name__) != step.file_digest:
-        raise PatchError(f"{step.patch}: {file} is not the file that the patches were planned for")
+        raise PatchError(f"{step.patch}: {file} differs from the file that the patches were planned for")
 
 
 def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
@@ -291,8 +293,8 @@ def _check_code(module: ModuleType, original: Any, step: PatchStep) -> None:
     root = Path(module.__file__ or "").parents[step.file.count("/")]
     if file != root / step.code_file:
         raise PatchError(
-            f"{step.patch}: {step.target} is {_describe(original)}, and not the code in {step.code_file} "
-            "that the patch was planned for: another patcher has replaced it"
+            f"{step.patch}: {step.target} is {_describe(original)}, not the planned code in"
+            f" {step.code_file}. Another patcher has replaced it"
         )
 
 

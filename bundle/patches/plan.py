@@ -129,7 +129,7 @@ def _check_ids(ids: Collection[str], known: Collection[str]) -> None:
         f"{name}{format_suggestion(find_nearest(name, known))}" for name in sorted(ids) if name not in known
     ]
     if unknown:
-        raise UsageError("There are no patches with these ids; `patches list` names them all:", unknown)
+        raise UsageError("Unknown ids of patches (`patches list` prints all ids):", unknown)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class PatchPlan:
         for patch_id, action in self.decisions:
             steps = [asdict(step) for step in self.steps if step.patch == patch_id]
             agreed[f"patch {patch_id}"] = f"{action} {digest_json(steps)}" if steps else action
-        return {**agreed, "files that the patches were decided by": digest_json(self.module_digests)}
+        return {**agreed, "files that decided the patches": digest_json(self.module_digests)}
 
     @property
     def digest(self) -> str:
@@ -187,13 +187,13 @@ class PatchPlan:
         for module, digest in self.module_digests:
             if source.compute_digest(core.root, module) != digest:
                 file = source.find_module_file(core.root, module) or f"{module.replace('.', '/')}.py"
-                yield f"{file} is not the file that the patches were planned for"
+                yield f"{file} differs from the file that the patches were planned for"
         known_steps = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
         for step in self.steps:
             if (step.patch, step.target, step.wrapper) not in known_steps:
-                yield f"{step.patch}: not a patch of this mcore-bundle"
+                yield f"{step.patch}: this mcore-bundle has no such patch"
             elif source.compute_digest(_PACKAGE_ROOT, step.wrapper.partition(":")[0]) != step.wrapper_digest:
-                yield f"{step.patch}: {step.wrapper.partition(':')[0]} is another one here"
+                yield f"{step.patch}: {step.wrapper.partition(':')[0]} differs here"
 
     def dump(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, from which `load_patch_plan` makes an equal plan."""
@@ -220,11 +220,11 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
             for name, value in asdict(step).items()
             if type(value) is not _STEP_TYPES[name]
         ]:
-            raise ValueError(f"steps: {wrong_fields[0]} is of another kind")
+            raise ValueError(f"steps: {wrong_fields[0]} has the wrong type")
         module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
         return PatchPlan(version_info["version"], version_info["commit"], decisions, steps, module_digests)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PatchError(f"This is no plan of patches: {type(error).__name__}: {error}") from None
+        raise PatchError(f"This is not a plan of patches: {type(error).__name__}: {error}") from None
 
 
 def _format_version(version: str | None, commit: str | None) -> str:
@@ -236,7 +236,7 @@ def build_patch_plan(patch_survey: Survey) -> PatchPlan:
     patch_survey.check()
     root = patch_survey.core.root
     if root is None:
-        raise PatchError(f"megatron-core {patch_survey.core.version} is a version without a tree to patch")
+        raise PatchError(f"megatron-core {patch_survey.core.version} is only a version, not a tree to patch")
     applied_ids = {decision.id for decision in patch_survey.patches_to_apply}
     definitions = Definitions(SourceTree(root))
     steps = [
@@ -264,7 +264,7 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
     wrapper_module = replacement.wrapper.partition(":")[0]
     wrapper_digest = source.compute_digest(_PACKAGE_ROOT, wrapper_module)
     if not wrapper_digest:
-        raise PatchError(f"{patch_id}: there is no module {wrapper_module}")
+        raise PatchError(f"{patch_id}: the module {wrapper_module} does not exist")
     return PatchStep(
         patch=patch_id,
         target=replacement.target,

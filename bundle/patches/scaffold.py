@@ -17,13 +17,11 @@ def create_patch_files(patch_id: str, checkout: Path) -> str:
     one of the files exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", patch_id):
-        raise UsageError(
-            f"{patch_id}: an id is words in lower case with dashes between, like mtp-zero-layers"
-        )
+        raise UsageError(f"{patch_id}: an id has lower-case words joined by dashes, like mtp-zero-layers")
     if patch_id in {patch.id for patch in PATCHES}:
-        raise UsageError(f"{patch_id}: there is a patch of this id")
+        raise UsageError(f"{patch_id}: a patch has this id already")
     if not (checkout / "bundle/patches/catalogue").is_dir():
-        raise UsageError(f"{checkout} is no checkout of mcore-bundle: go to one")
+        raise UsageError(f"{checkout} is not a checkout of mcore-bundle. Change to one")
     module = patch_id.replace("-", "_")
     title = patch_id.replace("-", " ").capitalize()
     values = {"patch_id": patch_id, "module": module, "title": title, "having": DEFAULT_RELEASE}
@@ -35,7 +33,7 @@ def create_patch_files(patch_id: str, checkout: Path) -> str:
     }
     taken = [path for path in paths.values() if (checkout / path).exists()]
     if taken:
-        raise UsageError("There are files already where the new ones would be:", taken)
+        raise UsageError("These new files exist already:", taken)
     templates = YAML(typ="safe").load(Path(__file__).with_name("scaffold.yaml"))
     for kind, path in paths.items():
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)

@@ -55,13 +55,13 @@ class SourceTree:
         source = files.read_bytes(self.root / file, _MAX_MODULE_BYTES)
         if source is None:
             raise UnreadableSource(
-                f"{file} is no regular file below {_MAX_MODULE_BYTES >> 20} MiB that can be read"
+                f"{file} is not a readable regular file below {_MAX_MODULE_BYTES >> 20} MiB"
             )
         self._sizes[name] = len(source)
         if len(self._sizes) > _MAX_MODULES or sum(self._sizes.values()) > _MAX_TREE_BYTES:
             limits = f"{_MAX_MODULES} modules or {_MAX_TREE_BYTES >> 20} MiB"
             raise UnreadableSource(
-                f"{file} is not read: more than {limits} lead to one another, as in no megatron-core"
+                f"{file} is not read: its imports lead to more than {limits}, too many for megatron-core"
             )
         return parse_module(name, file, source)
 

@@ -113,19 +113,18 @@ class Alignment(NamedTuple):
         if extent < used:
             subject = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
             raise JobFailed(
-                f"A {self.layout} micro-batch does not fit: {subject} {used} rows, the forced length"
-                f" {extent}."
-                " Raise that length, or put fewer or shorter sequences into a micro-batch."
+                f"A {self.layout} micro-batch does not fit: {subject} {used} rows, but the forced length is"
+                f" {extent}. Raise that length, or put fewer or shorter sequences into a micro-batch."
             )
         return extent
 
 
 def _check_lengths(lengths: tuple[int, ...]) -> None:
     if not lengths:
-        raise JobFailed("A micro-batch has no sequences: give at least one.")
+        raise JobFailed("A micro-batch has no sequences. Add at least one.")
     # Exactly int: True is not a length, and a tensor's value would have to be read from its device.
     wrong = [f"sequence {i}: {n!r}" for i, n in enumerate(lengths) if type(n) is not int or n < 1]
     if wrong:
         raise JobFailed(
-            "Lengths of sequences are whole numbers from 1, on the host; correct or leave out:", wrong
+            "Lengths of sequences must be integers from 1, on the host. Correct or remove:", wrong
         )

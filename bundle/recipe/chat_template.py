@@ -30,7 +30,7 @@ def read_text(name: str) -> str:
     names = list_built_in()
     if name not in names and not name.endswith(SUFFIX):
         near = format_suggestion(find_nearest(name, (*NAMES, *names)))
-        raise UsageError(f"{name} is no template{near}. Choose {', '.join((*NAMES, *names))} or FILE{SUFFIX}")
+        raise UsageError(f"{name} is not a template{near}. Use {', '.join((*NAMES, *names))} or FILE{SUFFIX}")
     path = DIRECTORY / f"{name}{SUFFIX}" if name in names else Path(name)
     try:
         text = files.read_content(path, MOST_BYTES).decode()
@@ -47,4 +47,4 @@ def find_defect(text: str) -> str:
     """Return why a text is not a chat template; empty where it may be one."""
     if _MESSAGES.search(text):
         return ""
-    return "the template does not read `messages`, the conversation. Write them in a loop"
+    return "the template does not read `messages`, the conversation. Loop over `messages` in it"

@@ -160,7 +160,7 @@ class _Draft:
             return "train.micro_batch_size is above 1"
         model = self.architecture
         if model is not None and (model.delta_net is not None or model.sinks):
-            return f"{model.model_type} takes unpacked rows"
+            return f"{model.model_type} does not support packs"
         return ""
 
     @property

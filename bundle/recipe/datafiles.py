@@ -65,7 +65,7 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
     violations = []
     for path in paths:
         if Path(path).is_absolute() and os.path.normpath(path) == Path(path).anchor:
-            violations.append(f"{key} {path}: is the whole file system. Name the folder of the data")
+            violations.append(f"{key} {path}: is the root of the file system. Name the folder of the data")
             continue
         unreadable: list[str] = []
         try:
@@ -80,7 +80,7 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
             )
             continue
         violations += [
-            f"{key} {source.name}: no .idx with a .bin beside it"
+            f"{key} {source.name}: needs an .idx file and a .bin file of the same name"
             for source in sources
             if source.kind == MEGATRON and not files.is_file(source.path.with_suffix(".bin"))
         ]
@@ -159,7 +159,7 @@ def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
         if match := _SPLIT.search(path.relative_to(root).as_posix()):
             splits.setdefault(match[1], []).append(path)
     if splits and "train" not in splits:
-        raise UsageError(f"has the splits {', '.join(splits)}, and none named train. Add a path: .../FOLDER")
+        raise UsageError(f"has the splits {', '.join(splits)}, but none named train. Add a path: .../FOLDER")
     return splits.get("train", paths)
 
 
@@ -168,7 +168,7 @@ def _find_kind(name: str) -> DataKind:
     for kind, endings in SUFFIXES.items():
         if name.endswith(endings):
             return kind
-    raise UsageError(f"{name} does not end in {_format_endings(None)}. Say its kind with data.source")
+    raise UsageError(f"{name} does not end in {_format_endings(None)}. Set its kind with data.source")
 
 
 def _list_endings(kind: DataKind | None) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _read_list(path: Path, key: str) -> list[str]:
             return names
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path.name} cannot be read: {error}") from error
-    raise UsageError(f"{path.name}: {key} must be names of files beside it")
+    raise UsageError(f"{path.name}: {key} must list names of files in the same folder")
 
 
 def _walk(root: Path, endings: tuple[str, ...], unreadable: list[str]) -> Iterator[Path]:

@@ -93,7 +93,7 @@ class _Composer(Composer):
 
 def _compose(text: str, origin: str) -> tuple[YAML, Node | None]:
     if len(text) > MOST_CHARACTERS:
-        raise UsageError(f"{origin}: longer than {MOST_CHARACTERS} characters")
+        raise UsageError(f"{origin}: is longer than {MOST_CHARACTERS} characters")
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer, yaml.max_depth = _Composer, MAX_DEPTH
     try:
@@ -103,7 +103,7 @@ def _compose(text: str, origin: str) -> tuple[YAML, Node | None]:
         reason = str(error.problem or error.context)
         if isinstance(error, MaxDepthExceededError):
             reason = f"nested deeper than {MAX_DEPTH}"
-        raise UsageError(f"{origin}{line}: not YAML that we read: {reason}") from error
+        raise UsageError(f"{origin}{line}: not YAML that a recipe can contain: {reason}") from error
     except YAMLError as error:
         raise UsageError(f"{origin}: not YAML: {error}") from error
 
@@ -137,7 +137,7 @@ class _NodeReader:
             name = str(self._read_text(key, path))
             key_path = (*path, name)
             if name in values:
-                self._refuse(key, key_path, f"given twice, first at {self._document.find_location(key_path)}")
+                self._refuse(key, key_path, f"is repeated, first at {self._document.find_location(key_path)}")
                 continue
             self._document.locations[key_path] = self._locate(key)
             values[name] = self.read_value(item, key_path)
@@ -147,7 +147,7 @@ class _NodeReader:
         try:
             return self._yaml.constructor.construct_object(node)
         except (ValueError, KeyError):  # such as -_, or five thousand digits
-            self._refuse(node, path, f"{node.value[:60]} is no {str(node.tag).removeprefix(_TAG_PREFIX)}")
+            self._refuse(node, path, f"invalid {str(node.tag).removeprefix(_TAG_PREFIX)}: {node.value[:60]}")
             return None
 
     def _read_text(self, node: ScalarNode, path: KeyPath) -> str | None:
@@ -156,7 +156,7 @@ class _NodeReader:
             # JSON writes characters beyond 16 bits as two escapes, which ruamel.yaml reads as two characters.
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self._refuse(node, path, "half a surrogate pair is no text")
+            self._refuse(node, path, "half a surrogate pair is not text")
             return None
 
     def _locate(self, node: Node) -> str:

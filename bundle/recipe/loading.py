@@ -83,7 +83,7 @@ def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
         return recipe
     values, steps = recipe.dump(), recipe.train.count_steps(epochs, samples)
     values["train"] |= {"epochs": None, "steps": steps}
-    return from_mapping(values, f"recipe {recipe.name}, {epochs:g} epochs of {samples:,} samples: it")
+    return from_mapping(values, f"recipe {recipe.name}, {epochs:g} epochs of {samples:,} samples: the recipe")
 
 
 def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
@@ -96,7 +96,7 @@ def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
         return DIRECTORY / f"{text}.yaml"
     raise UsageError(
         f"no recipe named {text!r}{format_suggestion(find_nearest(text, names))}",
-        [f"built in: {', '.join(names)}", "a file is given with its path: ./mine.yaml"],
+        [f"built in: {', '.join(names)}", "write a file with its path: ./mine.yaml"],
     )
 
 
@@ -117,7 +117,7 @@ def _apply_override(document: YamlDocument, override: str) -> None:
             document.locations[parts[:depth]] = origin
         mapping = mapping[part]
         if not isinstance(mapping, dict):
-            document.violations.append(f"{origin}: {'.'.join(parts[:depth])} is no section")
+            document.violations.append(f"{origin}: {'.'.join(parts[:depth])} is not a section")
             return
     mapping[parts[-1]] = parse_value(text, origin)
     # What was written below it is gone.
@@ -277,7 +277,7 @@ def _merge_adapter_config(document: YamlDocument, violations: list[str]) -> None
         _format_violation(
             document,
             ("model", "lora", key),
-            f"{format_value(lora[key])}, {lora['path']} has {format_value(value)}",
+            f"{format_value(lora[key])} differs from {format_value(value)} in {lora['path']}. Remove the key",
         )
         for key, value in adapter_config.items()
         if key in lora and _normalize(lora[key]) != _normalize(value)

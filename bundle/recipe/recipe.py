@@ -63,12 +63,12 @@ class FP8(CompletedSection):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
-        description="How scales are found: past steps, per tensor, per block, per 32 values (Blackwell)."
+        description="Source of the scales: past steps, each tensor, each block, or 32 values (Blackwell)."
     )
     format: Format = Field(
         default="hybrid",
         json_schema_extra=add_null,
-        description="Number format; hybrid takes e5m2 for gradients. Left out: e4m3 for blockwise and mxfp8.",
+        description="Number format; hybrid: e5m2 for gradients. Default: hybrid; blockwise, mxfp8: e4m3.",
     )
 
     @classmethod
@@ -84,10 +84,10 @@ class Recompute(CompletedSection):
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
     method: Literal["uniform", "block"] | None = Field(
         default=None,
-        description="full: uniform chunks of layers, or the first layers of a stage. Default uniform.",
+        description="full: recompute uniform chunks, or the first layers of a stage. Default: uniform.",
     )
     layers: Count | None = Field(
-        default=None, description="full: layers per chunk (uniform) or per stage (block). Default 1."
+        default=None, description="full: layers per chunk (uniform) or per stage (block). Default: 1."
     )
     modules: Names = Field(
         default=(),
@@ -111,13 +111,13 @@ class MTP(Section):
         description="Prediction depth; null: num_nextn_predict_layers of the config.",
     )
     loss_scale: NotNegative = Field(
-        default=0.1, description="Weight of the MTP losses in the total (shared by the depths)."
+        default=0.1, description="Weight of the MTP losses in the total loss, shared by the depths."
     )
     detach_trunk: bool = Field(
         default=False, description="Keep the gradient of the MTP losses out of the layers below."
     )
     detach_embeddings: bool = Field(
-        default=False, description="Keep it out of the word embedding and the output layer."
+        default=False, description="Keep this gradient out of the word embedding and the output layer."
     )
 
     @property
@@ -127,20 +127,20 @@ class MTP(Section):
 
 
 class Experts(Section):
-    """What keeps experts equally busy; of a model with experts."""
+    """How the load of experts is balanced, for models with experts."""
 
     aux_loss_coeff: NotNegative | None = Field(
         default=None,
-        description="Weight of the balancing loss of each layer; null: what the config asks for"
-        " (aux_loss_alpha; router_aux_loss_coef where output_router_logits is true).",
+        description="Weight of the balancing loss of each layer; null: from the config (aux_loss_alpha;"
+        " router_aux_loss_coef if output_router_logits is true).",
     )
     z_loss_coeff: NotNegative = Field(
         default=0.0, description="Weight of the z-loss of each router, which keeps its logits small."
     )
     bias_update_rate: NotNegative = Field(
         default=1e-3,
-        description="How far a steering bias (noaux_tc) moves in a step, whatever the learning rate; 0: it"
-        " stays, as SFT and DPO of published weights have it by default.",
+        description="Change of a steering bias (noaux_tc) per step, independent of the learning rate; 0:"
+        " no change, the default in SFT and DPO of published weights.",
     )
 
 
@@ -148,46 +148,46 @@ _LORA_VALUES = {default.key.rpartition(".")[2]: default.value for default in LOR
 
 
 class LoRA(Section):
-    """Low-rank adapters, trained in the place of the weights. `{}` or true: all keys at their defaults."""
+    """Low-rank adapters, trained instead of the weights. `{}` or true: all keys at their defaults."""
 
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Directory of PEFT to begin with, or one of the Hub as model.path, which says all other"
-        " keys; null: new adapters. Its dropout may be replaced.",
+        description="PEFT directory to start from, or one of the Hub as in model.path; it sets all other"
+        " keys, and only dropout may differ. null: new adapters.",
     )
     rank: Count = Field(default=_LORA_VALUES["rank"], description="Rows of A and columns of B.")
-    alpha: Positive = Field(default=_LORA_VALUES["alpha"], description="B A counts alpha / rank times.")
+    alpha: Positive = Field(default=_LORA_VALUES["alpha"], description="Scale of adapters: alpha / rank.")
     dropout: float = Field(
         default=_LORA_VALUES["dropout"],
         ge=0,
         lt=1,
-        description="Share of each pair's input that is dropped in training, as PEFT's lora_dropout.",
+        description="Share of each adapter's input that is dropped in training, as PEFT's lora_dropout.",
     )
     targets: Names = Field(
         default=_LORA_VALUES["targets"],
         min_length=1,
-        description="Published names of the projections that get one, or their last parts: q_proj, v_proj,"
-        " mlp.down_proj; all-linear: all of them.",
+        description="Published names of the projections that get an adapter, or their last parts: q_proj,"
+        " v_proj, mlp.down_proj; all-linear: all of them.",
     )
 
 
 class VisionSection(Section):
-    """What is trained of a vision tower, and how fast."""
+    """Which parts of a vision tower are trained, and at which learning rates."""
 
     freeze_tower: bool = Field(
         default=False,
-        description="Leave the tower's weights as they are, up to the projector's: no gradient, no state of"
-        " the optimizer.",
+        description="Freeze the tower's weights, except the projector's: no gradient, no optimizer state.",
     )
     freeze_projector: bool = Field(
-        default=False, description="The same of its mergers, which make embeddings as wide as the decoder's."
+        default=False,
+        description="Freeze the projector (the mergers), which gives embeddings the decoder's width.",
     )
     tower_lr: Positive | None = Field(
         default=None,
-        description="The tower's highest learning rate, and all others in proportion; null: optimizer.lr.",
+        description="Highest learning rate of the tower, with the same schedule; null: optimizer.lr.",
     )
-    projector_lr: Positive | None = Field(default=None, description="The projector's; null: optimizer.lr.")
+    projector_lr: Positive | None = Field(default=None, description="As tower_lr, for the projector.")
 
     def freezes(self, name: str) -> bool:
         """Return whether the tensor of this name is frozen."""
@@ -209,7 +209,7 @@ class VisionSection(Section):
 
 
 class Model(Section):
-    """What is trained."""
+    """The model to train."""
 
     path: str | None = Field(
         default=None,
@@ -219,8 +219,8 @@ class Model(Section):
     )
     weights: Literal["auto", "load", "random"] = Field(
         default="auto",
-        description="What training begins with. auto: the safetensors in `path`; random ones, from `seed`,"
-        " where it holds none. load: they must be there.",
+        description="Initial weights. auto: the safetensors in `path`, or random ones from `seed` if it"
+        " has none. load: they must exist.",
     )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Keys of a Hugging Face config.json; model_type names the family."
@@ -233,21 +233,21 @@ class Model(Section):
     )
     operators: Names | None = Field(
         default=None,
-        description="Operations by the accelerator's own operators (ascend: rms_norm, swiglu, rotary,"
-        " permute, grouped_experts, adamw), the others by torch; null: all that the backend has.",
+        description="Operations with the accelerator's own operators (ascend: rms_norm, swiglu, rotary,"
+        " permute, grouped_experts, adamw); others use torch. null: all of the backend.",
     )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
     lora: LoRA | None = Field(
         default=None,
-        description="Train low-rank adapters beside frozen weights; null: train the weights.",
+        description="Train low-rank adapters and freeze the weights; null: train the weights.",
     )
     router_replay: bool = Field(
         default=False,
-        description="Experts that routers chose can be recorded and given back (RL: rollout and training).",
+        description="Record and replay the experts that routers chose (RL: rollout and training).",
     )
     vision: VisionSection = make_default_section(
-        "What is trained of the vision tower; of a model that sees images."
+        "Which parts of the vision tower are trained, for models that have one."
     )
     mtp: MTP = make_default_section("Multi-token prediction.")
     moe: Experts = make_default_section("Balancing of experts.")
@@ -276,38 +276,38 @@ class Model(Section):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if self.path is None and not self.config:
-            raise ValueError("give model.path or model.config")
+            raise ValueError("set model.path or model.config")
         if self.path is None and self.weights == "load":
-            raise ValueError("weights: load needs a path")
+            raise ValueError("weights: load needs model.path")
         return self
 
 
 class DPO(Section):
     """Direct preference optimisation (Rafailov et al., 2023), its sigmoid loss; of task dpo.
 
-    The reference is what training begins with, or, beside adapters, the model without them. Layers of
-    multi-token prediction learn the better answers, as model.mtp.loss_scale says.
+    The reference is the initial model or, with adapters, the model without them. MTP layers learn the
+    chosen answers, with the weight model.mtp.loss_scale.
     """
 
     beta: Positive = Field(
         default=0.1,
-        description="What log-ratios are multiplied by: how far the model keeps to the reference.",
+        description="Factor of the log-ratios; larger values keep the model closer to the reference.",
     )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
         lt=0.5,
-        description="Share of pairs that are taken to be the wrong way round (conservative DPO).",
+        description="Share of pairs whose labels are assumed to be swapped (conservative DPO).",
     )
 
 
 class BackendOptions(Section):
-    """What one backend has and the others have not."""
+    """Options of a single backend."""
 
     mindspeed: bool = Field(
         default=False,
-        description="ascend: train through MindSpeed's layers, where it is installed, instead of megatron's"
-        " own; FP8 (Atlas A5) is there only.",
+        description="ascend: train through MindSpeed's layers instead of megatron's own; MindSpeed must be"
+        " installed, and FP8 (Atlas A5) needs it.",
     )
 
 
@@ -320,34 +320,34 @@ class Recipe(CompletedSection):
     )
     task: Literal["pretrain", "sft", "dpo", "rl"] = Field(
         default="pretrain",
-        description="Learn every token, only the responses, which of two responses is better, or from rewards"
-        " of sampled answers.",
+        description="Learn every token, only the responses, which of 2 responses is better, or from"
+        " rewards of sampled answers.",
     )
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
-        default="auto", description="The accelerator; auto: what the machine has."
+        default="auto", description="The accelerator; auto: the one that the machine has."
     )
-    backend_options: BackendOptions = make_default_section("What one backend has.")
+    backend_options: BackendOptions = make_default_section("Options of a single backend.")
     seed: int = Field(
-        default=1234, ge=0, le=2**31 - 1, description="Of the initial weights, the data order and dropout."
+        default=1234, ge=0, le=2**31 - 1, description="Seed of initial weights, data order and dropout."
     )
     devices: Devices = make_default_section("How many devices the job takes.")
-    model: Model = Field(description="What is trained.")
+    model: Model = Field(description="The model to train.")
     parallel: Parallel = make_default_section("Sizes of the parallel groups.")
-    data: Data = Field(description="What is trained on.")
-    train: Train = Field(description="How long and in which portions.")
+    data: Data = Field(description="The training data.")
+    train: Train = Field(description="The length of the training and its batch sizes.")
     optimizer: Optimizer = make_default_section("The optimizer and its schedule.")
     distributed: Distributed = make_default_section("How ranks exchange gradients and weights.")
     dpo: DPO | None = Field(
-        default=None, description="The loss of pairs of responses; null: none, or of task dpo its defaults."
+        default=None, description="The loss of pairs of responses; null: none, or the defaults with task dpo."
     )
     rl: RL | None = Field(default=None, description="Reinforcement learning; null: none. Task rl needs it.")
     checkpoint: Checkpoint = make_default_section("When to save, and how much to keep.")
     environment: dict[VariableName, VariableValue | None] = Field(
         default={},
-        description="Variables of the ranks, such as NCCL_DEBUG: instead of what the plan has, or beside it;"
-        " null: left as it is where ranks are started. None that names a file.",
+        description="Variables of the ranks, such as NCCL_DEBUG, which override or extend those of the"
+        " plan; null: as in the environment that starts the ranks. No variable may name a file.",
     )
-    metrics: MetricsSection = make_default_section("Where numbers go.")
+    metrics: MetricsSection = make_default_section("Where metrics are written.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
 
     @classmethod
@@ -486,32 +486,32 @@ class Recipe(CompletedSection):
         p, moe = self.parallel, self.architecture.moe
         layout_text = f"tp {p.tp} x cp {p.cp} x pp {p.pp}"
         if moe is None:
-            return f"{p.minimal_world} ranks ({layout_text}), {world} is none"
+            return f"{p.minimal_world} ranks ({layout_text}), but there are {world}"
         fewer = (ep for ep in range(min(p.ep - 1, moe.num_experts), 0, -1) if not moe.num_experts % ep)
         fitting_ep = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
-        experts = f"etp {p.etp} x ep {p.ep} x pp {p.pp} of experts"
-        instead = f": parallel.ep={fitting_ep} fits" if fitting_ep else ""
-        return f"{p.minimal_world} ranks ({layout_text}, {experts}), {world} is none{instead}"
+        experts = f"experts: etp {p.etp} x ep {p.ep} x pp {p.pp}"
+        instead = f". parallel.ep={fitting_ep} fits" if fitting_ep else ""
+        return f"{p.minimal_world} ranks ({layout_text}, {experts}), but there are {world}{instead}"
 
     def find_layout_violations(self, world: int) -> list[str]:
         """Return every reason why `world` ranks cannot run this recipe; empty when they can."""
         parallel, train = self.parallel, self.train
         if world > MOST_RANKS:
-            return [f"devices: {world} ranks are more than the {MOST_RANKS} that a plan is made for"]
+            return [f"devices: {world} ranks exceed {MOST_RANKS}, the limit of a plan"]
         if not parallel.fits(world):
             return [f"parallel: this layout needs a multiple of {self._explain_least_ranks(world)}"]
         portion = train.micro_batch_size * parallel.compute_dp(world)
         if train.global_batch_size % portion:
             return [
-                f"train.global_batch_size: {train.global_batch_size} is not a multiple of "
-                f"micro_batch_size x dp = {train.micro_batch_size} x {parallel.compute_dp(world)};"
-                f" the next is {-(-train.global_batch_size // portion) * portion}"
+                f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size"
+                f" x dp = {train.micro_batch_size} x {parallel.compute_dp(world)}; the next multiple is"
+                f" {-(-train.global_batch_size // portion) * portion}"
             ]
         microbatches = train.global_batch_size // portion
         if parallel.vpp is not None and microbatches % parallel.pp:
             return [
-                f"train.global_batch_size: gives {microbatches} micro-batches; an interleaved pipeline "
-                f"needs a multiple of pp {parallel.pp}"
+                f"train.global_batch_size: {train.global_batch_size} gives {microbatches} micro-batches per"
+                f" rank; an interleaved pipeline needs a multiple of pp {parallel.pp}"
             ]
         return []
 

@@ -34,41 +34,41 @@ class RLRollout(Section):
 
     engine: Literal["transformers", "sglang"] = Field(
         default="transformers",
-        description="Who answers. transformers: its own class, in the process of a rank; sglang: servers.",
+        description="Source of answers. transformers: its class, in a rank's process; sglang: servers.",
     )
     temperature: Positive = Field(default=1.0, description="Divides the logits before an answer is sampled.")
     top_p: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Sample from the likeliest tokens of this probability alone. Only 1 is allowed: the loss"
-        " needs the probabilities of all tokens.",
+        description="Nucleus sampling: smallest set of tokens with this total probability. Only 1 is"
+        " allowed, because the loss needs the probabilities of all tokens.",
     )
     max_completion_length: Count = Field(default=256, description="Longest answer [tokens].")
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder `rollouts` of a run: learn from the answers that it wrote, and ask nothing."
-        " null: ask.",
+        description="Folder `rollouts` of an earlier run, to learn from its answers without sampling;"
+        " null: sample.",
     )
     urls: Names = Field(
         default=(),
-        description="sglang: servers that run already, `http://HOST:PORT`; BUNDLE_ROLLOUT_API_KEY and"
-        " BUNDLE_ROLLOUT_ADMIN_KEY in the environment open them. []: the run starts servers.",
+        description="sglang: running servers, `http://HOST:PORT`. BUNDLE_ROLLOUT_API_KEY and"
+        " BUNDLE_ROLLOUT_ADMIN_KEY in the environment authenticate. []: the run starts servers.",
     )
     python: str | None = Field(
         default=None,
         min_length=1,
-        description="sglang: the Python of the environment where SGLang is installed; null: that of the run.",
+        description="sglang: the Python interpreter of SGLang's environment; null: that of the run.",
     )
     replicas: Count = Field(default=1, description="sglang: servers that the run starts.")
-    tp: Count = Field(default=1, description="sglang: devices of a server, which divide its tensors.")
+    tp: Count = Field(default=1, description="sglang: tensor parallel size of a server, in devices.")
     mem_fraction_static: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="sglang: part of a device's memory that a server takes for its weights and cache; null:"
-        " what the trainer leaves, as `plan` prints it.",
+        description="sglang: share of a device's memory for a server's weights and cache; null: what the"
+        " trainer leaves, as `plan` prints it.",
     )
     arguments: Names = Field(
         default=(), description="sglang: further arguments of each server, such as --attention-backend fa3."
@@ -76,96 +76,94 @@ class RLRollout(Section):
     weights_folder: str | None = Field(
         default=None,
         min_length=1,
-        description="sglang: where weights lie for the servers, two versions of them; null: /dev/shm where it"
-        " has room, else the run directory.",
+        description="sglang: folder of the weights for the servers, two versions at once; null: /dev/shm"
+        " if it has room, else the run directory.",
     )
     transport: Literal["files", "ipc"] | None = Field(
         default=None,
-        description="sglang: how weights come to servers that the run starts. files: as files; ipc: in memory"
-        " of the GPU that they open, where the first version gives the same checksums in both ways. null: ipc"
-        " for one server on one GPU, else files.",
+        description="sglang: how servers that the run starts get weights. files: from files; ipc: from the"
+        " memory of their GPU, if the first version has the same checksums in both ways. null: ipc for one"
+        " server on one GPU, else files.",
     )
     verify: Literal["always", "first"] = Field(
         default="always",
-        description="sglang: when checksums of the server's weights are compared with what was sent. always"
-        " becomes first where it takes more than 2 % of a step.",
+        description="sglang: when to compare checksums of the server's weights with the weights sent."
+        " always becomes first if it takes more than 2 % of a step.",
     )
     timeout_seconds: float = Field(
         default=900.0,
         gt=0,
         le=86_400,
-        description="sglang: seconds until a call to a server is given up.",
+        description="sglang: timeout of a call to a server [s].",
     )
     stop: Names = Field(
         default=(),
-        description="Texts of one token each that end an answer, beside the tokenizer's end of text and what"
-        " the template writes behind a turn.",
+        description="Texts of one token each that end an answer, in addition to the tokenizer's end of"
+        " text and the template's end of turn.",
     )
 
 
 class RLEvaluation(Section):
-    """Questions that are never learned, and when they are asked: before the first step, too."""
+    """Questions that are never learned, for evaluations, of which one precedes the first step."""
 
     path: Names = Field(min_length=1, description="As data.path.")
     source: DataKind | None = Field(default=None, description="Kind of the files; null: data.source.")
     interval: CountOrZero = Field(default=20, description="Steps between evaluations; 0: only at the end.")
     samples: Count = Field(
         default=1,
-        description="Answers to a question. 1: the accuracy of the greedy answer; more: pass@k of answers at"
+        description="Answers per question. 1: accuracy of the greedy answer; more: pass@k of answers at"
         " rollout.temperature.",
     )
 
 
 class RLReward(CompletedSection):
-    """What judges an answer; the reward is the weighted sum over all of them."""
+    """A judge of answers; the reward of an answer is the weighted sum over all judges."""
 
     kind: Literal["exact", "math", "python", "http", "code"] = Field(
-        description="exact: 1 for the text of the field, else 0; math: 1 for the same mathematical value, by"
-        " math-verify (extra `rl`), else 0; python: a function of yours; http: a server of yours; code: the"
-        " share of the row's tests that the answer's program passes."
+        description="exact: 1 if the answer is the text of the field, else 0; math: 1 for the same"
+        " mathematical value, by math-verify (extra `rl`), else 0; python: a function of yours; http: a"
+        " server of yours; code: the share of the row's tests that the answer's program passes."
     )
-    weight: float = Field(default=1.0, description="What the reward is multiplied by in the sum.")
+    weight: float = Field(default=1.0, description="Factor of the reward in the sum.")
     field: str | None = Field(
         default=None,
         min_length=1,
-        description="exact, math: the field of a row that has the right answer; dots lead into objects. null:"
-        " reward_model.ground_truth (verl) where a row has it, else data.fields.response.",
+        description="exact, math: field of a row with the right answer; dots lead into objects. null:"
+        " reward_model.ground_truth (verl) if a row has it, else data.fields.response.",
     )
     pattern: str | None = Field(
         default=None,
         min_length=1,
-        description="exact, math: a regular expression that finds the right answer in the field, such as"
-        " `#### (.+)`: its group, or all of the match, the last one. null: all of the field.",
+        description="exact, math: regular expression for the right answer in the field, such as `####"
+        " (.+)`. The last match counts: its group, or the whole match. null: the whole field.",
     )
     function: str | None = Field(
         default=None,
         min_length=1,
         description="python: `FILE.py:NAME`, a function of (answers: list[str], rows: list[dict]) that"
-        " returns a list of numbers; None in it: it cannot judge, and that answer is left out.",
+        " returns a list of numbers. An answer with None cannot be judged and is left out.",
     )
     url: str | None = Field(
         default=None,
         min_length=1,
-        description='http: address to POST {"answers": [...], "rows": [...]} to, as JSON. It answers'
-        ' {"rewards": [...]}; null in the list: it cannot judge, and that answer is left out.',
+        description='http: address to POST {"answers": [...], "rows": [...]} to, as JSON. The response'
+        ' is {"rewards": [...]}. An answer with null cannot be judged and is left out.',
     )
     tests: str | None = Field(
         default=None,
         min_length=1,
-        description="code: the field of a row that has the tests, dots lead into objects: Python text, or a"
-        " list of texts.",
+        description="code: field of a row with the tests: Python text, or a list of texts; dots lead into"
+        " objects.",
     )
     memory_gib: Positive = Field(default=1.0, description="code: memory of each process of a program [GiB].")
     timeout_seconds: Positive = Field(
         default=5.0,
         json_schema_extra=add_null,
-        description="Seconds until a reward is ended, and what it has not judged is left out. math: of one"
-        " answer; python, http: of a call. code: seconds of an answer's program; the tests that are left do"
-        " not pass. null or left out: 5, python 60, http and code 10.",
+        description="Timeout [s], after which answers without a reward are left out. math: of one answer;"
+        " python, http: of a call. code: of an answer's program, whose remaining tests fail. null or left"
+        " out: 5, python 60, http and code 10.",
     )
-    processes: Count = Field(
-        default=1, description="Processes that judge on each rank; they share out the rank's answers."
-    )
+    processes: Count = Field(default=1, description="Processes on each rank that judge its answers.")
 
     @property
     def needs_right_answer(self) -> bool:
@@ -192,13 +190,13 @@ class RLCorrection(Section):
     )
     level: Literal["token", "sequence", "geometric"] = Field(
         default="token",
-        description="Whose w: of each token, of all tokens of an answer together, or their geometric mean.",
+        description="Scope of w: each token, all tokens of an answer together, or their geometric mean.",
     )
     low: NotNegative = Field(default=0.0, description="mask: lowest w.")
     high: Positive = Field(default=2.0, description="Highest w.")
     veto: Positive | None = Field(
         default=None,
-        description="An answer with a token of a lower w has no part in the loss; null: no veto.",
+        description="Leave an answer out of the loss if one of its tokens has a lower w; null: no veto.",
     )
 
 
@@ -207,45 +205,45 @@ class RLLoss(CompletedSection):
 
     kind: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
-        description="ppo: clip the ratio of each token; gspo: of each answer; cispo: clip the weight alone.",
+        description="Clip the ratio of each token (ppo), of each answer (gspo), or the weight alone (cispo).",
     )
     clip: Pair = Field(
         default=CLIPS["ppo"],
         json_schema_extra=add_null,
-        description="How far below and above 1 the ratio is clipped. null or left out: [0.2, 0.28], gspo"
-        " [0.0003, 0.0004], cispo [1, 0.28].",
+        description="Distances below and above 1 at which the ratio is clipped. null or left out: [0.2,"
+        " 0.28], gspo [0.0003, 0.0004], cispo [1, 0.28].",
     )
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="ppo, gspo: bounds the loss of a negative advantage at this multiple of it; null: no"
-        " bound.",
+        description="ppo, gspo: limit the loss of a negative advantage to this multiple of the advantage;"
+        " null: no limit.",
     )
     entropy: NotNegative = Field(default=0.0, description="Coefficient of the entropy bonus.")
     kl: NotNegative = Field(
         default=0.0,
-        description="Coefficient of the KL divergence from the reference, the model that training begins"
-        " with; 0: no reference is kept.",
+        description="Coefficient of the KL divergence from the reference, the model at the start of"
+        " training; 0: no reference is kept.",
     )
     kl_kind: Literal["k1", "k2", "k3"] = Field(
-        default="k2", description="The estimator; k1 is subtracted from rewards, k2 and k3 are losses."
+        default="k2",
+        description="Estimator of the divergence; k1 is subtracted from rewards, k2 and k3 are losses.",
     )
     mean: Literal["token", "sequence", "constant"] = Field(
         default="token",
         json_schema_extra=add_null,
-        description="What counts alike: every token, every answer, or the sum of tokens by a constant"
-        " (Dr.GRPO). null or left out: token, gspo sequence.",
+        description="What has equal weight: every token, every answer, or the sum of tokens divided by a"
+        " constant (Dr.GRPO). null or left out: token, gspo sequence.",
     )
     divisor: Positive | None = Field(
         default=None,
-        description="mean constant: the tokens of an answer that the constant counts; null:"
-        " rollout.max_completion_length.",
+        description="mean constant: the constant, in tokens per answer; null: rollout.max_completion_length.",
     )
     temperature: Positive | None = Field(
         default=None, description="Divides the logits in the loss; null: rollout.temperature."
     )
     correction: RLCorrection | None = Field(
-        default=None, description="Correct for another engine's probabilities; null: no correction."
+        default=None, description="Correct for the rollout engine's probabilities; null: no correction."
     )
 
     @classmethod
@@ -261,39 +259,39 @@ class RLLoss(CompletedSection):
 
 
 class RL(Section):
-    """Reinforcement learning from rewards; of task rl. Of a step: questions, answers, updates."""
+    """Reinforcement learning from rewards, for task rl. A step has questions, answers and updates."""
 
     prompts_per_step: Count = Field(description="Questions of one step.")
     num_generations: Count = Field(description="Answers to each question: a group. At least 2.")
     num_iterations: Count = Field(
         default=1,
-        description="How often all answers of a step are learned, in updates of train.global_batch_size.",
+        description="Passes over all answers of a step, in updates of train.global_batch_size.",
     )
     rollout: RLRollout = make_default_section("How answers are sampled.")
     evaluation: RLEvaluation | None = Field(default=None, description="Questions to evaluate with.")
     rewards: Annotated[tuple[RLReward, ...], AS_TUPLE] = Field(
-        description="What judges the answers, a list of at least one."
+        description="Rewards that judge the answers, a list of at least one."
     )
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = (
         Field(default="grpo", description="How rewards become advantages.")
     )
     discount: float = Field(
-        default=1.0, gt=0, le=1, description="reinforce_plus_plus: what a later token's reward counts for."
+        default=1.0, gt=0, le=1, description="reinforce_plus_plus: discount factor of later tokens' rewards."
     )
     loss: RLLoss = make_default_section("The loss of the policy.")
     old_log_probs: Literal["rollout", "trainer"] = Field(
         default="rollout",
-        description="Whose log-probabilities the ratio starts from: the rollout engine's, or the trainer's,"
-        " which computes them once more.",
+        description="Source of the old log-probabilities in the ratio: the rollout engine, or the trainer,"
+        " which computes them again.",
     )
     dynamic_sampling: CountOrZero = Field(
         default=0,
-        description="How often a step asks further questions in the place of flat groups, at most (DAPO).",
+        description="Most rounds in which a step samples further questions to replace flat groups (DAPO).",
     )
     overlong_buffer: CountOrZero = Field(
         default=0,
-        description="The reward falls by up to 1 over the last tokens, so many, of the longest answer (DAPO);"
-        " 0: it does not.",
+        description="Number of tokens before the maximum length over which the reward falls by up to 1"
+        " (DAPO); 0: none.",
     )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave answers that reached the longest length out of the loss."
@@ -302,10 +300,10 @@ class RL(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Share of a step's answers that a reward may fail to judge; more end the run.",
+        description="Largest share of a step's answers that a reward may fail to judge before the run ends.",
     )
     max_flat_steps: Count = Field(
-        default=50, description="Steps in a row without a group to learn from, which end the run."
+        default=50, description="Steps in a row without a group to learn from before the run ends."
     )
     warm_start_steps: CountOrZero = Field(
         default=0, description="Updates of SFT on the rows' own answers, before the first rollout."

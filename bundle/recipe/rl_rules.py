@@ -69,7 +69,7 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
     yield from _check_updates(recipe, rl)
     yield from _check_data(recipe)
     if not rl.rewards:
-        yield "rl.rewards", "[] judges no answer. Add a reward, such as {kind: exact, field: answer}."
+        yield "rl.rewards", "[] has no reward. Add one, such as {kind: exact, field: answer}."
     for number, reward in enumerate(rl.rewards):
         yield from ((f"rl.rewards.{number}.{key}", reason) for key, reason in _check_reward(reward))
     yield from _check_loss(rl)
@@ -81,8 +81,8 @@ def _check_sampling(rl: RL) -> Iterator[Violation]:
     if rl.rollout.top_p < 1:
         yield (
             "rl.rollout.top_p",
-            f"{rl.rollout.top_p:g} is not allowed: without a replay of the sampled tokens' choices every"
-            " ratio of the loss is biased. Set it to 1.",
+            f"{rl.rollout.top_p:g} is not allowed: the loss needs the probabilities of all tokens, so its"
+            " ratios would be biased. Set it to 1.",
         )
     longest = rl.rollout.max_completion_length
     if rl.overlong_buffer > longest:
@@ -120,12 +120,12 @@ def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
         try:
             split_url(url)
         except ValueError as error:
-            yield "urls", f"{error}. Name each server so."
+            yield "urls", f"{error}. Name each server in this form."
     if len({*rollout.urls}) < len(rollout.urls):
         yield "urls", "names a server more than once. Name each of them once."
     for argument in rollout.arguments:
         if argument.partition("=")[0] in _FIXED_ARGUMENTS:
-            yield "arguments", f"{argument} is what the run itself gives a server. Remove it."
+            yield "arguments", f"{argument} is set by the run itself. Remove it."
 
 
 def find_room(recipe: Recipe) -> int:
@@ -146,8 +146,8 @@ def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if limit == "tokens":
         yield (
             "data.sequence_length",
-            f"{length} gives a {unit} of {room} tokens, and an answer may have {longest} with its question"
-            f" before it. Set it above {longest}, or lower rl.rollout.max_completion_length.",
+            f"{length} gives a {unit} of {room} tokens, but an answer may have {longest} tokens and follows"
+            f" its question. Set it above {longest}, or lower rl.rollout.max_completion_length.",
         )
     else:
         yield (
@@ -167,16 +167,16 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if train.epochs is None and rl.warm_start_steps >= train.steps:
         yield (
             "rl.warm_start_steps",
-            f"{rl.warm_start_steps} leaves none of the {train.steps} updates to rewards. Raise train.steps.",
+            f"{rl.warm_start_steps} of {train.steps} updates leave none for rewards. Raise train.steps.",
         )
     if rl.warm_start_steps and rl.loss.kl and recipe.model.lora is None:
         yield (
             "rl.loss.kl",
-            f"{rl.loss.kl:g} is the distance from the model before the {rl.warm_start_steps} updates of"
-            " rl.warm_start_steps. Set one of them to 0.",
+            f"{rl.loss.kl:g} measures the KL divergence from the model before the {rl.warm_start_steps}"
+            " updates of rl.warm_start_steps. Set one of them to 0.",
         )
     if train.epochs is not None:
-        yield "train.epochs", f"{train.epochs:g} counts rows, and rl counts updates. Give train.steps."
+        yield "train.epochs", f"{train.epochs:g} is not read by task rl. Set train.steps instead."
     if rl.old_log_probs == "trainer" and rl.loss_temperature != rl.rollout.temperature:
         yield (
             "rl.loss.temperature",
@@ -186,21 +186,21 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if checkpoint.keep_best is not None and rl.evaluation is None:
         yield (
             "checkpoint.keep_best",
-            f"{checkpoint.keep_best} is measured by an evaluation. Set rl.evaluation.path.",
+            f"{checkpoint.keep_best} needs an evaluation. Set rl.evaluation.path.",
         )
 
 
 def _check_data(recipe: Recipe) -> Iterator[Violation]:
     data = recipe.data
     if data.validation:
-        yield "data.validation", f"{data.validation:g} is not read by task rl. Set rl.evaluation.path and 0."
+        yield "data.validation", f"{data.validation:g} is not read by task rl. Set 0 and rl.evaluation.path."
     if data.validation_sets:
         names = ", ".join(data.validation_sets)
         yield "data.validation_sets", f"{names}: not read by task rl. Set rl.evaluation.path."
     if data.truncation in ("left", "right"):
         yield (
             "data.truncation",
-            f"{data.truncation} makes another question of a long one. Set error or delete.",
+            f"{data.truncation} cuts long questions, which changes them. Set it to error or delete.",
         )
     evaluation = recipe.rl.evaluation if recipe.rl else None
     if evaluation is not None and evaluation.source in ("text", "megatron"):
@@ -213,13 +213,13 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
 def _check_reward(reward: RLReward) -> Iterator[Violation]:
     """Yield what is wrong with a reward, by its own keys."""
     if reward.weight == 0:
-        yield "weight", "0 takes the reward out of the sum. Remove the reward, or give it another weight."
+        yield "weight", "0 has no effect in the sum. Remove the reward, or set another weight."
     for key, kinds in _KINDS_OF_KEYS.items():
         value = getattr(reward, key)
         if value is not None and reward.kind not in kinds:
             shown = redact_url(value) if key == "url" else value
             owner = " and ".join(kinds)
-            yield key, f"{format_value(shown)} belongs to {owner}, and kind is {reward.kind}. Remove it."
+            yield key, f"{format_value(shown)} is read only by {owner}, but kind is {reward.kind}. Remove it."
         elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
             yield key, f"missing. Kind {reward.kind} needs {_NEEDED_KEYS[key]}."
     if reward.kind == "python" and reward.function is not None:
@@ -244,7 +244,10 @@ def _check_pattern(pattern: str) -> Iterator[Violation]:
         yield "pattern", f"{format_value(pattern)} is not a regular expression ({error}). Correct it."
     else:
         if groups > 1:
-            yield "pattern", f"{format_value(pattern)} has {groups} groups. Keep one; others are (?:...)."
+            yield (
+                "pattern",
+                f"{format_value(pattern)} has {groups} groups. Keep one, and write the others as (?:...).",
+            )
 
 
 def redact_url(url: str) -> str:
@@ -268,17 +271,17 @@ def _check_loss(rl: RL) -> Iterator[Violation]:
     loss = rl.loss
     low, high = loss.clip
     if not (0 <= low <= 1 and high >= 0):
-        yield "rl.loss.clip", f"[{low:g}, {high:g}] is not two distances from 1, the first at most 1."
+        yield "rl.loss.clip", f"[{low:g}, {high:g}] must be distances from 1: first 0 to 1, second from 0."
     if loss.kind == "gspo" and loss.mean != "sequence":
-        yield "rl.loss.mean", f"{loss.mean} is not gspo's, which weighs answers. Set sequence."
+        yield "rl.loss.mean", f"{loss.mean} does not fit gspo, which weights answers. Set it to sequence."
     if loss.kind == "cispo" and loss.dual_clip is not None:
         yield "rl.loss.dual_clip", f"{loss.dual_clip:g} is not read by cispo. Remove it."
     if loss.correction is not None:
         if rl.old_log_probs != "trainer":
             yield (
                 "rl.loss.correction",
-                "compares the trainer's log-probabilities with the rollout's, and rl.old_log_probs is"
-                f" {rl.old_log_probs}. Set trainer.",
+                "compares the log-probabilities of trainer and rollout engine, but rl.old_log_probs is"
+                f" {rl.old_log_probs}. Set that to trainer.",
             )
         for key, reason in _check_correction(loss.correction):
             yield f"rl.loss.correction.{key}", reason
@@ -289,6 +292,6 @@ def _check_correction(correction: RLCorrection) -> Iterator[Violation]:
         yield "low", f"{correction.low:g} is not below high {correction.high:g}."
     if correction.kind == "truncate":
         if correction.low:
-            yield "low", f"{correction.low:g} belongs to kind mask. Set it to 0."
+            yield "low", f"{correction.low:g} is read only with kind mask. Set it to 0."
         if correction.level == "geometric":
-            yield "level", "geometric belongs to kind mask. Set kind: mask."
+            yield "level", "geometric is read only with kind mask. Set kind: mask."

@@ -65,15 +65,15 @@ def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
     if tp > 1 and not recipe.parallel.sequence_parallel:
         key = "parallel.sequence_parallel"
         if 1 in a.layer_pattern:
-            yield key, "experts with tp > 1 need it: megatron-core refuses to train otherwise"
+            yield key, "false is refused by megatron-core with experts and tp > 1. Set it to true."
         elif a.mla is not None:
             yield (
                 key,
-                "latent attention with tp > 1 needs it: without it megatron-core fails before 0.14, and from "
-                "there on a rank has only its part of the gradient of rotary keys and all that is below them",
+                "false with latent attention and tp > 1 fails in megatron-core before 0.14; later it"
+                " leaves gradients of rotary keys and of the weights below incomplete. Set it to true.",
             )
     if recipe.parallel.sequence_parallel and tp == 1:
-        yield "parallel.sequence_parallel", "divides activations between tp ranks: needs tp > 1"
+        yield "parallel.sequence_parallel", "true needs tp > 1. Leave it out."
 
 
 def _check_experts(recipe: Recipe) -> Iterator[Violation]:
@@ -88,23 +88,23 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
         if balancing.bias_update_rate not in (0, type(balancing).model_fields["bias_update_rate"].default):
             yield "model.moe.bias_update_rate", "balances experts, but the model has none"
         if recipe.model.router_replay:
-            yield "model.router_replay", "replays which experts were chosen, but the model has none"
+            yield "model.router_replay", "true needs experts, but the model has none. Set it to false."
         if parallel.ep > 1:
-            yield "parallel.ep", f"{parallel.ep} ranks to divide experts, but the model has none"
+            yield "parallel.ep", f"{parallel.ep} divides experts, but the model has none. Set it to 1."
         if parallel.etp != parallel.tp:
-            yield "parallel.etp", "tensor parallelism of experts, but the model has none"
+            yield "parallel.etp", f"{parallel.etp} divides experts, but the model has none. Leave it out."
         return
     layers = sum(moe.layer_pattern) + recipe.architecture.mtp_layers
     if layers * moe.num_experts > MOST_EXPERTS * parallel.ep:
         yield (
             "parallel.ep",
-            f"{layers} layers of {moe.num_experts} experts are more than {MOST_EXPERTS} undivided experts, "
-            "for which a plan is made: raise it",
+            f"{layers} layers of {moe.num_experts} experts give more than {MOST_EXPERTS} experts on each"
+            " rank, the limit of a plan. Raise it.",
         )
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
     if recipe.architecture.linear_bias and parallel.etp > 1:
-        yield "parallel.etp", "megatron-core adds the experts' biases on every rank of one: 1"
+        yield "parallel.etp", "megatron-core adds the experts' biases on each of these ranks. Set it to 1."
     if moe.ffn_hidden_size % parallel.etp:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
@@ -116,14 +116,14 @@ _LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
 def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     parallel, layers = recipe.parallel, recipe.architecture.num_layers
     if parallel.vpp == 1:
-        yield "parallel.vpp", "1 is no interleaving: use null"
+        yield "parallel.vpp", "1 does not interleave. Set it to null."
     has_layout = parallel.pipeline_model_parallel_layout is not None
     if parallel.vpp is not None and parallel.pp == 1 and not has_layout:
-        yield "parallel.vpp", "interleaves the chunks of pipeline stages: needs pp > 1"
+        yield "parallel.vpp", f"{parallel.vpp} chunks per pipeline stage need pp > 1."
     ends = {key: length for key in _END_KEYS if (length := getattr(parallel, key)) is not None}
     if has_layout:
         for key in ends:
-            yield f"parallel.{key}", f"{_LAYOUT_KEY} says what every stage holds: leave one of them out"
+            yield f"parallel.{key}", f"{_LAYOUT_KEY} sets every stage. Leave one of them out."
         yield from _check_pipeline_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
@@ -137,7 +137,7 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
         for key in ends:
             yield (
                 f"parallel.{key}",
-                f"{lengths} of {parallel.pp} stages{chunks_text} leave {rest}, which cannot be",
+                f"{lengths} of {parallel.pp} stages{chunks_text} leave {rest}, which is impossible",
             )
     else:
         yield "parallel.pp", _explain_uneven_stages(parallel, layers)
@@ -161,14 +161,17 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
         yield _LAYOUT_KEY, reason
     chunks = count_rounds(layout, parallel.pp)
     if chunks is not None and (parallel.vpp or 1) != chunks:
-        yield "parallel.vpp", f"{parallel.vpp}, and {_LAYOUT_KEY} has {chunks} for each of pp {parallel.pp}"
+        yield (
+            "parallel.vpp",
+            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has {chunks} for each of pp {parallel.pp}.",
+        )
     if "m" not in "".join(layout) or "m" in layout[-1]:
         return
     where = "with the MTP layers (m) in a stage before that of the head (L)"
     if architecture.tied_embeddings:
-        yield _LAYOUT_KEY, f"{where} megatron-core cannot build a tied head: put both into one stage"
+        yield _LAYOUT_KEY, f"{where} megatron-core cannot build a tied head. Put both into one stage."
     if recipe.model.mtp.detach_embeddings:
-        yield "model.mtp.detach_embeddings", f"is not computed {where}: put both into one stage"
+        yield "model.mtp.detach_embeddings", f"true is not supported {where}. Put both into one stage."
 
 
 def _list_stages(recipe: Recipe) -> tuple[tuple[ChunkContents, ...], ...] | None:
@@ -184,7 +187,7 @@ def _explain_uneven_stages(parallel: Parallel, layers: int) -> str:
     for stage_layers in (-(-layers // chunks), layers // chunks):
         last = layers - stage_layers * (parallel.vpp or 1) * (parallel.pp - 1)
         if last > 0 and parallel.model_copy(update={key: last}).compute_stages(layers, 0):
-            return f"{explanation}: parallel.{key}: {last} makes the others equal"
+            return f"{explanation}. Set parallel.{key} to {last}, which makes the other stages equal."
     return explanation
 
 
@@ -195,18 +198,19 @@ def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
         shares = f"cp {parallel.cp}" if parallel.cp > 1 else ""
         if parallel.sequence_parallel:
             shares += f"{' and ' if shares else ''}tp {parallel.tp} (sequence parallel)"
-        yield "data.sequence_length", f"{length} is not a multiple of {multiple}, as {shares} needs it"
+        yield "data.sequence_length", f"{length} is not a multiple of {multiple}, which {shares} needs."
     longest = recipe.architecture.max_position_embeddings
     if length > longest and not recipe.data.packed:  # positions begin anew in each sequence of a pack
         yield (
             "data.sequence_length",
-            f"{length} exceeds the model's max_position_embeddings {longest}; where its rope_scaling is for"
-            " more, set model.config.max_position_embeddings, too",
+            f"{length} exceeds the model's max_position_embeddings {longest}. If the model's rope_scaling"
+            " allows more, also set model.config.max_position_embeddings.",
         )
     if recipe.data.packed and recipe.train.micro_batch_size != 1:
         yield (
             "train.micro_batch_size",
-            "a packed micro-batch is one pack: must be 1; raise data.sequence_length instead",
+            f"{recipe.train.micro_batch_size} is not allowed with data.packed (a micro-batch is one pack)."
+            " Set it to 1 and raise data.sequence_length.",
         )
 
 
@@ -216,11 +220,11 @@ def _check_mtp(recipe: Recipe) -> Iterator[Violation]:
         if getattr(recipe.model.mtp, key) and not depth:
             yield f"model.mtp.{key}", "the model has no MTP layers to detach"
     if depth and recipe.architecture.windows:
-        yield "model.mtp.layers", "windows in some layers, and nothing says whether these have one: 0"
+        yield "model.mtp.layers", "the config does not say whether MTP layers have windows. Set it to 0."
     if depth >= recipe.data.sequence_length:
         yield (
             "model.mtp.layers",
-            f"predicts {depth} tokens ahead in sequences of {recipe.data.sequence_length}",
+            f"{depth} tokens are predicted, but a sequence has {recipe.data.sequence_length}.",
         )
 
 
@@ -234,32 +238,32 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
         return
     for part in ("tower", "projector"):
         if getattr(model.vision, f"freeze_{part}") and getattr(model.vision, f"{part}_lr"):
-            yield f"model.vision.{part}_lr", "what is frozen has no learning rate"
+            yield f"model.vision.{part}_lr", "frozen weights have no learning rate. Leave it out."
     if model.lora is not None:
         for key, value in model.vision:
             if value:
                 yield (
                     f"model.vision.{key}",
-                    "beside adapters all weights are frozen: choose model.lora.targets",
+                    "model.lora freezes all weights. Choose with model.lora.targets.",
                 )
     if model.fp8 is not None:
-        yield "model.fp8", "FP8 products are not computed in models with a vision tower"
+        yield "model.fp8", "FP8 is not supported for models with a vision tower. Leave it out."
     if recipe.architecture.mtp_layers:
-        yield "model.mtp.layers", "multi-token prediction is not computed in models with a vision tower"
+        yield "model.mtp.layers", "multi-token prediction is not supported with a vision tower. Set it to 0."
     if recipe.task != "sft" or not recipe.data.has_template:
-        yield "data.template", "images and videos come in conversations: task sft, data.template: chat"
+        yield "data.template", "a model with vision needs task: sft and data.template: chat."
     stages = _list_stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0][0].layers) < deepest:
         has_layout = recipe.parallel.pipeline_model_parallel_layout is not None
-        more = "t before its |" if has_layout else "parallel.num_layers_in_first_pipeline_stage"
+        more = "t before the first |" if has_layout else "parallel.num_layers_in_first_pipeline_stage"
         yield (
             _LAYOUT_KEY if has_layout else "parallel.pp",
-            f"the tower gives something for the first {deepest} decoder layers, and the first stage has"
-            f" {first} of them: give it more ({more})",
+            f"the vision tower adds embeddings to the first {deepest} decoder layers, but the first stage"
+            f" has {first} of them. Give it more ({more}).",
         )
     if recipe.architecture.vision.channels != 3:
-        yield "model.config.vision_config", "in_channels: images are read in three colours"
+        yield "model.config.vision_config", "in_channels must be 3, because images are read in 3 colours."
 
 
 def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
@@ -269,23 +273,23 @@ def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
     if recipe.data.packed:
         yield (
             "data.packed",
-            "gated delta nets take unpacked rows: megatron-core computes packs with the kernels of"
-            " flash-linear-attention alone, from 0.18, which are not called here",
+            "true is not supported with gated delta nets: megatron-core packs them from 0.18 on, with"
+            " flash-linear-attention, which this package does not call. Set it to false.",
         )
     if recipe.parallel.cp > 1:
         yield (
             "parallel.cp",
-            f"{recipe.parallel.cp} ranks share a sequence, of which a gated delta net needs all: must be 1"
-            " (megatron-core has it from 0.18, which is not used here)",
+            f"{recipe.parallel.cp} is not supported with gated delta nets, which need the whole sequence"
+            " (megatron-core divides it from 0.18 on; this package does not). Set it to 1.",
         )
     if recipe.architecture.mtp_layers:
-        yield "model.mtp.layers", "multi-token prediction is not computed in models with gated delta nets: 0"
+        yield "model.mtp.layers", "multi-token prediction does not support gated delta nets. Set it to 0."
     if recipe.model.lora is not None:
-        yield "model.lora", "adapters are not computed in models with gated delta nets"
+        yield "model.lora", "adapters are not supported with gated delta nets. Leave it out."
     if recipe.model.fp8 is not None:
-        yield "model.fp8", "FP8 products are not computed in models with gated delta nets"
+        yield "model.fp8", "FP8 is not supported with gated delta nets. Leave it out."
     if recipe.checkpoint.export == "hf-fp8":
-        yield "checkpoint.export", "models with gated delta nets are not written in FP8 blocks: use hf"
+        yield "checkpoint.export", "hf-fp8 does not support gated delta nets. Set it to hf."
 
 
 RECOMPUTED_MODULES = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
@@ -297,7 +301,7 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     if recompute.granularity == "full":
         if recompute.modules:
-            yield "model.recompute.modules", "full recomputation knows no modules"
+            yield "model.recompute.modules", "is not read with granularity full. Leave it out."
         most_layers = max(
             (sum(chunk.layers for chunk in stage) for stage in _list_stages(recipe) or ()), default=None
         )
@@ -306,34 +310,34 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:
-            yield f"model.recompute.{key}", "belongs to granularity full"
+            yield f"model.recompute.{key}", f"{value} is read only with granularity full. Leave it out."
     if unknown := sorted(set(recompute.modules) - RECOMPUTED_MODULES):
         yield (
             "model.recompute.modules",
-            f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(RECOMPUTED_MODULES))}",
+            f"unknown modules: {', '.join(unknown)}. Choose from {', '.join(sorted(RECOMPUTED_MODULES))}.",
         )
     if "mla_up_proj" in recompute.modules and architecture.mla is None:
-        yield "model.recompute.modules", "mla_up_proj, but the model has no latent attention"
+        yield "model.recompute.modules", "mla_up_proj needs latent attention, which the model does not have."
     if architecture.moe is None and (
         experts := {"moe", "moe_act", "shared_experts"} & set(recompute.modules)
     ):
-        yield "model.recompute.modules", f"{', '.join(sorted(experts))}, but the model has no experts"
+        yield "model.recompute.modules", f"{', '.join(sorted(experts))}: the model has no experts. Remove it."
     elif "shared_experts" in recompute.modules and not (
         architecture.moe and architecture.moe.shared_ffn_hidden_size
     ):
-        yield "model.recompute.modules", "shared_experts, but the model has none"
+        yield "model.recompute.modules", "shared_experts is listed, but the model has none. Remove it."
     if "mlp" in recompute.modules and 0 not in architecture.layer_pattern:
-        yield "model.recompute.modules", "mlp, but the model has no dense layers"
+        yield "model.recompute.modules", "mlp is listed, but the model has no dense layers. Remove it."
 
 
 def _check_precision_and_export(recipe: Recipe) -> Iterator[Violation]:
     if recipe.model.dtype == "fp32" and recipe.model.fp8 is not None:
-        yield "model.dtype", "FP8 computes beside bf16: use dtype bf16"
+        yield "model.dtype", "fp32 is not allowed with model.fp8. Set it to bf16."
     family = recipe.architecture.model_type
     if recipe.checkpoint.export == "hf-fp8" and PUBLISHED_NAMES[family].stacked_experts:
-        yield "checkpoint.export", f"nobody loads {family} in FP8 blocks: use hf"
+        yield "checkpoint.export", f"no library loads {family} in FP8 blocks. Set it to hf."
     if recipe.checkpoint.export_interval and recipe.checkpoint.export is None:
-        yield "checkpoint.export_interval", "exports nothing without checkpoint.export: hf, hf-fp8 or peft"
+        yield "checkpoint.export_interval", "needs checkpoint.export. Set that to hf, hf-fp8 or peft."
 
 
 def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
@@ -342,24 +346,24 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
         if recipe.checkpoint.export == "peft":
             yield (
                 "checkpoint.export",
-                "peft writes adapters, and model.lora asks for none: hf writes the model",
+                "peft writes adapters, but model.lora is not set. Set it to hf, which writes the model.",
             )
         return
     table = Tensors(recipe.architecture)
     if missing := find_unmatched_targets(table, lora.targets):
         known = ", ".join(list_all_linear_targets(table))
-        yield "model.lora.targets", f"no projection is called {', '.join(missing)}; there are {known}"
+        yield "model.lora.targets", f"no projection is called {', '.join(missing)}. Choose from {known}."
     if model.fp8 is not None:
-        yield "model.lora", "adapters are not computed beside FP8 products: leave model.fp8 out"
+        yield "model.lora", "adapters are not supported with FP8. Leave model.fp8 out."
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:
-        yield "model.moe.bias_update_rate", "moves what no adapter holds: must be 0 with model.lora"
+        yield "model.moe.bias_update_rate", "adapters do not contain this bias. Set it to 0 with model.lora."
     published_layers = from_config(model.config).mtp_layers if table.names.mtp else 0
     if recipe.architecture.mtp_layers > published_layers:
         yield (
             "model.mtp.layers",
-            f"{recipe.architecture.mtp_layers} layers, of which {published_layers} are published:"
-            " model.lora freezes the"
-            f" others as they are drawn; at most {published_layers}",
+            f"{recipe.architecture.mtp_layers} MTP layers are set, but {published_layers} are published,"
+            " and model.lora would freeze the others with random weights. Set it to at most"
+            f" {published_layers}.",
         )
 
 
@@ -368,7 +372,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
     if data.tokenizer == "bytes" and vocabulary < BYTE_VOCABULARY:
         yield (
             "data.tokenizer",
-            f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, the model's is {vocabulary}",
+            f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, but the model's is {vocabulary}.",
         )
     elif data.tokenizer == "bytes" and recipe.model.is_pretrained and not _is_byte_model(recipe):
         yield (
@@ -382,14 +386,14 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
     if data.weights is not None and len(data.weights) != len(data.path):
         yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
     if data.has_template and data.tokenizer == "bytes":
-        yield "data.template", "bytes takes no chat template: use plain, or a tokenizer hf:DIR"
+        yield "data.template", "bytes has no chat template. Set it to plain, or set data.tokenizer to hf:DIR."
     if data.template_text is not None and (reason := chat_template.find_defect(data.template_text)):
         yield "data.template", reason
     if data.template_arguments and not data.has_template:
-        yield "data.template_arguments", "a chat template alone reads them. Set data.template: chat"
+        yield "data.template_arguments", "is read only by a chat template. Set data.template: chat."
     if data.date is not None:
         if not data.has_template:
-            yield "data.date", "a chat template alone writes it: data.template: chat"
+            yield "data.date", f"{data.date} is read only by a chat template. Set data.template: chat."
         try:
             date.fromisoformat(data.date)
         except ValueError as error:
@@ -406,7 +410,7 @@ def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
     if kind not in ("text", "megatron") or TASKS[task].reads_text:
         return None
-    return f"{task} needs rows with {TASKS[task].row_fields}: jsonl, parquet or arrow"
+    return f"{task} needs rows with {TASKS[task].row_fields}, in jsonl, parquet or arrow files"
 
 
 def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
@@ -421,25 +425,25 @@ def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
 def _check_training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
     if recipe.checkpoint.keep_best is not None and not recipe.task_traits.samples_answers:
-        yield "checkpoint.keep_best", f"accuracy is measured by task rl, and this is {recipe.task}"
+        yield "checkpoint.keep_best", f"only task rl measures it, but task is {recipe.task}. Leave it out."
     for name, task in TASKS.items():
         if task.section and name != recipe.task and getattr(recipe, task.section) is not None:
             yield (
                 task.section,
-                f"belongs to task {name}, and task is {recipe.task}. Remove it, or set task: {name}.",
+                f"is read only by task {name}, but task is {recipe.task}. Remove it, or set task: {name}.",
             )
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
     if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
         yield (
             "optimizer.warmup_ratio",
-            f"{optimizer.warmup_ratio:g} beside warmup_steps {optimizer.warmup_steps}: give one of them",
+            f"{optimizer.warmup_ratio:g} excludes warmup_steps {optimizer.warmup_steps}. Give one of them.",
         )
     elif train.steps is not None and optimizer.count_warmup(train.steps) >= train.steps:
         yield (
             "optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} leaves nothing of {train.steps} steps: shorten the warm-up as well, "
-            f"such as --set optimizer.warmup_steps={train.steps // 10}",
+            f"{optimizer.warmup_steps} warm-up steps are not fewer than {train.steps} steps. Shorten the"
+            f" warm-up, such as --set optimizer.warmup_steps={train.steps // 10}",
         )
     yield from _check_wsd(recipe)
     yield from _check_distributed_optimizer(recipe)
@@ -447,11 +451,11 @@ def _check_training(recipe: Recipe) -> Iterator[Violation]:
     has_evaluation = bool(recipe.data.validation or recipe.data.validation_sets)
     if train.early_stop is not None and not (has_evaluation and train.eval_interval):
         key = "train.eval_interval" if has_evaluation else "data.validation"
-        yield "train.early_stop", f"looks at evaluations on held-out data, and {key} 0 makes none"
+        yield "train.early_stop", f"needs evaluations on held-out data, but {key} is 0. Raise {key}."
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
-        yield "distributed.overlap_param_gather", "megatron-core has it only with overlap_grad_reduce"
+        yield "distributed.overlap_param_gather", "megatron-core needs overlap_grad_reduce: true for it."
     if train.global_batch_size % train.micro_batch_size:
         yield (
             "train.global_batch_size",
@@ -470,11 +474,11 @@ def _check_distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
         if recipe.distributed.overlap_param_gather:
             yield (
                 "distributed.overlap_param_gather",
-                "gathers what optimizer.use_distributed_optimizer divides",
+                "true needs optimizer.use_distributed_optimizer: true.",
             )
     elif optimizer.name != "adam":
         key = "optimizer.use_distributed_optimizer"
-        yield key, f"megatron-core divides the state of adam alone: false, or null, with {optimizer.name}"
+        yield key, f"megatron-core does not divide the state of {optimizer.name}. Set it to false or null."
 
 
 def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
@@ -483,19 +487,19 @@ def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
     typed_keys = [f"optimizer.{name}" for name, dtype in optimizer.moment_types.items() if dtype != "fp32"]
     if optimizer.use_precision_aware_optimizer:
         if optimizer.name != "adam" or not optimizer.use_distributed_optimizer:
-            yield key, "megatron-core has it for adam with use_distributed_optimizer: true alone"
+            yield key, "megatron-core needs adam with use_distributed_optimizer: true for it."
         if recipe.model.dtype != "bf16":
-            yield key, "keeps weights beside those in bf16: needs model.dtype bf16"
+            yield key, "true needs model.dtype: bf16."
     else:
         for name in typed_keys:
-            yield name, "belongs to use_precision_aware_optimizer: set that true"
+            yield name, f"is read only with {key}. Set that to true."
         if offload:
-            yield "optimizer.optimizer_cpu_offload", f"megatron-core has it only with {key}: set that true"
+            yield "optimizer.optimizer_cpu_offload", f"true needs {key}: true in megatron-core."
     if offload:
         for name in typed_keys:
-            yield name, "the host's Adam keeps all in fp32: leave it out, or the offload"
+            yield name, "the host's Adam keeps moments in fp32. Leave it out, or the offload."
     elif optimizer.optimizer_offload_fraction != 1:
-        yield "optimizer.optimizer_offload_fraction", "belongs to optimizer_cpu_offload: set that true"
+        yield "optimizer.optimizer_offload_fraction", "is read only with optimizer_cpu_offload: true."
 
 
 def _check_profile(recipe: Recipe) -> Iterator[Violation]:
@@ -503,7 +507,7 @@ def _check_profile(recipe: Recipe) -> Iterator[Violation]:
         return
     (first, last), steps = recipe.profile.steps, recipe.train.steps
     if not first <= last or (steps is not None and last > steps):
-        yield "profile.steps", f"[{first}, {last}] is no stretch of the steps 1 to {steps or 'the last'}"
+        yield "profile.steps", f"[{first}, {last}] is not a range within steps 1 to {steps or 'the last'}."
 
 
 def _check_wsd(recipe: Recipe) -> Iterator[Violation]:
@@ -512,8 +516,8 @@ def _check_wsd(recipe: Recipe) -> Iterator[Violation]:
     if optimizer.schedule != "WSD":
         for key, value in (("wsd_decay_steps", decay), ("wsd_decay_style", optimizer.wsd_decay_style)):
             if value is not None:
-                yield f"optimizer.{key}", "belongs to schedule WSD"
+                yield f"optimizer.{key}", f"{value} is read only with optimizer.schedule: WSD. Leave it out."
     elif decay is None:
-        yield "optimizer.wsd_decay_steps", "WSD falls in its last steps: say in how many"
+        yield "optimizer.wsd_decay_steps", "missing. WSD needs the number of steps in which it falls."
     elif steps is not None and (warmup := optimizer.count_warmup(steps)) + decay > steps:
-        yield "optimizer.wsd_decay_steps", f"{decay} and {warmup} of the warm-up are more than {steps} steps"
+        yield "optimizer.wsd_decay_steps", f"{decay} and the warm-up of {warmup} exceed {steps} steps."

@@ -47,27 +47,27 @@ class Parallel(CompletedSection):
     pp: Count = Field(default=1, description="Pipeline stages.")
     vpp: Count | None = Field(
         default=None,
-        description="Model chunks per pipeline stage (interleaved); null: 1, or as many as the layout has.",
+        description="Model chunks per pipeline stage (interleaved); null: 1, or the number in the layout.",
     )
     num_layers_in_first_pipeline_stage: Count | None = Field(
         default=None,
-        description="Decoder layers of the first stage, where they do not divide evenly or should not; null:"
-        " as many as the stages between.",
+        description="Decoder layers of the first stage, if it needs another number than the middle stages;"
+        " null: the same number.",
     )
     num_layers_in_last_pipeline_stage: Count | None = Field(
         default=None,
-        description="Decoder layers of the last stage, which also has the head and the MTP layers; null: as"
-        " many as the stages between.",
+        description="Decoder layers of the last stage, which also has the head and the MTP layers; null:"
+        " as many as the middle stages.",
     )
     pipeline_model_parallel_layout: str | None = Field(
         default=None,
         min_length=1,
         max_length=10_000,
-        description="Instead of these lengths what each stage holds, as megatron-core writes it (from 0.13"
-        " on): `Et*3|(tt|)*29,m|L`, where E is the embedding, t a decoder layer, m an MTP layer (from 0.14"
-        " on), L the head with the losses, | the end of a stage, *29 a factor of a letter or a group. Each of"
-        " the pp ranks has one stage, then each a second one, and so on (vpp). An m without a t beside it, or"
-        " in a stage before L, needs 0.16. Null: layers are shared out evenly, but for the two ends.",
+        description="Contents of each stage, instead of these lengths, as megatron-core writes it (from"
+        " 0.13): `Et*3|(tt|)*29,m|L`. E: embedding; t: decoder layer; m: MTP layer (from 0.14); L: head"
+        " with the losses; |: end of a stage; *29: factor of a letter or a group. Each of the pp ranks"
+        " gets one stage, then a second one, and so on (vpp). An m without a t in its stage, or before the"
+        " stage of L, needs 0.16. null: even stages, except for the ends.",
     )
     cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
     ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
@@ -79,7 +79,7 @@ class Parallel(CompletedSection):
     sequence_parallel: bool = Field(
         default=False,
         json_schema_extra=add_null,
-        description="Divide activations between tp ranks; null or left out: tp > 1.",
+        description="Divide activations between tp ranks; null or left out: true if tp > 1.",
     )
 
     @classmethod
@@ -162,22 +162,22 @@ class Parallel(CompletedSection):
 
 
 class EarlyStop(Section):
-    """When training ends before its last step: the validation loss falls no more."""
+    """End training before its last step, when the validation loss stops falling."""
 
-    patience: Count = Field(description="Evaluations in a row without a lower loss, after which it ends.")
+    patience: Count = Field(description="Evaluations in a row without a lower loss before training ends.")
     min_delta: NotNegative = Field(
-        default=0.0, description="Nats per token by which a loss must be below the lowest so far to count."
+        default=0.0, description="Smallest decrease of the lowest loss that counts [nats per token]."
     )
 
 
 class Train(Section):
-    """How long and in which portions: steps, samples or epochs."""
+    """The length of the training (steps, samples or epochs) and its batch sizes."""
 
     steps: Count = Field(  # type: ignore[assignment]  # filled in or refused; of epochs, when data is read
         default=None,
         json_schema_extra=add_null,
-        description="Optimizer steps; null or left out: of samples or epochs. --resume takes more of them,"
-        " with the schedule of the new length.",
+        description="Optimizer steps; null or left out: computed from samples or epochs. --resume may"
+        " raise them, and the schedule then has the new length.",
     )
     samples: Count | None = Field(
         default=None,
@@ -185,11 +185,11 @@ class Train(Section):
     )
     epochs: Positive | None = Field(
         default=None,
-        description="Instead of steps: how often to train on as many samples as there are, rounded up to"
-        " whole steps. How many these are is known when the data is tokenised: `check` says it.",
+        description="Instead of steps: passes over the samples, rounded up to whole steps. The number of"
+        " samples is known after tokenisation; `check` prints it.",
     )
     micro_batch_size: Count = Field(
-        default=1, description="Samples of one forward pass on one rank; of DPO each is a pair, two rows."
+        default=1, description="Samples of one forward pass on one rank; DPO: pairs, of two rows each."
     )
     global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
     eval_interval: CountOrZero = Field(
@@ -203,17 +203,16 @@ class Train(Section):
     loss_mean: Literal["token", "sequence"] = Field(
         default="token",
         description=(
-            "What counts alike in the loss: every learned token, or every sequence; in DPO it is every pair, "
-            "and this says nothing. A step in which no token "
-            "is learned has no gradient, of balancing losses either; the rest of its update is made: weight "
-            "decay, momentum, the learning rate."
+            "What has equal weight in the loss: every learned token, or every sequence. DPO ignores this"
+            " key: every pair has equal weight. A step without learned tokens has no gradient, not even of"
+            " balancing losses; weight decay, momentum and the learning rate still apply."
         ),
     )
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description=(
-            "A gradient that is not finite: stop, or skip that update; such a loss, as that of a report "
-            "about no learned token: stop, or go on."
+            "A gradient that is not finite: stop, or skip that update. A loss that is not finite, as in a"
+            " report without learned tokens: stop, or continue."
         ),
     )
 
@@ -232,14 +231,13 @@ class Train(Section):
     @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.epochs is not None and (self.steps is not None or self.samples is not None):
-            raise ValueError("give one of steps, samples and epochs, and null for the others")
+            raise ValueError("set only one of steps, samples and epochs, and null for the others")
         if self.steps is None and self.epochs is None:
-            raise ValueError("give steps, samples or epochs")
+            raise ValueError("set steps, samples or epochs")
         if self.samples is not None and self.steps != (computed_steps := self.count_steps(1, self.samples)):
             raise ValueError(
-                f"samples {self.samples} make {computed_steps} steps of {self.global_batch_size}, and"
-                " steps is"
-                f" {self.steps}: give one of them, and null for the other"
+                f"samples {self.samples} make {computed_steps} steps of {self.global_batch_size}, but steps"
+                f" is {self.steps}. Set one of them, and null for the other"
             )
         return self
 
@@ -263,12 +261,12 @@ class Optimizer(CompletedSection):
     use_distributed_optimizer: bool = Field(
         default=True,
         json_schema_extra=add_null,
-        description="Divide its state between data-parallel ranks; null or left out: where megatron-core can,"
-        " which is adam's.",
+        description="Divide the optimizer state between data-parallel ranks; null or left out: true for"
+        " adam, which megatron-core can divide.",
     )
     use_precision_aware_optimizer: bool = Field(
         default=False,
-        description="adam with bf16: Transformer Engine's FusedAdam keeps its moments in the types below.",
+        description="adam with bf16: Transformer Engine's FusedAdam, with moments of the types below.",
     )
     # Not fp16: a step makes fp32 of all of it at once, which takes what was won (seen on an H200).
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
@@ -279,37 +277,37 @@ class Optimizer(CompletedSection):
     )
     optimizer_cpu_offload: bool = Field(
         default=False,
-        description="Keep state on the host and step there; needs use_precision_aware_optimizer.",
+        description="Keep and update the state on the host; needs use_precision_aware_optimizer.",
     )
     optimizer_offload_fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Offload: the share of the weights whose state is on the host."
+        default=1.0, gt=0, le=1, description="Offload: share of the weights whose state is on the host."
     )
     lr: Positive = Field(default=1e-3, description="Highest learning rate.")
     min_lr: NotNegative = Field(
         default=0.0,
-        description="Learning rate at the last step; inverse-square-root: below which it does not fall.",
+        description="Learning rate at the last step; inverse-square-root: the lowest learning rate.",
     )
     warmup_steps: CountOrZero = Field(
-        default=0, description="Steps until the highest learning rate, in equal parts."
+        default=0, description="Steps in which the learning rate rises linearly to lr."
     )
     warmup_ratio: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Instead of warmup_steps: their share of all steps, rounded up, but the last.",
+        description="Instead of warmup_steps: share of all steps, rounded up, but never the last.",
     )
     schedule: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field(
         default="cosine",
-        description="How the learning rate falls after the warm-up, by megatron-core's names; WSD: it stays,"
-        " and falls in the last wsd_decay_steps.",
+        description="How the learning rate falls after the warm-up, by megatron-core's names. WSD:"
+        " constant until it falls in the last wsd_decay_steps.",
     )
-    wsd_decay_steps: Count | None = Field(default=None, description="WSD: the steps in which it falls.")
+    wsd_decay_steps: Count | None = Field(default=None, description="WSD: steps of the final decay.")
     wsd_decay_style: Literal["linear", "cosine", "exponential"] | None = Field(
-        default=None, description="WSD: how it falls; null: exponential, as in megatron-core."
+        default=None, description="WSD: how the learning rate falls; null: exponential, as in megatron-core."
     )
     weight_decay: NotNegative = Field(
         default=0.1,
-        description="Of matrices, not of norms and biases; adam: decoupled, sgd: added to the gradient.",
+        description="Decay of matrices, not of norms and biases. adam: decoupled; sgd: in the gradient.",
     )
     betas: Pair = Field(default=(0.9, 0.95), description="adam: decay of the two moments.")
     eps: Positive = Field(default=1e-8, description="adam: added to the denominator.")
@@ -349,7 +347,7 @@ class Distributed(Section):
         default=None, description="Parameters per bucket of the reduction; null: megatron-core's choice."
     )
     timeout_seconds: Count = Field(
-        default=600, description="A collective that takes longer is a hang (exit code 6)."
+        default=600, description="Longest time of a collective; a longer one is a hang (exit code 6)."
     )
 
 
@@ -357,24 +355,24 @@ class Checkpoint(Section):
     """When to save, and how much to keep."""
 
     interval: CountOrZero = Field(default=100, description="Steps between checkpoints; 0: only at the end.")
-    keep: Count = Field(default=2, description="Newest checkpoints that stay.")
+    keep: Count = Field(default=2, description="Number of newest checkpoints to keep.")
     keep_best: Literal["accuracy"] | None = Field(
         default=None,
-        description="rl: keep the checkpoint with the highest accuracy of rl.evaluation, too; null: not.",
+        description="rl: also keep the checkpoint with the highest accuracy of rl.evaluation; null: do not.",
     )
     async_: bool = Field(
         default=False, alias="async", description="Write in the background while training goes on."
     )
     export: Literal["hf", "hf-fp8", "peft"] | None = Field(
         default=None,
-        description="hf: at the end, write the model as transformers opens it into hf/ of the run directory,"
-        " adapters merged. hf-fp8: with the linear layers in FP8, a scale for each block of 128 x 128, as"
-        " DeepSeek-V3 is. peft: the adapters of model.lora alone, as PEFT loads them, into peft/.",
+        description="hf: at the end, write the model into hf/ of the run directory for transformers, with"
+        " adapters merged. hf-fp8: with linear layers in FP8, one scale per block of 128 x 128, as"
+        " DeepSeek-V3. peft: only the adapters of model.lora, for PEFT, into peft/.",
     )
     export_interval: CountOrZero = Field(
         default=0,
-        description="Steps between exports before the last one, each in a folder with its step (hf-00000100),"
-        " none of which is removed; 0: only at the end.",
+        description="Steps between exports before the last one. Each has a folder with its step"
+        " (hf-00000100), and none is removed. 0: only at the end.",
     )
 
     @property
@@ -390,44 +388,42 @@ class Checkpoint(Section):
 
 
 class WeightsAndBiasesSection(Section):
-    """A run of Weights & Biases (extra `wandb`); who it is comes from WANDB_API_KEY."""
+    """A run of Weights & Biases (extra `wandb`); WANDB_API_KEY authenticates the user."""
 
     project: str = Field(min_length=1, description="The project.")
     entity: str | None = Field(default=None, description="The team or user; null: the default one.")
     mode: Literal["online", "offline"] = Field(
-        default="online", description="offline: into the run directory, for `wandb sync`."
+        default="online", description="offline: write into the run directory, for `wandb sync`."
     )
 
 
 class MLflowSection(Section):
     """A run of MLflow (extra `mlflow`)."""
 
-    experiment: str = Field(min_length=1, description="The experiment, made where there is none.")
+    experiment: str = Field(min_length=1, description="The experiment, created if it does not exist.")
     tracking_uri: str | None = Field(
         default=None, description="The server; null: mlflow.db in the run directory."
     )
 
 
 class PrometheusSection(Section):
-    """An endpoint of rank 0 that Prometheus asks, at /metrics, in OpenMetrics' text."""
+    """An endpoint of rank 0 for Prometheus: /metrics, in OpenMetrics text."""
 
-    port: int = Field(ge=0, le=65535, description="Where it listens; 0: at a free port, which the log names.")
+    port: int = Field(ge=0, le=65535, description="Port to listen on; 0: a free port, which the log names.")
     address: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Of this machine; 0.0.0.0 lets other machines ask, and nobody is asked who they are.",
+        description="Address to listen on; 0.0.0.0 lets other machines ask, without authentication.",
     )
 
 
 class MetricsSection(Section):
-    """Where numbers go besides metrics.jsonl and the terminal."""
+    """Where metrics are written besides metrics.jsonl and the terminal."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
     wandb: WeightsAndBiasesSection | None = Field(default=None, description="A run of Weights & Biases.")
     mlflow: MLflowSection | None = Field(default=None, description="A run of MLflow.")
-    prometheus: PrometheusSection | None = Field(
-        default=None, description="An endpoint that Prometheus asks."
-    )
+    prometheus: PrometheusSection | None = Field(default=None, description="An endpoint for Prometheus.")
 
 
 class Profile(Section):
@@ -437,5 +433,5 @@ class Profile(Section):
         description="The first and the last step, counted from 1."
     )
     ranks: Annotated[tuple[CountOrZero, ...], AS_TUPLE] = Field(
-        default=(0,), min_length=1, description="The ranks that write one each."
+        default=(0,), min_length=1, description="The ranks that write a trace."
     )

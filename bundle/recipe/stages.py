@@ -46,14 +46,13 @@ def parse_layout(layout: str) -> tuple[str, ...]:
         position = part.end()
     if position < len(layout):
         raise ValueError(
-            f"from character {position + 1} on, {layout[position : position + 12]!r}, it is no layout:"
-            " that has the letters"
-            " E, t, m, L and |, each with or without a factor (t*3), and groups of these with one, (tt|)*29"
+            f"from character {position + 1} on, {layout[position : position + 12]!r} is not part of a layout."
+            " Use the letters E, t, m, L and |, alone or with a factor (t*3), and groups with one, (tt|)*29"
         )
     return tuple("".join(parts).split("|"))
 
 
-_TOO_LONG = f"written out it has more than {MAX_LETTERS} letters"
+_TOO_LONG = f"the expanded layout has more than {MAX_LETTERS} letters"
 
 
 def _expand_letters(letters: str) -> str:
@@ -107,26 +106,26 @@ def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_la
     """Yield what is wrong with stages for a model of `layers` decoder layers and `mtp_layers` behind them."""
     letters = "".join(stages)
     if count_rounds(stages, pp) is None:
-        yield f"{len(stages)} stages are no multiple of pp {pp}"
+        yield f"{len(stages)} stages are not a multiple of pp {pp}"
     for number, stage in enumerate(stages, start=1):
         if not stage:
             yield f"stage {number} of {len(stages)} is empty: nothing would be trained there"
     if letters.count("E") != 1 or not stages[0].startswith("E"):
-        yield "E, the embedding, must stand once, at the very beginning"
+        yield "E, the embedding, must occur once, as the first letter"
     if letters.count("L") != 1 or not stages[-1].endswith("L"):
-        yield "L, the head with the losses, must stand once, at the very end"
+        yield "L, the head with the losses, must occur once, as the last letter"
     if letters.count("t") != layers:
-        yield f"{letters.count('t')} layers of the decoder (t), and the model has {layers}"
+        yield f"the layout has {letters.count('t')} decoder layers (t), but the model has {layers}"
     if letters.count("m") != mtp_layers:
-        yield f"{letters.count('m')} MTP layers (m), and model.mtp.layers is {mtp_layers}"
+        yield f"the layout has {letters.count('m')} MTP layers (m), but model.mtp.layers is {mtp_layers}"
     if "t" in letters.partition("m")[2]:
-        yield "an MTP layer (m) stands before a layer of the decoder (t): all m come after all t"
+        yield "an MTP layer (m) precedes a decoder layer (t). Write every m after all t"
     mtp_stages = [number for number, stage in enumerate(stages) if "m" in stage]
     if len(mtp_stages) > 1:
-        yield "the MTP layers (m) are in several stages: megatron-core builds them in one"
+        yield "the MTP layers (m) are in several stages, but megatron-core builds them in one"
     is_even = count_rounds(stages, pp) is not None
     if is_even and mtp_stages and (mtp_stages[0] < len(stages) - pp or mtp_stages[0] % pp == 0):
         yield (
-            f"stage {mtp_stages[0] + 1} of {len(stages)} has MTP layers (m): megatron-core builds them in the"
-            f" last round, which are the last {pp} stages, and not on its first rank"
+            f"stage {mtp_stages[0] + 1} of {len(stages)} has MTP layers (m), but megatron-core builds them"
+            f" only in the last {pp} stages (the last round), and not on the first rank"
         )

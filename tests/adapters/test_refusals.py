@@ -119,8 +119,8 @@ def test_an_adapter_says_its_rank_alpha_and_targets(tmp_path):
     with pytest.raises(UsageError) as error:
         beginning(tmp_path / "adapter", rank=8, targets=["q_proj", "down_proj"])
     (said,) = error.value.violations
-    assert "model.lora.rank: 8, " in said
-    assert said.endswith("has 4")
+    assert "model.lora.rank: 8 " in said
+    assert " 4 " in said
 
 
 @pytest.mark.parametrize(

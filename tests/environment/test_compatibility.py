@@ -48,7 +48,7 @@ def test_a_cpu_build_of_torch_beside_gpus(tmp_path):
     install_torch(tmp_path, "2.13.0+cpu")
     install_megatron(tmp_path)
     install(tmp_path, "transformer-engine", "2.14.1")
-    only(bad(tmp_path, CUDA), "torch", "2.13.0+cpu has no CUDA")
+    only(bad(tmp_path, CUDA), "torch", "2.13.0+cpu")
 
 
 def test_a_driver_that_is_too_old(tmp_path):
@@ -136,7 +136,7 @@ def test_two_copies_of_megatron(tmp_path):
     findings = list(check_packages(stack_of(first, second), detect("cpu", recorded(CPU)), NO_CANN, {}))
     (copies,) = [f for f in findings if f.level is not Level.OK]
     assert (copies.subject, copies.level) == ("megatron-core", Level.WARN)
-    assert f"{first} wins" in copies.cause
+    assert f"{first} is imported" in copies.cause
     assert str(second) in copies.cause
 
 

@@ -60,7 +60,7 @@ def test_absurd_sizes_are_refused_at_once(overrides, named):
 @pytest.mark.parametrize(
     ("named", "nodes", "per_node", "said"),
     [
-        ("h200", 2**18, 8, "devices: 2097152 ranks are more than the 1048576 that a plan is made for"),
+        ("h200", 2**18, 8, "devices: 2097152 ranks exceed 1048576, the limit of a plan"),
         ("cpu", 1, 2048, "devices.per_node: 2048 ranks are too many for one machine. Use at most 1024"),
     ],
 )

@@ -93,8 +93,8 @@ def test_what_only_the_plan_says_of_threads_yields_to_where_ranks_are_started(tm
     ("name", "value", "why"),
     [
         ("LD_PRELOAD", "/x.so", "begins with none of NCCL"),
-        ("NCCL_NET_PLUGIN", "x", "names a file"),
-        ("CUDA_VISIBLE_DEVICES", "0", "or devices"),
+        ("NCCL_NET_PLUGIN", "x", "may contain code"),
+        ("CUDA_VISIBLE_DEVICES", "0", "names devices"),
         ("NCCL_DEBUG", "a\nb", "must match"),
     ],
 )

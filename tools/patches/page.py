@@ -24,7 +24,7 @@ a small function in `bundle/replacements`. The function calls upstream's own cod
 | the number says | the source has the defect | the target's code was reviewed | decision |
 |---|---|---|---|
 | anything | no | either way | SKIP: fixed, or not yet introduced |
-| anything | yes | yes | APPLY; the reason says when the number lies |
+| anything | yes | yes | APPLY; the reason says when the number is wrong |
 | anything | yes | no, or it is gone | DRIFT, naming the nearest names |
 | in range | cannot be told | either way | DRIFT |
 | out of range | cannot be told | either way | SKIP, unproven |

@@ -34,28 +34,28 @@ def load_torch_npu() -> None:
     """
     if imported := [name for name in _ADAPTORS if name in sys.modules]:
         raise EnvironmentUnfit(
-            f"backend ascend: {imported[0]} was imported in this process, and has replaced what our"
-            " layers and patches replace: that cannot have two owners. Do not import it where this trains;"
-            " backend_options.mindspeed does, at the right time"
+            f"backend ascend: {imported[0]} was imported in this process and has replaced targets of our"
+            " layers and patches, which can have only one owner. Do not import it; set"
+            " backend_options.mindspeed, which imports it in time"
         )
     try:
         import torch
         import torch_npu
     except (ImportError, OSError, RuntimeError) as error:
         raise EnvironmentUnfit(
-            "backend ascend: torch-npu cannot be loaded; install the one that fits this torch and CANN, and"
+            "backend ascend: torch-npu cannot be loaded. Install the version for this torch and CANN, and"
             " source CANN's set_env.sh",
             [f"{type(error).__name__}: {error}"],
         ) from error
     if not torch.npu.is_available():
         raise EnvironmentUnfit(
-            f"backend ascend: torch-npu {torch_npu.__version__} sees no NPU; `mcore-bundle doctor` says why,"
-            " `backend: cpu` runs without one"
+            f"backend ascend: torch-npu {torch_npu.__version__} sees no NPU. Run `mcore-bundle doctor` for"
+            " the cause, or set `backend: cpu`"
         )
     if "megatron.core.jit" in sys.modules and "torch_npu.contrib.transfer_to_npu" not in sys.modules:
         raise EnvironmentUnfit(
-            "backend ascend: megatron.core was imported before it and has bound parts of torch.cuda already;"
-            " prepare the backend first"
+            "backend ascend: megatron.core was imported already and uses parts of torch.cuda. Prepare the"
+            " backend first"
         )
     with warnings.catch_warnings(record=True):  # it tells each name that it replaces, whatever is ignored
         from torch_npu.contrib import transfer_to_npu  # noqa: F401

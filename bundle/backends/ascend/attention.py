@@ -127,14 +127,13 @@ def _find_mask_mistakes(mask: Tensor | None, rows: AttentionCallShape) -> list[s
     expected = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
     if mask.dim() == 2:
         return [
-            f"{_format_mask(mask)}: a mask of valid tokens must not reach the kernel. Give none where"
-            " padding is"
-            " at the end, and keep that mask for post-processing (sequences.masks.Masks); else give"
+            f"{_format_mask(mask)}: the kernel does not support a mask of valid tokens. If padding is at"
+            " the end, pass no mask and keep it for post-processing (sequences.masks.Masks); else pass"
             f" {expected}"
         ]
     fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
     if mask.dtype != torch.bool or not fits or tuple(mask.shape[1:]) != (1, rows.queries, rows.keys):
-        return [f"{_format_mask(mask)}: the operator broadcasts the batch and nothing else; give {expected}"]
+        return [f"{_format_mask(mask)}: the operator broadcasts only the batch. Pass {expected}"]
     return []
 
 
@@ -142,9 +141,8 @@ def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
     if mask is None:
         return []
     return [
-        f"{_format_mask(mask)}: packed attention goes by its boundaries alone. A mask of valid tokens"
-        " belongs to"
-        " the model that packs by itself and to post-processing (sequences.masks.Masks)"
+        f"{_format_mask(mask)}: packed attention uses only boundaries. Use a mask of valid tokens in a"
+        " model that packs by itself and in post-processing (sequences.masks.Masks)"
     ]
 
 
@@ -159,22 +157,20 @@ def _find_boundary_mistakes(rows: AttentionCallShape, causal: bool) -> list[str]
         lengths.append(bounds[1:] - bounds[:-1])
         label = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
         if len(ends) < 2 or ends[0] != 0 or lengths[-1].min() < 0:
-            wrong.append(f"{label} must begin with 0 and never fall: ends of sequences, not their lengths")
+            wrong.append(f"{label} must begin with 0 and never decrease (ends of sequences, not lengths)")
         elif ends[-1] != total:
-            wrong.append(f"{label} do not end at the {total} rows: padding must be a sequence too")
+            wrong.append(f"{label} do not end at row {total}. Padding must be a sequence too")
         if len(ends) - 1 > MOST_SEQUENCES:
-            wrong.append(f"{len(ends) - 1} sequences in one pack: the operator takes {MOST_SEQUENCES}")
+            wrong.append(f"{len(ends) - 1} sequences in one pack exceed the operator's {MOST_SEQUENCES}")
     if len(lengths[0]) != len(lengths[1]):
-        return [*wrong, f"{len(lengths[0])} sequences of queries and {len(lengths[1])} of keys"]
+        return [*wrong, f"{len(lengths[0])} sequences of queries, but {len(lengths[1])} of keys"]
     return wrong or _find_blind_queries(causal, *lengths)
 
 
 def _find_blind_queries(causal: bool, queries: Ints, keys: Ints) -> list[str]:
     blind = (queries > keys) if causal else (keys == 0)
     first = np.flatnonzero(blind & (queries > 0))[:1]
-    return [
-        f"{queries[i]} queries of a sequence with {keys[i]} keys: some of them see nothing" for i in first
-    ]
+    return [f"{queries[i]} queries of a sequence with {keys[i]} keys: some queries see no key" for i in first]
 
 
 def _format_mask(mask: Tensor) -> str:
@@ -183,7 +179,7 @@ def _format_mask(mask: Tensor) -> str:
 
 def _refuse(wrong: list[str]) -> None:
     if wrong:
-        raise JobFailed("npu_fusion_attention cannot be called like this:", wrong)
+        raise JobFailed("npu_fusion_attention does not support this call:", wrong)
 
 
 class AscendCoreAttention(core_attention.BaseCoreAttention):
@@ -263,8 +259,8 @@ def _read_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tup
         boundaries.append(to_host(real if padded is None else padded))
         if not causal and boundaries[-1] != to_host(real):
             raise UsageError(
-                "packed sequences with padding between them need a causal mask on ascend: the kernel takes"
-                " padding for keys; pack without it (context parallel size 1)"
+                "packed sequences with padding between them need a causal mask on ascend, because the"
+                " kernel treats padding as keys. Pack without it (context parallel size 1)"
             )
     return boundaries[0], boundaries[1]
 

@@ -42,8 +42,8 @@ def build_chunks(
     sizes: Ints = ends[1:] - ends[:-1]
     if uneven := sizes[sizes % (2 * cp) != 0].tolist():
         raise JobFailed(
-            f"padded sequences of {', '.join(map(str, uneven[:8]))} rows are no multiples of {2 * cp}, twice"
-            " the context parallel size (see recipe.alignment)"
+            f"padded sequences of {', '.join(map(str, uneven[:8]))} rows are not multiples of {2 * cp},"
+            " twice the context parallel size (see recipe.alignment)"
         )
     rank_runs, sequence_starts = compute_runs(sizes, cp, rank), compute_starts(sizes)
     shards = (compute_runs(sizes, cp, cp_rank) for cp_rank in range(cp))

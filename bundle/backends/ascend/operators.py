@@ -13,7 +13,7 @@ def find_operator(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(torch.ops.npu, name, None)
     if function is None:
         raise EnvironmentUnfit(
-            f"torch has no operator npu::{name}: install the torch-npu that fits this torch and CANN, and"
-            " import it before the model is built"
+            f"torch has no operator npu::{name}. Install the torch-npu for this torch and CANN, and import"
+            " it before the model is built"
         )
     return function

@@ -45,8 +45,8 @@ def fused_unpermute(
     """
     if merging_probs is not None or any(value is not None for value in unused.values()):
         raise JobFailed(
-            "On ascend npu_moe_token_unpermute_with_routing_map puts tokens back without weights and without"
-            " padding, and this megatron-core asks for more: leave `permute` out of model.operators."
+            "On ascend npu_moe_token_unpermute_with_routing_map does not support weights or padding, which"
+            " this megatron-core needs. Leave `permute` out of model.operators."
         )
     unpermute = find_operator("npu_moe_token_unpermute_with_routing_map")
     tokens: Tensor = unpermute(permuted, places, list(restore_shape))

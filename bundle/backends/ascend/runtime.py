@@ -59,7 +59,7 @@ class AscendRuntime:
         ):
             wrong.append(f"model.fp8: {reason}")
         if wrong:
-            raise UsageError("backend ascend cannot train this", wrong)
+            raise UsageError("backend ascend cannot train this job", wrong)
 
     def fuses_adam(self, recipe: Recipe) -> bool:
         """Return whether torch's Adam updates by its fused kernel."""

@@ -119,8 +119,8 @@ def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
     ends = queries.tolist()
     if keys is not None and keys is not queries and keys.tolist() != ends:
         raise JobFailed(
-            f"packed queries end at {ends} and packed keys at {keys.tolist()}: the cpu's core attention takes"
-            " self-attention only"
+            f"packed queries end at {ends} but packed keys at {keys.tolist()}; the cpu's core attention"
+            " supports only self-attention"
         )
     return tuple(np.diff(ends).tolist())
 
@@ -133,15 +133,15 @@ def build_hidden_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.Pro
     keys, rows = sum(layout.keys), sum(block.rows for block in layout.blocks)
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] not in (1, rows):
         raise JobFailed(
-            f"an attention mask must be bool [b, n, rows, keys] with 1 or {rows} rows, True = hidden;"
-            f" this one is {mask.dtype} {list(mask.shape)}"
+            f"an attention mask must be bool [b, n, rows, keys] with 1 or {rows} rows, True = hidden, but"
+            f" is {mask.dtype} {list(mask.shape)}"
         )
     if mask.shape[3] == keys:
         return mask
     if layout.order is None or group is None or (mask.shape[2], mask.shape[3]) != (1, rows):
         raise JobFailed(
-            f"an attention mask {list(mask.shape)} does not fit {keys} keys: give one column for each, or"
-            " under context parallelism one row with this rank's keys"
+            f"an attention mask {list(mask.shape)} does not fit {keys} keys. Give one column for each key"
+            " or, with context parallelism, one row with this rank's keys"
         )
     return gather_in_order(mask.movedim(-1, 0), layout.order, group).movedim(0, -1)
 
@@ -212,11 +212,11 @@ def _check_lengths(lengths: Sequence[int], padded: Sequence[int], *, rows: int, 
         )
     elif sum(padded) != rows * cp:
         wrong.append(
-            f"the sequences have {sum(padded)} rows and the {cp} rank(s) hold {rows} each: padding at the end"
-            " of a pack must be one more sequence in cu_seqlens"
+            f"the sequences have {sum(padded)} rows, but the ranks ({cp}) hold {rows} each. Padding at the"
+            " end of a pack must be one more sequence in cu_seqlens"
         )
     if wrong:
-        raise JobFailed("These packed sequences cannot be attended to (see recipe.alignment):", wrong)
+        raise JobFailed("Attention does not support these packed sequences (see recipe.alignment):", wrong)
 
 
 def attend(

@@ -101,7 +101,7 @@ class _Fp8Linear:
         sizes = [("input features", inputs, resize), ("output features", outputs, resize)]
         if not self._pads_rows:
             rows = math.prod(x.shape[:-1])
-            sizes.append(("rows", rows, "pad the tokens by recipe.alignment with this scaling (Packing)"))
+            sizes.append(("rows", rows, "pad the tokens with recipe.alignment and this scaling (Packing)"))
         wrong = [
             f"{size} {size_name} on this rank: {change}"
             for size_name, size, change in sizes
@@ -109,8 +109,8 @@ class _Fp8Linear:
         ]
         if wrong:
             raise JobFailed(
-                f"{self.fp8.scaling} FP8 multiplies in multiples of {multiple} ({source}). Layer"
-                f" {self._name}, input {list(x.shape)}, weight {list(weight.shape)}:",
+                f"{self.fp8.scaling} FP8 needs multiples of {multiple} ({source}). Layer {self._name},"
+                f" input {list(x.shape)}, weight {list(weight.shape)}:",
                 wrong,
             )
 

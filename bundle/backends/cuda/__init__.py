@@ -34,8 +34,8 @@ def load_libraries() -> None:
     """
     if not torch.cuda.is_available():
         raise EnvironmentUnfit(
-            f"backend cuda: torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees no GPU;"
-            " `mcore-bundle doctor` says why, `backend: cpu` runs without one"
+            f"backend cuda: torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees no GPU."
+            " Run `mcore-bundle doctor` for the cause, or set `backend: cpu`"
         )
     for library in find_cudnn_libraries(_find_search_path("nvidia")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -43,8 +43,9 @@ def load_libraries() -> None:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise EnvironmentUnfit(
-            "backend cuda: Transformer Engine cannot be loaded; install transformer-engine[pytorch] in a"
-            f" version that was built for torch {torch.__version__} and its CUDA libraries",
+            "backend cuda: Transformer Engine cannot be loaded. Install a version of"
+            f" transformer-engine[pytorch] that was built for torch {torch.__version__} and its CUDA"
+            " libraries",
             [f"{type(error).__name__}: {error}"],
         ) from error
 

@@ -81,7 +81,7 @@ def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
     layer.
     """
     if refusals := CUDA.list_attention_refusals(recipe, generation):
-        raise UsageError("model.attention: no kernel takes this job", refusals)
+        raise UsageError("model.attention: no kernel supports this job", refusals)
     name = CUDA.choose_attention(recipe, generation).value
     flash = (
         distribution
@@ -90,7 +90,8 @@ def _select_attention_backend(recipe: Recipe, generation: str) -> AttnBackend:
     )
     if name == "flash" and not any(flash):
         raise EnvironmentUnfit(
-            "model.attention: flash, but flash-attn is not installed; install it, or use auto or fused"
+            "model.attention: flash needs flash-attn, which is not installed. Install it, or set auto or"
+            " fused"
         )
     return AttnBackend[name]
 
@@ -136,8 +137,8 @@ def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:
         raise UsageError(f"model.fp8: {refusal}")
     if fp8.scaling not in Fp8Recipe.__members__:
         raise EnvironmentUnfit(
-            f"model.fp8.scaling: this megatron-core has no {fp8.scaling}, it has"
-            f" {', '.join(Fp8Recipe.__members__)}; install a newer one or choose another scaling"
+            f"model.fp8.scaling: this megatron-core has no {fp8.scaling}, only"
+            f" {', '.join(Fp8Recipe.__members__)}. Install a newer one or choose another scaling"
         )
     fields: dict[str, Any] = {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
     if fp8.scaling == "delayed":

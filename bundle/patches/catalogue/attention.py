@@ -170,8 +170,8 @@ PATCHES = (
         id="output-gate-of-shared-groups",
         replacements=(build_signature_replacement(_QUERY_KEY_VALUE, "attention:select_gate_heads"),),
         why=(
-            "Attention with an output gate (Qwen3-Next, Qwen3.5) fails where tensor-parallel ranks share a "
-            "group of heads: the query is cut to a rank's heads, the gate is not."
+            "Attention with an output gate (Qwen3-Next, Qwen3.5) fails if tensor-parallel ranks share a"
+            " group of heads: the query is cut to the heads of a rank, but the gate is not."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
@@ -184,22 +184,22 @@ PATCHES = (
         id="cross-attention-groups",
         replacements=(build_signature_replacement(_CROSS_ATTENTION, "attention:use_passed_group"),),
         why=(
-            "Cross attention with explicit process groups shares out its heads over them, but its "
-            "projections over those of the layout."
+            "Cross attention with explicit process groups divides its heads between these groups, but its"
+            " projections between the groups of the layout."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 6), #7190 (open)",
         range=">=0.13",
         when=frozenset({"cross-attention", "explicit-groups", "tp"}),
-        assumes="what builds the projections takes a tp_group, as megatron's layers do",
+        assumes="the builder of the projections takes a tp_group, as megatron's layers do",
         defect=_drops_process_group,
     ),
     Patch(
         id="gated-delta-norm-gradient",
         replacements=(build_signature_replacement(_DELTA, "attention:sum_output_norm_gradient"),),
         why=(
-            "Copies of one weight drift apart. All heads share the gated delta net's output norm. Under "
-            "tensor without sequence parallelism its gradient on a rank is that of the rank's own heads."
+            "Copies of one weight drift apart: all heads share the output norm of a gated delta net. With"
+            " tensor but without sequence parallelism, each rank has only the gradient of its own heads."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
@@ -212,9 +212,9 @@ PATCHES = (
         id="packed-rotary-host-reads",
         replacements=(Replacement(_ROTARY_OF_PACKS, "attention:rotate_packed_by_gather"),),
         why=(
-            "Where rotary positions are not one kernel (latent attention without YaRN), every layer reads "
-            "the lengths of packed sequences back from the device, twice. It handles the sequences one by "
-            "one: the host waits, and falls behind with many short sequences."
+            "If rotary positions are not one kernel (latent attention without YaRN), every layer reads the"
+            " lengths of packed sequences back from the device, twice. It computes the sequences one by"
+            " one: the host waits, and falls behind with many short sequences."
         ),
         kind=DefectKind.SLOW,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",
@@ -227,8 +227,8 @@ PATCHES = (
         id="cuda-attention-host-reads",
         replacements=(build_signature_replacement(_TE_ATTENTION, "attention:say_whether_padded"),),
         why=(
-            "In every layer Transformer Engine compares the boundaries of packed sequences with the padded "
-            "ones on the device, and the host waits for the answer. The host knows that answer already."
+            "In every layer Transformer Engine compares the boundaries of packed sequences with the padded"
+            " ones on the device, and the host waits for the result, which it already knows."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; seen in a profile of one H200 (20 waits in a step of ten layers)",
@@ -246,16 +246,16 @@ PATCHES = (
             build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
         ),
         why=(
-            "Packs get wrong multimodal positions (mrope). Under context parallelism their table is cut as "
-            "if the pack were one sequence. Up to 0.15 each sequence takes the first rows of the table."
+            "Packs get wrong multimodal positions (mrope). Under context parallelism their table is cut as"
+            " if the pack were one sequence. Up to 0.15 each sequence uses the first rows of the table."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",
         range="",
         when=frozenset({"mrope", "packed"}),
         assumes=(
-            "position ids [3, 1, t] are on every rank those of the whole pack, with its padding. The model's "
-            "attention is megatron's own, which takes each rank's rows of their table"
+            "on every rank, position ids [3, 1, t] are those of the whole padded pack. The model has"
+            " megatron's own attention, which selects each rank's rows of their table"
         ),
         defect=_cuts_packed_positions,
     ),
@@ -276,10 +276,10 @@ TRAPS = (
         range=">=0.14",
         defect=_scatters_over_layout,
         when=frozenset({"llava", "explicit-groups", "tp", "sp"}),
-        why="LLaVA gives ranks the embeddings of others: they are shared out over the layout's ranks.",
+        why="LLaVA gives ranks the embeddings of others: it divides them between the layout's ranks.",
         cause="scatter_to_sequence_parallel_region is given no group; #7452 (finding 7)",
         kind=DefectKind.SILENT,
-        instead="Take the groups of the layout.",
+        instead="Use the groups of the layout.",
         unshown="read only: needs megatron's LLaVAModel with a vision model",
     ),
 )

@@ -249,8 +249,8 @@ PATCHES = (
         id="expert-bias-counts",
         replacements=(Replacement(_MAINTAIN_BIAS, "moe:keep_float32_counts"),),
         why=(
-            "In bf16 the tokens of each expert are counted in bf16, which has no 257: the bias that steers "
-            "the choice moves the wrong way."
+            "In bf16 the tokens of each expert are counted in bf16, which cannot represent 257: the bias"
+            " that steers the choice moves the wrong way."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7081",
@@ -263,8 +263,8 @@ PATCHES = (
         id="padding-mask-expert-bias",
         replacements=(build_signature_replacement(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
-            "Where routers have an expert bias, a padding mask ends in a RuntimeError: [t, e] meets a mask "
-            "[t]. With as many experts as tokens it leaves out experts instead of tokens."
+            "If routers have an expert bias, a padding mask ends in a RuntimeError, because [t, e] meets a"
+            " mask [t]. With as many experts as tokens it omits experts instead of tokens."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
@@ -277,17 +277,17 @@ PATCHES = (
         id="padding-mask-own-count",
         replacements=(build_signature_replacement(_REDUCE, "moe:sum_copy"),),
         why=(
-            "With a padding mask the balancing gradient under a loss per token is tp x cp times as large as "
-            "without it. The sum over those ranks is taken in place, and read as the rank's own count of "
-            "tokens."
+            "With a padding mask the balancing gradient under a loss per token is tp x cp times as large"
+            " as without it. The sum over those ranks is computed in place and used as the rank's own"
+            " count of tokens."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
         range=">=0.16",
         when=frozenset({"moe", "padding-mask"}),
         assumes=(
-            "below 0.19 someone scales the loss of a rank to the tokens of all tp x cp ranks: there this "
-            "defect makes up for the missing scale in sequence-parallel jobs"
+            "below 0.19 the loss of a rank is scaled to the tokens of all tp x cp ranks: there the defect"
+            " makes up for a missing scale in sequence-parallel jobs"
         ),
         defect=_overwrites_own_count,
     ),
@@ -298,9 +298,9 @@ PATCHES = (
             Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
         ),
         why=(
-            "The global balancing loss depends on the division of tokens among micro-batches, so on padding. "
-            "The experts' counts of all micro-batches so far are divided by the tokens of the last "
-            "micro-batch."
+            "The global balancing loss depends on how micro-batches divide the tokens, and thus on"
+            " padding. The experts' counts of all micro-batches so far are divided by the tokens of the"
+            " last micro-batch."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",
@@ -317,36 +317,36 @@ TRAPS = (
         defect=_weighs_by_all_tokens,
         when=_BALANCING_FEATURES | {"per-token-loss"},
         why=(
-            "Under a loss per token the experts' balancing loss and z-loss weigh too much, silently. The "
-            "factor is the number of tokens to a learned one: four where a quarter is learned."
+            "Under a loss per token the weights of the experts' balancing loss and z-loss are too large,"
+            " silently. The factor is the number of tokens per learned token: 4 if a quarter is learned."
         ),
         cause=(
-            "the router multiplies by the tokens that it sees (transformer/moe/router.py), "
-            "finalize_model_grads divides by those that the loss counts; #5047 takes both for the same"
+            "the router multiplies by its tokens (transformer/moe/router.py), but finalize_model_grads"
+            " divides by those that the loss counts; #5047 assumes that both are equal"
         ),
         kind=DefectKind.SILENT,
-        instead="Take a mean loss, or bring the coefficients to the share of tokens that is learned.",
+        instead="Use a mean loss, or multiply the coefficients by the share of learned tokens.",
     ),
     Trap(
         id="balancing-of-packs",
         range="",
         defect=_treats_rows_as_sequences,
         when=_BALANCING_FEATURES | {"seq-aux-loss", "packed"},
-        why="The balancing loss over sequences (seq_aux_loss) takes a pack for one sequence.",
+        why="The balancing loss over sequences (seq_aux_loss) treats a pack as one sequence.",
         cause=(
-            "TopKRouter.routing takes rows of the logits for sequences, and a pack is one; #6108, #6115 "
-            "(open); tokens_per_sample of 0.19 helps where all sequences of a pack are equally long"
+            "TopKRouter.routing treats rows of the logits as sequences, but a pack is one row; #6108,"
+            " #6115 (open); tokens_per_sample of 0.19 helps if all sequences of a pack are equally long"
         ),
         kind=DefectKind.SILENT,
-        instead="Do not pack, or take aux_loss.",
+        instead="Do not pack, or use aux_loss.",
     ),
     Trap(
         id="balancing-of-padding",
         range="<0.16",
         defect=_counts_padding_rows,
         when=_BALANCING_FEATURES | {"padding"},
-        why="Rows of padding are balanced like tokens: the emptier a pack, the less its tokens are balanced.",
-        cause="TopKRouter.routing takes no padding mask; #1984, one since #2142 in 0.16.0",
+        why="Rows of padding are balanced like tokens: more padding means less balancing of tokens.",
+        cause="TopKRouter.routing has no padding mask before #2142 in 0.16.0; #1984",
         kind=DefectKind.SILENT,
         instead="Leave padding out of micro-batches, or use megatron-core 0.16 or later, with the mask.",
     ),
@@ -355,13 +355,13 @@ TRAPS = (
         range=">=0.16",
         defect=_scatters_mask_only_with_embedding,
         when=frozenset({"moe", "padding-mask", "sp", "pp"}),
-        why="From the second stage on routers get the mask of the whole sequence, not of their share.",
+        why="From the second stage on, routers get the mask of the whole sequence instead of their part.",
         cause=(
-            "GPTModel._preprocess shares the mask out where the embedding is, over the layout's ranks; #7452 "
-            "(finding 5), #5563, #5088"
+            "GPTModel._preprocess divides the mask only on the stage with the embedding, between the ranks"
+            " of the layout; #7452 (finding 5), #5563, #5088"
         ),
         kind=DefectKind.SILENT,
-        instead="Share the mask out before the model is called, or set parallel.pp to 1.",
+        instead="Divide the mask before the model is called, or set parallel.pp to 1.",
         unshown="read only: no engine of ours gives a model this mask",
     ),
 )

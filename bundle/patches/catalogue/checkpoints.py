@@ -164,7 +164,7 @@ PATCHES = (
     Patch(
         id="dist-checkpoint-serialization",
         replacements=(build_signature_replacement(_WRITE, "checkpoints:pass_serialization_format"),),
-        why="Saving fails with torch 2.8 and later, whose _write_item has one more argument.",
+        why="Saving fails with torch 2.8 and later, where _write_item has one more argument.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6322",
         range="<0.13",
@@ -194,17 +194,17 @@ PATCHES = (
             build_signature_replacement(load, "checkpoints:unpickle_data_only", optional=True)
             for load in _LOAD_FUNCTIONS
         ),
-        why="Loading a checkpoint runs whatever code its common state holds.",
+        why="Loading a checkpoint executes any code in its common state.",
         kind=DefectKind.SILENT,
         upstream=(
-            "fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1: by torch's own default, "
-            "so that with torch below 2.6 no release is mended"
+            "fixed upstream in 0.14, back in 0.17.0, fixed again in 0.17.1 by torch's own default; with"
+            " torch below 2.6 no release is fixed"
         ),
         range="<0.17.1,!=0.14.*,!=0.15.*,!=0.16.*",
         when=frozenset({"distributed-checkpoint"}),
         assumes=(
-            "common state holds nothing but data and Megatron's own classes; other classes must be added to "
-            "torch's safe globals"
+            "the common state holds only data and Megatron's own classes; other classes must be added to"
+            " torch's safe globals"
         ),
         defect=_loads_unrestricted,
     ),
@@ -212,23 +212,23 @@ PATCHES = (
         id="optimizer-checkpoint-default",
         replacements=(Replacement(_STATE, "checkpoints:default_to_reshardable"),),
         why=(
-            "Saving the optimizer fails where its form is not set. The default, fully_sharded_model_space, "
-            "makes shards of flat ranges, which are refused."
+            "Saving the optimizer fails if its form is not set. The default, fully_sharded_model_space,"
+            " makes shards of flat ranges, which are refused."
         ),
         kind=DefectKind.ERROR,
         upstream="areal-project/AReaL#1468; refused since NVIDIA/Megatron-LM#2126",
         range=">=0.16",
         when=frozenset({"optimizer-default-sharding"}),
-        assumes="a form that is asked for, in metadata or as sharding_type, is meant",
+        assumes="a form that is set, in metadata or as sharding_type, is intended",
         defect=_refuses_default,
     ),
     Patch(
         id="dp-reshardable-steps",
         replacements=(Replacement(_LOAD_STATE, "checkpoints:keep_loaded_steps"),),
         why=(
-            "After a resume from an optimizer checkpoint by buckets (dp_reshardable) Adam counts its steps "
-            "from the start again. This happens without Transformer Engine's Adam, or with the optimizer on "
-            "the host. The bias of its moments is then corrected as if they were young."
+            "After a resume from an optimizer checkpoint by buckets (dp_reshardable), Adam counts its"
+            " steps from the start again. This happens without Transformer Engine's Adam, or with the"
+            " optimizer on the host. Adam then corrects the bias of its moments as in the first steps."
         ),
         kind=DefectKind.SILENT,
         upstream="NovaSky-AI/SkyRL#1403",
@@ -241,15 +241,15 @@ PATCHES = (
         id="optimizer-gather-memory",
         replacements=(Replacement(_GATHER_STATE, "checkpoints:gather_state_in_pieces"),),
         why=(
-            "The first checkpoint runs out of memory. Optimizer state that any layout can load "
-            "(fully_reshardable) is gathered in two or three fp32 copies of the largest bucket on the "
-            "device."
+            "The first checkpoint runs out of memory. Optimizer state that any layout can load"
+            " (fully_reshardable) is gathered on the device, in two or three fp32 copies of the largest"
+            " bucket."
         ),
         kind=DefectKind.SLOW,
         upstream="found by saving a vision model on one H100: 30 GiB beside 45 GiB of states",
         range=">=0.15",
         when=frozenset({"distributed-checkpoint"}),
-        assumes="the shares are on the host and are gathered by torch.distributed.all_gather",
+        assumes="the shards are on the host and are gathered by torch.distributed.all_gather",
         defect=_gathers_whole_buckets,
     ),
 )
@@ -259,7 +259,7 @@ TRAPS = (
         range="",
         defect=_refuses_tied_head,
         when=frozenset({"mtp", "tied-embeddings", "pp", "distributed-checkpoint", MEGATRONS_TIED_HEAD}),
-        why="No checkpoint can be saved: an assertion at the first one.",
+        why="No checkpoint can be saved: the first one ends in an AssertionError.",
         cause=(
             "LanguageModule asserts that the last stage has no output_layer.weight where MTP has a copy of "
             "the embedding there. GPTModel allocates this weight wherever the first stage is another. Found "
@@ -273,10 +273,10 @@ TRAPS = (
         range=">=0.14",
         defect=_numbers_layers_by_stage,
         when=frozenset({"megatron-fsdp", "pp", "resume-other-layout"}),
-        why="Megatron-FSDP's checkpoints give later stages the layers of the first if stages change.",
+        why="Megatron-FSDP's checkpoints give later stages the layers of the first if the stages change.",
         cause="the adapter saves layers by their number in the stage; #7452 (finding 12)",
         kind=DefectKind.SILENT,
-        instead="Resume with the stages that it was saved with.",
+        instead="Resume with the stages of the saved run.",
         unshown="needs Megatron-FSDP, which needs CUDA",
     ),
 )

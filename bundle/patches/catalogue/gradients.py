@@ -254,9 +254,9 @@ PATCHES = (
         id="shared-embedding-bucket",
         replacements=(Replacement(_BUFFER, "gradients:start_behind_padding"),),
         why=(
-            "The optimizer refuses an embedding that stages share (tied, or read by MTP). If the weights "
-            "before it end at 64 modulo 128, its bucket starts behind padding, and the embedding in front of "
-            "that padding."
+            "The optimizer refuses an embedding that stages share (tied, or read by MTP). If the weights"
+            " before it end at 64 modulo 128, its bucket starts after the padding, but the embedding"
+            " before it."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
@@ -269,9 +269,9 @@ PATCHES = (
         id="cuda-norm-of-whole-weights",
         replacements=(build_signature_replacement(_LINEAR, "gradients:count_whole_weights_once"),),
         why=(
-            "The gradient norm is too large, so clipping is too strong. The down projections of latent "
-            "attention are whole on every tensor-parallel rank. They keep Transformer Engine's mark of a "
-            "split weight, and are counted on each rank."
+            "The gradient norm is too large, so clipping is too strong. Every tensor-parallel rank has the"
+            " whole down projections of latent attention. They keep Transformer Engine's mark of a split"
+            " weight, so each rank counts them."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed upstream in 0.17; found by comparing TP2 with one H200 (norm off by 2e-2)",
@@ -306,10 +306,10 @@ PATCHES = (
             build_signature_replacement(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),
         ),
         why=(
-            "A frozen output layer multiplies its gradient token by token instead of at once where a "
-            "micro-batch has one row or pack. The reason: torch does not fold a gradient whose size-1 "
-            "dimension has an unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200: the product "
-            "took 4,245 of the 4,419 ms of a step."
+            "A frozen output layer multiplies its gradient token by token instead of at once if a"
+            " micro-batch has one row or pack. The reason: torch does not fold a gradient whose size-1"
+            " dimension has an unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200: the"
+            " product took 4,245 of the 4,419 ms of a step."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; found by a profile of a LoRA run",
@@ -323,9 +323,8 @@ PATCHES = (
         id="label-smoothing-over-ranks",
         replacements=(build_signature_replacement(_CROSS_ENTROPY, "gradients:smooth_over_all_columns"),),
         why=(
-            "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong gradient. "
-            "The evenly shared part is the mean over the columns of one rank, as if that rank had all of "
-            "them."
+            "Label smoothing over tensor-parallel ranks gives each rank another loss, and a wrong"
+            " gradient. The uniform part is the mean over one rank's columns, as if they were all columns."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#737, #7464, #7452 (finding 1), #7466 (open)",
@@ -338,9 +337,9 @@ PATCHES = (
         id="loss-of-gathered-logits",
         replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
-            "A model that gathers its logits (parallel_output=False, runtime_gather_output) and is given "
-            "labels returns another loss, off by log(tp) and more. Its gradient lacks labels on some ranks. "
-            "The whole rows are taken for the columns of one rank."
+            "A model that gathers its logits (parallel_output=False, runtime_gather_output) and gets"
+            " labels returns another loss, off by log(tp) and more. Its gradient lacks labels on some"
+            " ranks. The loss treats whole rows as the columns of one rank."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
@@ -366,9 +365,9 @@ PATCHES = (
         id="offload-stale-weights",
         replacements=(build_signature_replacement(_RELOAD_MAIN_PARAMS, "gradients:fill_every_copy"),),
         why=(
-            "With the optimizer on the host, the first step overwrites weights that were loaded without its "
-            "state. They become the random weights of the start: nobody fills the copies that the optimizer "
-            "steps."
+            "With the optimizer on the host, the first step overwrites weights that were loaded without"
+            " its state. They become the random initial weights, because the copies that the optimizer"
+            " updates are never filled."
         ),
         kind=DefectKind.SILENT,
         upstream=(
@@ -402,12 +401,12 @@ TRAPS = (
         when=frozenset({"moe", "etp-unlike-tp"}),
         unless=frozenset({"ep"}),
         why=(
-            "The experts' gradients are summed over the wrong ranks, over none that hold the same part or "
-            "over some that hold another: silently wrong."
+            "The experts' gradients are summed over the wrong ranks (none with the same part, or some with"
+            " another part): silently wrong."
         ),
         cause=(
-            "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)`, "
-            "without regard to ETP != TP; mended by #5916 in 0.19.0 (use_expert_pgs)"
+            "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)` and"
+            " ignores ETP != TP; fixed by #5916 in 0.19.0 (use_expert_pgs)"
         ),
         kind=DefectKind.SILENT,
         instead="Set parallel.etp to parallel.tp, or parallel.ep above 1.",
@@ -417,7 +416,7 @@ TRAPS = (
         range="<0.16",
         defect=_waits_for_every_weight,
         when=frozenset({"overlap-grad-reduce", "mtp", "tied-embeddings", "pp", MEGATRONS_TIED_HEAD}),
-        why="The last stage holds an output weight that nothing uses and its bucket is never sent: a hang.",
+        why="The last stage has an unused output weight, and its bucket is never sent: a hang.",
         cause=(
             "LanguageModule allocates output_layer.weight there although it is tied. A bucket waits for a "
             "gradient of each of its weights; from 0.16 on only for those that had one in the first step"
@@ -445,7 +444,7 @@ TRAPS = (
         when=frozenset({"moe", "mxfp8-param-gather"}),
         unless=frozenset({"overlap-param-gather"}),
         why="Weights become NaN in the second step: they are gathered before all optimizers are done.",
-        cause="each optimizer of a chain gathers the buffers that they share; #2272, #4800 in 0.18",
+        cause="each optimizer of a chain gathers the shared buffers; #2272, #4800 in 0.18",
         kind=DefectKind.ERROR,
         instead="Overlap the gather of parameters, or use megatron-core 0.18 or later.",
         unshown="needs a device with MXFP8",

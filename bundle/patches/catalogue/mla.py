@@ -156,18 +156,15 @@ PATCHES = (
             ),
         ),
         why=(
-            "Packed input fails. 0.12 keeps a batch dimension of 1 in front of the heads. Both 0.12 and 0.13 "
-            "read the boundaries without padding, and cut the rotary table to the tokens of one "
-            "context-parallel rank."
+            "Packed input fails. 0.12 keeps a batch dimension of 1 before the heads. 0.12 and 0.13 read"
+            " the boundaries without padding, and cut the rotary table to the tokens of one"
+            " context-parallel rank."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
         range="<0.14",
         when=frozenset({"mla", "packed"}),
-        assumes=(
-            "the padded boundaries, where given, are those of the whole pack, not yet cut for context "
-            "parallel"
-        ),
+        assumes=("padded boundaries, if any, are those of the whole pack, not yet cut for context parallel"),
         defect=_mishandles_packs,
     ),
     Patch(
@@ -176,8 +173,8 @@ PATCHES = (
             build_signature_replacement(f"{_MODULE}:MultiLatentAttention.__init__", "mla:pad_value_heads"),
         ),
         why=(
-            "Packed input with value heads narrower than its query heads fails: kernels that want one width "
-            "refuse it, or return it too wide for the output projection."
+            "Packed input with value heads narrower than query heads fails: kernels that need one width"
+            " refuse it, or their output is too wide for the output projection."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
@@ -193,9 +190,9 @@ PATCHES = (
             build_signature_replacement(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),
         ),
         why=(
-            "Without Transformer Engine the down projections can only be column parallel. Their gather drops "
-            "the other ranks' part of a gradient. The cause: the class must be one of a list in which "
-            "TELinear is None."
+            "Without Transformer Engine the down projections can only be column parallel, and their gather"
+            " drops the other ranks' part of a gradient. The cause: in the list of allowed classes,"
+            " TELinear is None."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",
@@ -228,9 +225,9 @@ PATCHES = (
         id="mla-rotary-key-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
         why=(
-            "The down projection and all below it get wrong gradients, different ones on each rank. Under "
-            "tensor without sequence parallelism the heads share a rotary key, whose gradient is not summed "
-            "over the ranks."
+            "The down projection and the layers below it get wrong gradients, different ones on each rank."
+            " With tensor but without sequence parallelism the heads share a rotary key, whose gradient is"
+            " not summed over the ranks."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",
@@ -243,8 +240,9 @@ PATCHES = (
         id="mla-query-norm-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:divide_query_norm_gradient"),),
         why=(
-            "Without sequence parallelism the gradient of the norm of compressed queries is too large by the "
-            "number of tensor-parallel ranks. It is whole on each rank, but is summed because of its name."
+            "Without sequence parallelism the gradient of the norm of compressed queries is too large by"
+            " the number of tensor-parallel ranks. Each rank has all of it, but it is summed because of"
+            " its name."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing TP2 with one process (gradient off by 1e+0)",
@@ -263,8 +261,8 @@ TRAPS = (
         unless=frozenset({"sp"}),
         why="Latent attention fails over tensor-parallel ranks without sequence parallelism.",
         cause=(
-            "MLASelfAttention gathers the rotary keys of all tensor-parallel ranks as parts of a sequence, "
-            "whether it is shared out or not; since 0.14 only if it is"
+            "MLASelfAttention gathers the rotary keys of all tensor-parallel ranks as parts of a sequence,"
+            " even if the sequence is not divided; since 0.14 only if it is"
         ),
         kind=DefectKind.ERROR,
         instead="Set parallel.sequence_parallel to true, or use megatron-core 0.14 or later.",

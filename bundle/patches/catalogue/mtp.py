@@ -261,9 +261,9 @@ PATCHES = (
         id="mtp-packed-roll-boundaries",
         replacements=(Replacement(_ROLL_PACKED, "mtp:roll_by_one_gather"),),
         why=(
-            "Tokens are rolled at the unpadded boundaries of packed sequences. With padding between "
-            "sequences they are rolled across sequences: wrong gradients, silently. Every boundary is also "
-            "read back from the device: 3,600 waits in a step that needs none."
+            "Tokens are rolled at the unpadded boundaries of packed sequences. With padding between"
+            " sequences they are rolled across sequences: wrong gradients, silently. Every boundary is"
+            " also read back from the device: 3,600 unnecessary waits in a step."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
@@ -296,8 +296,8 @@ PATCHES = (
             Replacement(_LOSS, "mtp:average_mask_token_count"),
         ),
         why=(
-            "The loss of each depth is scaled by the ratio of two token counts of one context-parallel rank. "
-            "The token that the roll removes, however, is missing on one rank only."
+            "The loss of each depth is scaled by the ratio of two token counts of one context-parallel"
+            " rank. However, only one rank lacks the token that the roll removes."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
@@ -313,9 +313,9 @@ PATCHES = (
         id="mtp-per-token-weight",
         replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
         why=(
-            "Under a loss per token the prediction of further tokens weighs too little, in short sequences "
-            "much too little. Its sum has one token less for each roll, but is divided by the tokens of the "
-            "main loss."
+            "Under a loss per token the weight of multi-token prediction is too small, in short sequences"
+            " much too small. Its sum has one token less for each roll, but is divided by the tokens of"
+            " the main loss."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
@@ -332,7 +332,7 @@ PATCHES = (
                 "mtp:disable_empty_mtp",
             ),
         ),
-        why="mtp_num_layers=0 enters the branch of multi-token prediction, which then wants labels.",
+        why="mtp_num_layers=0 enters the branch of multi-token prediction, which then needs labels.",
         kind=DefectKind.ERROR,
         upstream="verl-project/verl#6374",
         range=">=0.16,<0.17",
@@ -343,8 +343,8 @@ PATCHES = (
         id="mtp-without-labels",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Logits without labels, as reinforcement learning needs them, are an error up to 0.16. In 0.17 "
-            "and 0.18 the prediction layers run for nothing."
+            "Logits without labels, as in reinforcement learning, are an error up to 0.16. In 0.17 and"
+            " 0.18 the prediction layers run without use."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
@@ -357,16 +357,15 @@ PATCHES = (
         id="mtp-labels-from-input",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Reinforcement learning needs logits without labels. The prediction layers are then trained on "
-            "the input nevertheless, also on prompts, and their loss is logged in evaluation."
+            "Reinforcement learning needs logits without labels. The prediction layers are nevertheless"
+            " trained on the input, also on prompts, and evaluation logs their loss."
         ),
         kind=DefectKind.SILENT,
-        upstream="NVIDIA/Megatron-LM#3457 brings it on purpose in 0.19; measured there",
+        upstream="NVIDIA/Megatron-LM#3457 adds this intentionally in 0.19; measured there",
         range=">=0.19",
         when=frozenset({"mtp"}),
         assumes=(
-            "who gives the model no labels wants no prediction layers trained; megatron-core means such "
-            "calls to train them"
+            "calls without labels are not meant to train prediction layers; megatron-core trains them then"
         ),
         defect=_trains_on_the_input,
     ),
@@ -374,14 +373,14 @@ PATCHES = (
         id="mtp-whole-embeddings",
         replacements=(build_signature_replacement(_BLOCK, "mtp:scatter_embeddings"),),
         why=(
-            "Multi-token prediction fails under sequence parallelism in a model whose embedding does not "
-            "share out the sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
+            "Multi-token prediction fails under sequence parallelism if the embedding does not divide the"
+            " sequence (scatter_embedding_sequence_parallel=False, as in multimodal models)."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6256, on main since August 2026; NVIDIA-NeMo/RL#3494",
         range="",
         when=frozenset({"mtp", "sp", "multimodal"}),
-        assumes="the caller shares out what it gives the model as decoder_input",
+        assumes="the caller divides the decoder_input that it passes to the model",
         defect=_keeps_embeddings_unscattered,
     ),
 )

@@ -123,13 +123,14 @@ PATCHES = (
             ),
         ),
         why=(
-            "After a recomputation the input of every MoE layer and its gradient stay in memory until the "
-            "layer runs again. Its token dispatcher keeps probabilities that hold the graph's leaves."
+            "After a recomputation the input of every MoE layer and its gradient stay in memory until the"
+            " layer runs again. Its token dispatcher keeps probabilities that refer to leaves of the"
+            " graph."
         ),
         kind=DefectKind.SLOW,
         upstream=(
-            "NVIDIA/Megatron-LM#3221, verl-project/verl#5251; still so after #5197, which frees locals "
-            "(measured at d98e8a64)"
+            "NVIDIA/Megatron-LM#3221, verl-project/verl#5251; still present after #5197, which frees"
+            " locals (measured at d98e8a64)"
         ),
         range="",
         when=frozenset({"moe", "recompute-full"}),
@@ -147,8 +148,8 @@ TRAPS = (
         when=frozenset({"mtp", "recompute-full", "fp8"}),
         why="Prediction layers that are recomputed under FP8 lose gradients.",
         cause=(
-            "_checkpointed_forward gives te_checkpoint tensors by keyword, which it does not see; #4593, "
-            "#4765; NVIDIA-NeMo/Megatron-Bridge#3801"
+            "_checkpointed_forward passes tensors to te_checkpoint by keyword, which te_checkpoint does"
+            " not see; #4593, #4765; NVIDIA-NeMo/Megatron-Bridge#3801"
         ),
         kind=DefectKind.SILENT,
         instead="Leave out full recomputation or FP8, or use megatron-core 0.18 or later.",
@@ -160,10 +161,10 @@ TRAPS = (
         backends=("cuda",),  # elsewhere layers have FP8 of their own, and megatron's checkpoint
         defect=_uses_global_group,
         when=frozenset({"mtp", "recompute-full", "fp8", "explicit-groups", "tp"}),
-        why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given ones.",
+        why="Prediction layers that are recomputed under FP8 use the layout's ranks, not the given groups.",
         cause="te_checkpoint is given the global group; #7452 (finding 4), #6760, #7403 (open)",
         kind=DefectKind.SILENT,
-        instead="Take the groups of the layout, or leave out full recomputation or FP8.",
+        instead="Use the groups of the layout, or leave out full recomputation or FP8.",
         unshown="needs Transformer Engine's checkpoint and a device with FP8",
     ),
 )

@@ -92,7 +92,7 @@ PATCHES = (
     Patch(
         id="router-replay",
         replacements=(Replacement(_ROUTING, "moe:replay_recorded_routes"),),
-        why="There is no way to make the router take recorded experts.",
+        why="The router cannot use recorded experts.",
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#2101 adds one in 0.16",
         range="<0.16",
@@ -107,9 +107,9 @@ PATCHES = (
         id="router-replay-by-layer",
         replacements=(Replacement(_REPLAY, "moe:override_native_replay"),),
         why=(
-            "Megatron's replay cannot leave a token to its router, as the last token of a rollout needs it. "
-            "It knows routers by their order of construction: chunk by chunk, also those of MTP and of other "
-            "models."
+            "Megatron's replay cannot let the router choose for one token, as the last token of a rollout"
+            " needs. It identifies routers by the order of construction: chunk by chunk, including those"
+            " of MTP and of other models."
         ),
         kind=DefectKind.ERROR,
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
@@ -125,8 +125,8 @@ PATCHES = (
         id="native-replay-recompute",
         replacements=(Replacement(_REPLAY, "moe:keep_routes_on_recompute"),),
         why=(
-            "A recomputation takes the routes of the latest micro-batch instead of its own: wrong gradients, "
-            "silently, as soon as two micro-batches are in flight."
+            "A recomputation uses the routes of the latest micro-batch instead of its own: wrong"
+            " gradients, silently, as soon as two micro-batches are in flight."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing replay with and without recomputation in PP2",
@@ -140,7 +140,7 @@ PATCHES = (
     Patch(
         id="cpu-moe-splits-on-host",
         replacements=(build_signature_replacement(_MOVE_TO_CPU, "moe:convert_splits_on_host"),),
-        why="The sizes of the all-to-all become numbers only if they were on a GPU: TypeError with EP > 1.",
+        why="TypeError with EP > 1: the sizes of the all-to-all become numbers only if they were on a GPU.",
         kind=DefectKind.ERROR,
         upstream="not reported; met on gloo in every release",
         range="",
@@ -152,7 +152,7 @@ PATCHES = (
     Patch(
         id="router-without-te-gemm",
         replacements=(build_signature_replacement(_GEMM, "moe:disable_te_gemm", exclusive=True),),
-        why="NameError without Transformer Engine when the router computes in another type than the model.",
+        why="NameError without Transformer Engine if the router computes in another type than the model.",
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.17",
         range=">=0.13,<0.17",

@@ -82,7 +82,7 @@ def refused(rank):
     attention = core_attention(context_parallel_size=CP)
     attention.groups = groups()
     with pytest.raises(
-        JobFailed, match=r"a mask bool \[1, 1, 8, 16\]: packed attention goes by its boundaries"
+        JobFailed, match=r"a mask bool \[1, 1, 8, 16\]: packed attention uses only boundaries"
     ):
         attention(*inputs(8, 1, dtype=torch.float32), torch.zeros(1, 1, 8, 16, dtype=torch.bool))
 
@@ -96,7 +96,7 @@ def uneven(rank):
 
     attention = core_attention(context_parallel_size=CP)
     attention.groups = groups()
-    with pytest.raises(JobFailed, match="padded sequences of 6 rows are no multiples of 4"):
+    with pytest.raises(JobFailed, match="padded sequences of 6 rows are not multiples of 4"):
         attention(*inputs(5, None, dtype=torch.float32), None, packed_seq_params=pack([6, 4]))
 
 

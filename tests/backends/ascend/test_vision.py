@@ -57,9 +57,9 @@ def test_more_sequences_than_a_call_takes_are_several_calls(calls):
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ((0, 4, 2, 8), "must begin with 0 and never fall"),
-        ((0, 4), "do not end at the 8 rows"),
-        ((0, 4, 9), "do not end at the 8 rows"),
+        ((0, 4, 2, 8), "must begin with 0 and never decrease"),
+        ((0, 4), "do not end at row 8"),
+        ((0, 4, 9), "do not end at row 8"),
         ((1, 8), "must begin with 0"),
     ],
 )

@@ -38,8 +38,8 @@ def prepare(recipe: Recipe) -> "Runtime":
         _used_arguments = arguments
     elif _used_arguments != arguments:
         raise EnvironmentUnfit(
-            "backend ascend: MindSpeed was imported for another job in this process, and is told what to do"
-            f" once ({' '.join(_used_arguments)}): start a process for each"
+            "backend ascend: MindSpeed was imported for another job in this process and can be configured"
+            f" only once ({' '.join(_used_arguments)}). Start a process for each job"
         )
     # It imports megatron, which must be MindSpeed's by now.
     from bundle.backends.ascend.mindspeed.runtime import MindSpeedRuntime
@@ -62,8 +62,8 @@ def _patch_megatron(arguments: list[str]) -> None:
 
     if "megatron.core" in sys.modules:
         raise EnvironmentUnfit(
-            "backend ascend: megatron.core was imported before MindSpeed, by others or by this backend"
-            " without it, and has bound what MindSpeed replaces: prepare it first, in a process of its own"
+            "backend ascend: megatron.core was imported before MindSpeed and already uses what MindSpeed"
+            " replaces. Prepare MindSpeed first, in a process of its own"
         )
     try:
         with _replace_command_line(arguments), _keep_log_format(), warnings.catch_warnings(record=True):
@@ -71,8 +71,8 @@ def _patch_megatron(arguments: list[str]) -> None:
             from mindspeed.patch_utils import MindSpeedPatchesManager
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise EnvironmentUnfit(
-            "backend ascend: MindSpeed cannot be imported (backend_options.mindspeed); install the commit"
-            " that `mcore-bundle plan` names beside its megatron-core, with what its requirements list",
+            "backend ascend: MindSpeed cannot be imported (backend_options.mindspeed). Install the commit"
+            " that `mcore-bundle plan` names for its megatron-core, and its requirements",
             [f"{type(error).__name__}: {error}"],
         ) from error
     for target in RESTORED_FUNCTIONS:
@@ -90,8 +90,8 @@ def refuse_overwritten_patches() -> None:
     lost = [target for target in patcher.list_applied_targets() if is_replaced_by_mindspeed(target)]
     if lost:
         raise PatchError(
-            "These targets have two owners, our patches and MindSpeed, which has replaced them: install the"
-            " commit of MindSpeed that `mcore-bundle plan` names, or leave backend_options.mindspeed out:",
+            "MindSpeed has replaced these targets of our patches. Install the commit of MindSpeed that"
+            " `mcore-bundle plan` names, or leave backend_options.mindspeed out:",
             lost,
         )
 
