@@ -76,7 +76,7 @@ class AcceptancePart(NamedTuple):
         )
         if result.wrong:
             return fail(
-                self.name, result.wrong, f"see {runs_directory}, and send the output of --json with a report"
+                self.name, result.wrong, f"see {runs_directory}, and report it with the output of --json"
             )
         return ok(self.name, summary or result.status)
 
@@ -168,13 +168,13 @@ def _measure_operator(operator: OperatorCheck, backend: str) -> ProbeResult:
     if isinstance(distance, str):
         return ProbeResult(wrong=distance)
     measured = {"of the tolerance": distance}
-    complaint = f"values or gradients are {distance:.3g} times what is allowed away from the reference"
+    complaint = f"values or gradients differ from the reference by {distance:.3g} times the tolerance"
     return ProbeResult(measured, wrong="" if distance <= 1 else complaint)
 
 
 def measure_collectives(backend: str, ranks: int) -> ProbeResult:
     if ranks < 2:
-        return ProbeResult(skipped="takes two devices")
+        return ProbeResult(skipped="needs two devices")
     name = capabilities.find_capabilities(backend).collectives
     distance = _measure_order(WorkOrder(0, COLLECTIVES, 2, 600, ()), backend)
     note = f"{name} adds up {', '.join(REDUCED_TYPES)} and moves {', '.join(MOVED_TYPES)}"
@@ -226,7 +226,7 @@ class _DemoTraining:
     def split_over_ranks(self, ranks: int) -> ProbeResult:
         """Compare the last steps on two devices (tensor and sequence parallel) with the unbroken run."""
         if ranks < 2:
-            return ProbeResult(skipped="takes two devices")
+            return ProbeResult(skipped="needs two devices")
         return self._run_from_checkpoint(
             "split", ranks=2, tolerance=LOSS_TOLERANCES["fp32"], extra_settings=("parallel.tp=2",)
         )
@@ -237,7 +237,7 @@ class _DemoTraining:
         folder = self._get_run_directory(_DEVICE, "fp32") / "checkpoints"
         saved = sorted(folder.glob("step-*"))
         if not saved:
-            return ProbeResult(wrong="the run in fp32 has left no checkpoint")
+            return ProbeResult(wrong="the fp32 run wrote no checkpoint")
         wrong = self._train(
             name, "fp32", self.backend, ranks=ranks, origin=saved[0], extra_settings=extra_settings
         )
@@ -277,7 +277,7 @@ class _DemoTraining:
         # The cpu has no use for the library of another device, which torch would load; and fp32 is no TF32.
         environ = {"NVIDIA_TF32_OVERRIDE": "0"} | ({AUTOLOAD_VARIABLE: "0"} if backend == "cpu" else {})
         code, output, error_text = _run_verb(["train", "demo", *arguments], environ)
-        return "" if code == 0 else f"training on {backend} ended with {code}: {error_text or output}"
+        return "" if code == 0 else f"training on {backend}: exit code {code}: {error_text or output}"
 
 
 def parse_losses(metrics: str) -> Losses:
@@ -297,14 +297,14 @@ def judge_losses(actual: Losses, expected: Losses, tolerance: float, reference_n
         actual[step].keys() != expected[step].keys() for step in actual
     ):
         return ProbeResult(
-            wrong=f"losses of steps {sorted(actual)}, and {reference_name} are of {sorted(expected)}"
+            wrong=f"losses are of steps {sorted(actual)}, but {reference_name} of {sorted(expected)}"
         )
     pairs = [(actual[step][name], right) for step in actual for name, right in expected[step].items()]
     gap = _find_worst(abs(one - other) / max(abs(other), 1e-30) for one, other in pairs)
     measured = {"relative distance": gap}
     if not gap <= tolerance:
         return ProbeResult(
-            measured, wrong=f"a loss is {gap:.2g} from {reference_name}, and {tolerance:g} is allowed"
+            measured, wrong=f"a loss differs from {reference_name} by {gap:.2g}; {tolerance:g} is allowed"
         )
     return ProbeResult(measured, note=f"every loss within {tolerance:g} of {reference_name}")
 
@@ -318,7 +318,7 @@ def _verify_patches(backend: str) -> ProbeResult:
         document = json.loads(output)
         rows, device = document["results"], document["device"]
     except (ValueError, KeyError):
-        return ProbeResult(wrong=f"patches verify ended with {code}: {error_text or output[-300:]}")
+        return ProbeResult(wrong=f"patches verify ended with exit code {code}: {error_text or output[-300:]}")
     ids_by_status: dict[str, list[str]] = {}
     for row in rows:
         ids_by_status.setdefault(row["status"], []).append(row["id"])
@@ -339,6 +339,6 @@ def _run_verb(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[int
             timeout=_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return 124, "", f"no end within {_TIMEOUT_SECONDS:.0f} s"
+        return 124, "", f"the command did not end within {_TIMEOUT_SECONDS:.0f} s"
     lines = [line.strip() for line in to_printable(completed.stderr).splitlines() if line.strip()]
     return completed.returncode, to_printable(completed.stdout), " ".join(lines[-3:])[-600:]

@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> None:
     if not options.module:
         script = Path(options.script)
         if not script.is_file():
-            raise UsageError(f"there is no file {options.script}; a module is named after -m")
+            raise UsageError(f"{options.script}: there is no such file. For a module, use -m")
         if not sys.flags.safe_path:
             sys.path[0] = str(script.resolve().parent)
     enable(
@@ -59,25 +59,27 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--features", default="", metavar="WORD,...", help="What it uses, like mtp,cp; without it, anything.")
+    add(
+        "--features", default="", metavar="WORD,...", help="List features that it uses: mtp,cp. Default: any."
+    )
     add(
         "--vouch",
         action="append",
         default=[],
         metavar="ID",
-        help="The program is what this patch assumes of its caller.",
+        help="Confirm that the program meets what this patch assumes of its caller.",
     )
-    add("--allow-drift", action="append", default=[], metavar="ID", help="Go on although this patch drifted.")
-    add("--strict", action="store_true", help="Without --features, too, a patch that drifted stops it.")
+    add("--allow-drift", action="append", default=[], metavar="ID", help="Continue when this patch drifted.")
+    add("--strict", action="store_true", help="Stop at a patch that drifted, also without --features.")
     add(
         "--backend",
         default="auto",
         choices=hardware.BACKEND_CHOICES,
-        help="auto: what the machine has; cpu: run what expects GPUs on this machine's CPU.",
+        help="auto detects it; cpu runs what expects GPUs on this machine's CPU. Default: auto.",
     )
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as after python -m.")
-    add("script", metavar="SCRIPT", help="A Python file.")
-    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="Its arguments.")
+    add("-m", dest="module", action="store_true", help="Run SCRIPT as a module, as python -m does.")
+    add("script", metavar="SCRIPT", help="The Python file or module to run.")
+    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="The arguments of the program.")
     return parser
 
 

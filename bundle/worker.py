@@ -65,8 +65,8 @@ def _run_rank(rendezvous: Rendezvous, decide: Callable[[], Job], prepared_job: J
         job = job_file.parse(share_decision(store, rank, size, lambda: decide().to_text(), timeout))
     if (rendezvous.nodes, size) != (job.nodes, job.nodes * job.per_node):
         raise UsageError(
-            f"the job is for {job.nodes} x {job.per_node} ranks, and {rendezvous.source} started {size}"
-            f" on {rendezvous.nodes} nodes"
+            f"the job is for {job.nodes} x {job.per_node} ranks (nodes x devices), but {rendezvous.source}"
+            f" started {size} (nodes: {rendezvous.nodes}). Start it as its layout says, or plan it again"
         )
     unfit = list(job_file.find_misfits(job, packages.detect().megatron, image.read_own_record()))
     agree_on_fields(store, rank, size, {"job": job.digest, **job.agreement_fields}, timeout, unfit)

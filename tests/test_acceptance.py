@@ -76,8 +76,8 @@ def test_an_unfit_environment_is_all_that_is_looked_at(tmp_path: Path):
     [
         (2.0, ""),
         (2.0001, ""),
-        (2.003, "a loss is 0.0015 from the cpu's, and 0.001 is allowed"),
-        (math.nan, "a loss is nan from the cpu's, and 0.001 is allowed"),
+        (2.003, "a loss differs from the cpu's by 0.0015; 0.001 is allowed"),
+        (math.nan, "a loss differs from the cpu's by nan; 0.001 is allowed"),
     ],
 )
 def test_losses_are_as_near_as_is_said(loss, wrong):
@@ -112,7 +112,7 @@ def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pyt
     monkeypatch.setattr(acceptance, "COLLECTIVES", "tests.verification.leaving:wrong_sum")
     wrong = acceptance.measure_collectives("cpu", 2).wrong
     assert "int8" in wrong and "[3, 7]" in wrong and "[3, 6]" in wrong
-    assert acceptance.measure_collectives("cpu", 1).skipped == "takes two devices"
+    assert acceptance.measure_collectives("cpu", 1).skipped == "needs two devices"
 
 
 def test_patches_are_proven_on_a_device_and_never_just_so(monkeypatch: pytest.MonkeyPatch):

@@ -64,7 +64,7 @@ def test_the_action_fails_where_a_silent_defect_reaches(tmp_path: Path):
 
 
 def test_the_action_passes_where_none_does(tmp_path: Path):
-    assert "0 there" in step(tmp_path, 0, mcore="0.19.2", features="pp,packed")
+    assert "0 present" in step(tmp_path, 0, mcore="0.19.2", features="pp,packed")
 
 
 def test_the_hook_calls_a_program_of_ours_once():

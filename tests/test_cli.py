@@ -32,7 +32,7 @@ def test_no_verb_is_a_usage_error_that_lists_them():
 def test_unknown_verb_is_a_usage_error_that_names_those_there_are():
     result = run("nonsense")
     assert result.returncode == 2
-    assert "no verb 'nonsense'" in result.stderr
+    assert "no command 'nonsense'" in result.stderr
     assert all(f"- {verb}: " in result.stderr for verb in VERBS)
 
 

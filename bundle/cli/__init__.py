@@ -26,17 +26,17 @@ VERBS: dict[str, str] = {
     "pretrain": "Train a model on text, by flags alone.",
     "init": "Write a commented recipe for a model and its data.",
     "train": "Train a recipe on this machine, or on several.",
-    "launch": "Hand a job to this machine, docker, Slurm or Kubernetes, and ask what became of it.",
-    "recipes": "The job files that come with the package: list them, show one, their JSON schema.",
-    "plan": "All that a job will be, before it starts, and what stands against it.",
-    "check": "What the data of a job comes to: counts, epochs, and samples with their loss masks.",
-    "weights": "Weights between Hugging Face and megatron: check, export, import, diff.",
-    "generate": "What a trained model answers, to look at it.",
-    "report": "One page about a run, or several side by side: curves, plan, patches.",
-    "doctor": "Can this machine run a job? What is wrong, why, and what to do.",
-    "preflight": "Can this node compute, write and read what a job will ask of it? By doing it.",
-    "resolve": "Versions that were seen together, as constraints for pip.",
-    "patches": "Which patches does this megatron-core need, and why?",
+    "launch": "Start a job on this machine, Docker, Slurm, Kubernetes or Ray, and follow it.",
+    "recipes": "List or show the built-in recipes, or print the JSON schema of a recipe.",
+    "plan": "Show the plan of a job before it starts, and the problems that would stop it.",
+    "check": "Count the data of a job, and show samples with their loss masks.",
+    "weights": "Check, export, import or compare weights of Hugging Face and Megatron.",
+    "generate": "Generate answers with a trained model.",
+    "report": "Write one page about a run, or several side by side: curves, plan, patches.",
+    "doctor": "Examine this machine: what is wrong, why, and what to do.",
+    "preflight": "Test whether this node can compute, write and read as a job will.",
+    "resolve": "Print versions that were seen together, as constraints for pip.",
+    "patches": "Show which patches this megatron-core needs, and why.",
 }
 
 
@@ -56,7 +56,8 @@ class VerbGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             raise UsageError(
-                f"no verb {cmd_name[:100]!r}", [f"{verb}: {summary}" for verb, summary in VERBS.items()]
+                f"there is no command {cmd_name[:100]!r}. The commands are",
+                [f"{verb}: {summary}" for verb, summary in VERBS.items()],
             )
         return typer.main.get_command(_import_verb(cmd_name).app)
 
@@ -85,7 +86,7 @@ def program(
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        raise EnvironmentUnfit("the working directory is gone: change into one that is there") from error
+        raise EnvironmentUnfit("the working directory is gone. Change into one that exists") from error
 
 
 def main() -> None:

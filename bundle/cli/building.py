@@ -127,10 +127,10 @@ def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     epochs = EPOCHS[spec.task] if spec.epochs is None else spec.epochs
     choices = [
         KeyChoice("name", spec.name, "names the run directory"),
-        KeyChoice("task", spec.task, "what is learned"),
+        KeyChoice("task", spec.task, "the kind of training"),
         KeyChoice("model.path", spec.model, "--model"),
         KeyChoice("data.path", list(spec.data), "--data"),
-        KeyChoice("checkpoint.export", "hf", "a whole model, which transformers opens"),
+        KeyChoice("checkpoint.export", "hf", "a complete model, which transformers opens"),
     ]
     if not TASKS[spec.task].reads_text:
         choices.append(KeyChoice("model.weights", "load", "fine-tuning needs trained weights"))
@@ -190,7 +190,7 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     key, positions = "data.sequence_length", recipe.architecture.max_position_embeddings
     if is_text := recipe.task_traits.reads_text:
         length, max_length = SHORTEST_SAMPLE, min(PRETRAIN_LENGTH, positions)
-        reason = f"of {corpus.tokens:,} tokens, for a model of {positions:,} positions"
+        reason = f"the data has {corpus.tokens:,} tokens, the model {positions:,} positions"
     else:
         longest = max(int(store.lengths.max(initial=0)) for store in corpus.stores)
         length, max_length = (
@@ -215,7 +215,7 @@ def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     multiple = recipe.train.micro_batch_size
     multiple *= recipe.parallel.compute_dp(devices) if recipe.parallel.fits(devices) else 1
     batch = -(-batch // multiple) * multiple
-    reason = f"{samples:,} samples are {-(-samples // batch):,} steps an epoch"
+    reason = f"steps in an epoch of {samples:,} samples: {-(-samples // batch):,}"
     return KeyChoice("train.global_batch_size", batch, reason)
 
 
@@ -224,7 +224,7 @@ def _propose_layouts(
 ) -> Iterator[tuple[KeyChoice, ...]]:
     """Yield ways to lay the model out, those that need the least exchange between devices first."""
     yield ()
-    reason = "memory: the model does not fit otherwise"
+    reason = "the model does not fit into memory otherwise"
     if any(key.partition(".")[0] in ("parallel", "devices") for key in spec.overridden_keys):
         return
     full_recompute = KeyChoice("model.recompute", {"granularity": "full"}, reason)
@@ -237,4 +237,4 @@ def _propose_layouts(
             yield (tp, full_recompute)
         else:
             yield (ep, full_recompute)
-            yield (tp, ep, KeyChoice("parallel.etp", 1, "experts are divided by ep"), full_recompute)
+            yield (tp, ep, KeyChoice("parallel.etp", 1, "experts are split by ep"), full_recompute)

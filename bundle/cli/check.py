@@ -36,7 +36,7 @@ def check(
     samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
     as_json: options.JSON = False,
 ) -> None:
-    """Read the data as `train` will and say what it comes to; `train` then finds the tokens made."""
+    """Read the data as `train` does, and report its counts; `train` then uses the tokens made here."""
     request = JobRequest(overrides, run_directory, resume, start_from, weights_only)
     job = request.load_recipe(recipe)
     directory, start = request.find_run_directory(job), request.build_start()
@@ -102,8 +102,8 @@ def _refuse_other_data(run: RunDirectory, identity: Mapping[str, str]) -> None:
         return
     if changes := list_data_changes(last_identity, identity):
         raise UsageError(
-            f"{run.root} was trained on other data: put that back as it was, or name another directory with"
-            " --run-directory",
+            f"{run.root} was trained on other data. Restore that data, or name another directory with"
+            f" --run-directory",
             changes,
         )
 
@@ -177,8 +177,8 @@ def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
             f"evaluated  {name}: {count:,} {kind}{_format_left_out(counts['validation_left_out'][name])}"
             for name, count in counts["validation_sets"].items()
         ),
-        f"epochs     {counts['steps']:,} steps of {size} are {counts['epochs']:.2f} epochs;"
-        f" one is {counts['steps_per_epoch']:.1f} steps",
+        f"epochs     {counts['epochs']:.2f} (steps: {counts['steps']:,} of {size}; steps in one epoch:"
+        f" {counts['steps_per_epoch']:.1f})",
         *(
             f"blend      {100 * share['weight']:.4g} % {share['path']}: {share['samples']:,} {kind},"
             f" {share['epochs']:.2f} epochs of it"
@@ -191,8 +191,8 @@ def format_data_lines(job: Recipe, counts: dict[str, Any]) -> list[str]:
 def _format_left_out(counts: dict[str, Any]) -> str:
     """Return the text about rows that a data set leaves out; empty where there are none."""
     left_out = (
-        ("skipped", "corrupt rows or files are skipped"),
-        ("deleted", "rows that are too long are deleted"),
-        ("cut", "are cut"),
+        ("skipped", "corrupt rows or files skipped"),
+        ("deleted", "rows deleted as too long"),
+        ("cut", "rows cut"),
     )
-    return "".join(f"; {counts[key]:,} {meaning}" for key, meaning in left_out if counts[key])
+    return "".join(f"; {meaning}: {counts[key]:,}" for key, meaning in left_out if counts[key])

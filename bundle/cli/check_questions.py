@@ -22,8 +22,8 @@ def format_question_lines(counts: dict[str, Any]) -> list[str]:
     """Return one line for each set of questions in the result of `count_questions`."""
     lines = []
     for name, count in counts.items():
-        skipped = f"; {count['skipped']:,} corrupt rows are skipped" * bool(count["skipped"])
-        deleted = f"; {count['deleted']:,} rows that are too long are deleted" * bool(count["deleted"])
+        skipped = f"; corrupt rows skipped: {count['skipped']:,}" * bool(count["skipped"])
+        deleted = f"; rows deleted as too long: {count['deleted']:,}" * bool(count["deleted"])
         lines.append(f"{name:<10} {count['rows']:,} of at most {count['longest']:,} tokens{skipped}{deleted}")
     return lines
 

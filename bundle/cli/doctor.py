@@ -25,8 +25,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 @app.command()
 def doctor(
     acceptance: Annotated[
-        bool,
-        typer.Option("--acceptance", help="Then compute, exchange, train and prove here, half an hour."),
+        bool, typer.Option("--acceptance", help="Also compute, exchange, train and prove here: half an hour.")
     ] = False,
     backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,

@@ -31,33 +31,33 @@ def generate(
         Path, typer.Argument(help="A run, one of its checkpoints, or a Hugging Face directory.")
     ],
     prompts: Annotated[
-        list[str], typer.Option("--prompt", metavar="TEXT", help="What is asked; may be said several times.")
+        list[str],
+        typer.Option("--prompt", metavar="TEXT", help="Answer this prompt; may be given several times."),
     ],
     images: Annotated[
         list[Path] | None,
         typer.Option(
             "--image",
             metavar="FILE",
-            help="Shown with every prompt, where that has <image> or before it; may be said several times.",
+            help="Show this image at <image> in each prompt, or before it; may be given several times.",
         ),
     ] = None,
     videos: Annotated[
         list[Path] | None,
-        typer.Option("--video", metavar="FILE", help="The same of a video, where a prompt has <video>."),
+        typer.Option("--video", metavar="FILE", help="Show this video at <video>, or before the prompt."),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Cut an answer after so many tokens. Default: 128, or as many as the model has room for.",
+            min=1, help="Stop an answer after this number of tokens. Default: 128, or the positions left."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of the likeliest tokens so much mass.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, above temperature 0.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="Set the temperature; 0 is greedy.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling: total probability.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Set the seed of sampling.")] = 0,
     as_json: options.JSON = False,
 ) -> None:
-    """Ask a trained model, as its training wrote prompts: by its chat template, or as text that goes on."""
+    """Generate answers: with the chat template of the training, or as text that is continued."""
     weights.refuse_missing(model)
     weights.silence_megatron()
     from bundle.data.prompts import Prompts
@@ -68,7 +68,7 @@ def generate(
         checkpoint, job = weights.find_checkpoint(model, verified=True)
         if job is None:
             raise UsageError(
-                f"{model}: no run of ours: `weights export` makes a Hugging Face directory of it"
+                f"{model}: not a run of mcore-bundle. Make a Hugging Face directory with `weights export`"
             )
     writer = Prompts.from_recipe(job) if job else Prompts.from_directory(model)
     media = {"image": images or [], "video": videos or []}

@@ -25,7 +25,7 @@ def init(
     model: options.Model,
     data: options.Data,
     task: Annotated[
-        str, typer.Option(callback=options.allow_only(EPOCHS), help=f"One of {', '.join(EPOCHS)}.")
+        str, typer.Option(callback=options.allow_only(EPOCHS), help=f"Choose one of {', '.join(EPOCHS)}.")
     ] = "sft",
     lora: options.Lora = False,
     epochs: options.Epochs = None,
@@ -39,7 +39,7 @@ def init(
     ] = Path("recipe.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Write a commented recipe for a model and its data, which plan, check and train take as it is."""
+    """Write a commented recipe for a model and its data; plan, check and train read it."""
     if output.exists() and not force:
         raise UsageError(
             f"--output {output}: this file exists. Name another one, or replace it with --force."

@@ -38,61 +38,64 @@ RunDirectory = Annotated[
         "--output",
         parser=read_path,
         metavar="DIRECTORY",
-        help="Where the run lives: an empty or new directory, or an earlier run. Default: runs/NAME.",
+        help="Set the run directory: a new or empty one, or an earlier run. Default: runs/NAME.",
     ),
 ]
 Model = Annotated[
     str,
     typer.Option(
-        parser=read_name, metavar="DIR", help="A Hugging Face directory: config, weights, tokenizer."
+        parser=read_name, metavar="DIR", help="Train this Hugging Face directory: config, weights, tokenizer."
     ),
 ]
 Data = Annotated[
     list[str],
-    typer.Option(parser=read_name, metavar="FILE", help="Rows to train on; may be given several times."),
+    typer.Option(
+        parser=read_name, metavar="FILE", help="Train on this file of rows; may be given several times."
+    ),
 ]
 Lora = Annotated[
     bool, typer.Option("--lora", help="Train low-rank adapters; --set model.lora.rank=8 changes them.")
 ]
 Epochs = Annotated[
-    float | None, typer.Option(help="How often to train on all rows. Default: 3; dpo and pretrain: 1.")
+    float | None,
+    typer.Option(help="Train on all rows this number of times. Default: 3; dpo and pretrain: 1."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start over, whatever the run directory holds.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run, be it finished.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue a run, even a finished one.")]
 Rollouts = Annotated[
     Path | None,
     typer.Option(
         "--rollouts",
         parser=read_path,
         metavar="DIRECTORY",
-        help="Task rl: learn from the answers that a run wrote (its folder rollouts), and ask nothing.",
+        help="Learn from the answers of a run (its folder rollouts), and generate none; for task rl.",
     ),
 ]
 StartFrom = Annotated[
-    Path | None,
-    typer.Option("--from", help="A checkpoint, or a run's newest, that a new run begins with."),
+    Path | None, typer.Option("--from", help="Begin a new run with this checkpoint, or with a run's newest.")
 ]
 WeightsOnly = Annotated[
     bool,
     typer.Option(
         "--weights-only",
-        help="Of --from the weights alone: optimizer, schedule and data, which may be others, begin anew.",
+        help="Load only the weights of --from; start a new optimizer, schedule and data order.",
     ),
 ]
 DevicesPerNode = Annotated[
-    int | None,
-    typer.Option(min=1, help="Devices of each machine; without it, the recipe's."),
+    int | None, typer.Option(min=1, help="Set the devices of each machine. Default: the recipe's.")
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, max=MOST_RANKS, help="Machines; without it, the recipe's.")]
-NodeRank = Annotated[int | None, typer.Option(help="Which of them this one is, from 0.")]
-Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where they meet: node 0.")]
-Wait = Annotated[int, typer.Option(min=1, metavar="SECONDS", help="How long a node waits for the others.")]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, max=MOST_RANKS, help="Run on this many machines. Default: the recipe's.")
+]
+NodeRank = Annotated[int | None, typer.Option(help="Set the rank of this machine, from 0.")]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Set where they meet: node 0.")]
+Wait = Annotated[int, typer.Option(min=1, metavar="SECONDS", help="Wait this time for other nodes.")]
 ImageRecord = Annotated[
     Path | None,
     typer.Option(
         "--image-record",
         metavar="FILE",
-        help="The packages of an image: its build-info.json, or what its `doctor --json` said.",
+        help="Read the packages of an image: its build-info.json, or the output of its `doctor --json`.",
     ),
 ]
 ImageRecordOrNone = Annotated[
@@ -100,29 +103,27 @@ ImageRecordOrNone = Annotated[
     typer.Option(
         "--image-record",
         metavar="FILE|none",
-        help="What is in it: what its `doctor --json` said; none: it is none of ours. Without it, the first"
-        " rank decides.",
+        help="Read the packages of --image from its `doctor --json`; none: a foreign image. Default: the"
+        " first rank decides about patches.",
     ),
 ]
-Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Instead of the installed megatron-core.")]
-AllowDrift = Annotated[
-    list[str] | None, typer.Option(metavar="ID", help="Go on although this patch drifted.")
-]
-JSON = Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")]
+Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Replace the installed megatron-core.")]
+AllowDrift = Annotated[list[str] | None, typer.Option(metavar="ID", help="Continue when this patch drifted.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, not lines.")]
 
 
 Hardware = Annotated[
     str,
     typer.Option(
         callback=allow_only(hardware.PRESET_NAMES),
-        help=f"Instead of this machine: {', '.join(hardware.PRESET_NAMES)}.",
+        help=f"Plan for these devices: {', '.join(hardware.PRESET_NAMES)}.",
     ),
 ]
 Backend = Annotated[
     str,
     typer.Option(
         callback=allow_only(hardware.BACKEND_CHOICES),
-        help=f"One of {', '.join(hardware.BACKEND_CHOICES)}; without it, the recipe's.",
+        help=f"Choose one of {', '.join(hardware.BACKEND_CHOICES)}. Default: the recipe's.",
     ),
 ]
 # For a verb without a recipe.
@@ -147,7 +148,7 @@ LogLevel = Annotated[
         metavar="LEVEL",
         callback=_choose_level,
         help=(
-            f"{', '.join(log.LEVELS)}: from which on is told; else ${log.LEVEL_VARIABLE}, else"
+            f"{', '.join(log.LEVELS)}: lowest level to print. Default: ${log.LEVEL_VARIABLE}, else"
             f" {log.DEFAULT_LEVEL}."
         ),
     ),

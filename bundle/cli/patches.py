@@ -19,7 +19,7 @@ from bundle.patches.megatron_core import find_installed_core, find_named_core, l
 from bundle.patches.plan import Survey, survey_patches
 
 app = typer.Typer(
-    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Patches: which, and why."
+    rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="Decide, prove and audit patches."
 )
 
 
@@ -29,12 +29,11 @@ def plan(
     backend: Annotated[
         str,
         typer.Option(
-            callback=options.allow_only(BACKENDS),
-            help=f"One of {', '.join(BACKENDS)}; without it, all of them.",
+            callback=options.allow_only(BACKENDS), help=f"One of {', '.join(BACKENDS)}. Default: all of them."
         ),
     ] = "",
     recipe: Annotated[
-        str, typer.Option(help="A recipe's name or file; without it, every feature counts as on.")
+        str, typer.Option(help="Decide for this recipe. Default: every feature counts as used.")
     ] = "",
     request: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Apply an opt-in patch, or fail.")
@@ -67,12 +66,12 @@ def plan(
 def audit(
     env: Annotated[
         str,
-        typer.Option(metavar="PYTHON", help="An environment's python, or its directory; not started."),
+        typer.Option(metavar="PYTHON", help="Audit this environment: its python (not started) or directory."),
     ] = "",
     mcore: options.Mcore = "",
     features: Annotated[
         str,
-        typer.Option(metavar="WORD,...", help="What the jobs use, like mtp,cp,packed; without it, anything."),
+        typer.Option(metavar="WORD,...", help="List the features of the jobs: mtp,cp,packed. Default: any."),
     ] = "",
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
@@ -86,7 +85,7 @@ def audit(
 @app.command()
 def verify(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="Patches; without any, all that apply.")
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Prove these. Default: all that apply.")
     ] = None,
     backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,
@@ -128,7 +127,7 @@ def verify(
 
 @app.command("list")
 def list_(as_json: options.JSON = False) -> None:
-    """Name everything that is patched, relied on, known to fail, or stood in for."""
+    """List all patches, seams, traps and facades."""
     from bundle.capabilities import ascend, cpu
     from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS
 
@@ -216,7 +215,7 @@ Environment = Annotated[
     str,
     typer.Option(
         metavar="PYTHON",
-        help="An environment's python, or its directory: it is started; without it, this command's own.",
+        help="Change this environment: its python (started) or directory. Default: this command's.",
     ),
 ]
 
@@ -225,17 +224,16 @@ Environment = Annotated[
 def enable(
     env: Environment = "",
     features: Annotated[
-        str,
-        typer.Option(metavar="WORD,...", help="What its programs use, like mtp,cp; without it, anything."),
+        str, typer.Option(metavar="WORD,...", help="List the features of its programs: mtp,cp. Default: any.")
     ] = "",
     vouch: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID", help="The programs are what this patch assumes of its caller."),
+        typer.Option(metavar="ID", help="Confirm that programs meet what this patch assumes."),
     ] = None,
     allow_drift: options.AllowDrift = None,
     backend: options.MachineBackend = "auto",
 ) -> None:
-    """Have every program of an environment patched when it imports megatron.core."""
+    """Patch every program of an environment when it imports megatron.core."""
     from bundle.patches import external_program
 
     arguments = HookArguments(
@@ -262,7 +260,7 @@ def enable(
 
 @app.command()
 def disable(env: Environment = "") -> None:
-    """Take away what `enable` has put into an environment."""
+    """Remove what `enable` wrote into an environment."""
     sites = interpreters.query_sites(env or sys.executable)
     is_removed = hook.remove(sites)
     print(f"{'removed' if is_removed else 'not there'}: {files.to_printable(sites.purelib / hook.FILE_NAME)}")

@@ -60,7 +60,7 @@ def _find_megatron_core(mcore: str, stack: InstalledPackages, table: ReviewTable
         reason = f"its megatron-core is in a zip: {archive}" if archive else "there is no megatron-core"
         environment_name = files.to_printable(env or "this environment")
         raise EnvironmentUnfit(
-            f"{environment_name}: {reason}; name another by --env PYTHON, or a tree by --mcore PATH"
+            f"{environment_name}: {reason}. Name another one with --env PYTHON, or a tree with --mcore PATH"
         )
     return find_installed_core(stack, table)
 
@@ -121,7 +121,7 @@ def _format_lines(
 ) -> list[str]:
     lines = [str(audit_report.core), *map(_format_framework, audit_report.frameworks)]
     for finding in hook.iter_findings(hooks):
-        remedy = finding.fix or "what follows is so without them"
+        remedy = finding.fix or "the results below hold without them"
         lines.append(f"{finding.subject}: {finding.cause}; {remedy}")
     silent, errors, slow = ([d for d in audit_report.defects if d.entry.kind is kind] for kind in DefectKind)
     counts = [
@@ -129,7 +129,7 @@ def _format_lines(
         for status, label in _STATUS_LABELS.items()
         if (count := sum(defect.status is status for defect in silent)) or status is DefectStatus.PRESENT
     ]
-    jobs = f"a job with {describe_features(used_features)}" if used_features else "whatever is used"
+    jobs = f"a job with {describe_features(used_features)}" if used_features else "any job"
     lines += [f"silent defects that reach {jobs}: {', '.join(counts)}", ""]
     lines += _describe_defects(silent, used_features)
     if slow:
@@ -151,7 +151,7 @@ def _describe_defects(defects: Iterable[AuditedDefect], used_features: frozenset
 
 
 _STATUS_LABELS = {
-    DefectStatus.PRESENT: "there",
+    DefectStatus.PRESENT: "present",
     DefectStatus.MENDED: "mended by the framework",
     DefectStatus.CONDITIONAL: "mended by the framework in some jobs",
     DefectStatus.UNKNOWN: "unknown",
@@ -194,6 +194,4 @@ def _list_advice(defect: AuditedDefect) -> list[str]:
             advice.append(f"mcore-bundle's patch {entry.id} mends it{assumption}")
     else:
         advice.append(entry.instead)
-    return advice or [
-        "do without one of these features, or ask us: no release and no patch is known to mend it"
-    ]
+    return advice or ["avoid one of these features, or open an issue: no known release or patch mends it"]

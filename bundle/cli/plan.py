@@ -39,7 +39,7 @@ def plan(
     ] = None,
     as_json: options.JSON = False,
 ) -> None:
-    """Plan a job: layout, memory, patches, traps, environment, command; ends with what would stop it."""
+    """Plan a job: layout, memory, patches, traps, environment and command, then what would stop it."""
     loaded_recipe = request.load_recipe(recipe)
     directory = request.find_run_directory(loaded_recipe)
     image_record = image.read_record(record) if record else None
@@ -61,7 +61,7 @@ def plan(
     job_plan = planned.plan
     if is_remote:
         missing = (
-            f"{problem.text} (seen from here; mount it there)"
+            f"{problem.text} (checked on this machine; mount it on the nodes)"
             for problem in find_missing_files(loaded_recipe)
         )
         job_plan = job_plan._replace(notes=(*job_plan.notes, *missing))

@@ -20,22 +20,22 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def preflight(
-    directory: Annotated[Path, typer.Option(help="Where runs are written: its disk is asked too.")] = Path(),
+    directory: Annotated[Path, typer.Option(help="Test the disk of this run directory too.")] = Path(),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Under a minute: less is computed, written and read.")
+        bool, typer.Option("--quick", help="Compute, write and read less: under a minute.")
     ] = False,
     backend: options.MachineBackend = "auto",
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices that have to be here; without it, those that are.")
+        int | None, typer.Option(min=1, help="Require this number of devices. Default: those found.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Machines to ask together; start it on each.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Test these machines together; start it on each.")] = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
     wait: options.Wait = command.WAIT_SECONDS,
     as_json: options.JSON = False,
     log_level: options.LogLevel = "",
 ) -> None:
-    """Have this node compute, write and read, and send to others; ends with 3 if it should be left out."""
+    """Make this node compute, write, read and send to others; ends with 3 if the node is unfit."""
     local_hardware = hardware.detect(backend)
     node_rendezvous = discover(os.environ, nodes=nodes, node_rank=node_rank, endpoint=rendezvous)
     if node_rendezvous.is_rank:

@@ -40,7 +40,7 @@ def show(
     name: Annotated[str, typer.Argument(help="A built-in recipe, or the path of a file.")],
     as_json: options.JSON = False,
 ) -> None:
-    """Print a recipe: its file, which may be saved and changed; with --json every key, resolved."""
+    """Print the file of a recipe, to save and change; with --json, every key resolved."""
     if as_json:
         print(json.dumps({"schema": 1, "recipe": load(name).dump()}, indent=2))
     else:

@@ -18,7 +18,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="The page, beside which plotly.min.js is written. Default: report.html in the first run.",
+            help="Write the page here, and plotly.min.js beside it. Default: report.html in the first run.",
         ),
     ] = None,
 ) -> None:

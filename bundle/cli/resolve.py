@@ -17,12 +17,12 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def resolve(
     mcore: Annotated[
         str,
-        typer.Option(metavar="VERSION", help="A release or a minor, like 0.17.1 or 0.17; without it, any."),
+        typer.Option(metavar="VERSION", help="Ask for a release or a minor: 0.17.1 or 0.17. Default: any."),
     ] = "",
     backend: options.MachineBackend = "auto",
     as_json: options.JSON = False,
 ) -> None:
-    """Print versions that were seen together, as constraints for pip; ends with 3 where none were."""
+    """Print versions that were seen together, as constraints for pip; ends with 3 if there are none."""
     backend = hardware.detect("auto").backend if backend == "auto" else backend
     answer = compatibility.resolve(compatibility.load(), backend, mcore)
     if as_json:

@@ -43,7 +43,7 @@ def run_task(spec: TaskSpec, *, fresh: bool) -> None:
     rendezvous = discover(os.environ)
     if rendezvous.is_rank or rendezvous.nodes > 1:
         raise UsageError(
-            f"{spec.task}: {rendezvous.reason}, and this verb starts the ranks of one machine."
+            f"{spec.task}: {rendezvous.reason}, but this command starts the ranks of one machine."
             f" Write a recipe with `mcore-bundle init` and start `mcore-bundle train` instead."
         )
     built = build_recipe(spec)

@@ -57,9 +57,9 @@ def train(
     recipe: options.Recipe = "",
     fresh: options.Fresh = False,
     job: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, what `plan --job` wrote.")
+        Path | None, typer.Option(metavar="FILE", help="Train this job file of `plan --job`, not a recipe.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Machines that run this job; start it on each.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Run on these machines; start it on each.")] = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
     wait: options.Wait = command.WAIT_SECONDS,
@@ -73,9 +73,9 @@ def train(
         bool, typer.Option("--json", help="Write one JSON event a line; all else goes to standard error.")
     ] = False,
 ) -> None:
-    """Train a recipe: pre-training, SFT, DPO or RL. A stopped run goes on where its last checkpoint is."""
+    """Train a recipe: pre-training, SFT, DPO or RL. A stopped run continues from its last checkpoint."""
     if bool(recipe) is (job is not None):
-        raise UsageError("say what to train: a recipe, or --job FILE, and not both")
+        raise UsageError("name what to train: either a recipe or --job FILE")
     if not dry_run:
         ignore_lost_output()  # the run directory has all results
     request = put_megatron_on_path(request)
@@ -90,14 +90,14 @@ def train(
         )
         if as_json and node_rendezvous.is_rank:
             raise UsageError(
-                f"--json: {node_rendezvous.reason}, and only the command that starts ranks has events"
+                f"--json: {node_rendezvous.reason}, but only the command that starts ranks has events"
             )
         return _check_spares(spares, node_rendezvous)
 
     if job is not None:
         if conflicting := options.list_set_parameters(context) - _JOB_FILE_PARAMETERS:
             raise UsageError(
-                f"--job {job} says all about the job: leave out {', '.join(sorted(conflicting))}"
+                f"--job {job}: the job file sets these itself. Leave out {', '.join(sorted(conflicting))}"
             )
         decided_job = job_file.load(job)
         node_rendezvous = discover_rendezvous(decided_job.nodes)
@@ -266,10 +266,11 @@ def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:
     Raise UsageError where no other node is left, and where a rank gets the option.
     """
     if spares and rendezvous.is_rank:
-        raise UsageError(f"--spares: {rendezvous.reason}, and only who starts ranks can start them elsewhere")
+        raise UsageError(f"--spares: {rendezvous.reason}, but only the command that starts ranks can use it")
     if rendezvous.nodes <= spares:
         raise UsageError(
-            f"--spares {spares}: {rendezvous.source} says {rendezvous.nodes} nodes, so that none is left"
+            f"--spares {spares}: too many spare nodes for the number of nodes ({rendezvous.nodes}, from"
+            f" {rendezvous.source})"
         )
     return rendezvous
 
@@ -294,7 +295,7 @@ def put_megatron_on_path(request: JobRequest) -> JobRequest:
     elif core is None or parse_version(core.version or "") != parse_version(named.version or ""):
         description = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
         raise UsageError(
-            f"--mcore {mcore}: installed is {description}; give the directory of its source instead"
+            f"--mcore {mcore}: not installed ({description} is). Name the directory of its source"
         )
     return replace(request, mcore="")
 
@@ -310,7 +311,9 @@ def _run_as_rank(rendezvous: Rendezvous, decide: Callable[[], Job], job: Job | N
 def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
     """Raise the problems that keep this node from executing a job file."""
     if nodes != job.nodes:
-        raise UsageError(f"the job is for {job.nodes} nodes, and {rendezvous.source} says {nodes}")
+        raise UsageError(
+            f"the number of nodes is {nodes} (from {rendezvous.source}), but the job is for {job.nodes}"
+        )
     local_hardware = hardware.detect(job.backend)
     refuse(
         job.recipe,
@@ -330,7 +333,7 @@ def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list
         return []
     return [
         to_recipe_problem(
-            f"devices.per_node: {per_node}, but {rendezvous.source}, which starts this, says"
+            f"devices.per_node: {per_node}, but {rendezvous.source}, which starts this, sets"
             f" {starter_per_node}"
         )
     ]

@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
-    help="Weights between Hugging Face and megatron: check, export, import, diff.",
+    help="Check, export, import or compare weights of Hugging Face and Megatron.",
 )
 
 
@@ -38,15 +38,13 @@ def silence_megatron() -> None:
 
 HuggingFace = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face directory.")]
 Out = Annotated[
-    Path, typer.Argument(help="The directory to write; it is replaced when the new one is whole.")
+    Path, typer.Argument(help="The directory to write; it is replaced when the new one is complete.")
 ]
 MTPLayers = Annotated[
-    int | None,
-    typer.Option(min=0, help="How many of its MTP layers count; without it, as many as its config says."),
+    int | None, typer.Option(min=0, help="Use this number of MTP layers. Default: its config's number.")
 ]
 Force = Annotated[
-    bool,
-    typer.Option("--force", help="Replace OUT with all that is in it, be it not written by these verbs."),
+    bool, typer.Option("--force", help="Replace OUT and everything in it, even if other programs wrote it.")
 ]
 
 
@@ -54,15 +52,15 @@ Force = Annotated[
 def check(
     directory: HuggingFace,
     recipe: Annotated[
-        str, typer.Argument(help="Whose model it is to be; without it, that of its config.json.")
+        str, typer.Argument(help="Check for this recipe's model. Default: config.json's model.")
     ] = "",
     mtp_layers: MTPLayers = None,
-    headers: Annotated[bool, typer.Option("--headers", help="Look at headers alone, not at values.")] = False,
+    headers: Annotated[bool, typer.Option("--headers", help="Read only headers, not values.")] = False,
 ) -> None:
     """Name tensors that are missing, extra, of another shape, truncated, NaN or infinite."""
     if recipe:
         if mtp_layers is not None:
-            raise UsageError("--mtp-layers: a recipe says it itself (model.mtp.layers)")
+            raise UsageError("--mtp-layers: leave it out, because the recipe sets it (model.mtp.layers)")
         job = load(recipe)
         weights, architecture = pretrained.find_compatible_weights(job, directory), job.architecture
     else:
@@ -78,7 +76,7 @@ def check(
         refuse_nonfinite_weights(weights)
         pretrained.refuse_unequal_copies(weights, Tensors(architecture).map_copies())
         values = "every value is finite"
-    print(f"{weights}: all of this {architecture.model_type} model, and no others; {values}")
+    print(f"{weights}: all tensors of this {architecture.model_type} model, and no others; {values}")
 
 
 @app.command("export")
@@ -92,7 +90,7 @@ def export_(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where config and tokenizer are taken from: a Hugging Face directory. Without it, what the"
+            help="Take config and tokenizer from this Hugging Face directory. Default: the one that the"
             " run's recipe names.",
         ),
     ] = None,
@@ -100,7 +98,7 @@ def export_(
         str,
         typer.Option(
             callback=options.allow_only(WEIGHT_FORMATS),
-            help=f"One of {', '.join(WEIGHT_FORMATS)}; without it, the recipe's, else bf16.",
+            help=f"Choose one of {', '.join(WEIGHT_FORMATS)}. Default: the recipe's, else bf16.",
         ),
     ] = "",
     force: Force = False,
@@ -120,12 +118,12 @@ def export_(
     elif job is not None:
         model = PublishedModel.from_recipe(job)
     else:
-        raise UsageError(f"{checkpoint}: no run of ours: say with --like DIR which model it is")
+        raise UsageError(f"{checkpoint}: not a run of mcore-bundle. Name its model with --like DIR")
     if like is None and model.missing_tokenizer_reason:
         raise UsageError(
-            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer_reason}; put"
-            " it back, call this"
-            " where the run was begun, or say with --like DIR where config and tokenizer are"
+            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer_reason}."
+            f" Put it back, run this where the run was started, or name the directory of config and"
+            f" tokenizer with --like DIR"
         )
     refuse_overwrite(out, model.sources, force=force)
     dtype_name = dtype or (job.model.dtype if job else "bf16")
@@ -158,7 +156,7 @@ def import_(
 @app.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A Hugging Face directory, a run or a checkpoint.")],
-    second: Annotated[Path, typer.Argument(help="Another one.")],
+    second: Annotated[Path, typer.Argument(help="The other one.")],
     as_json: options.JSON = False,
 ) -> None:
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
@@ -172,9 +170,9 @@ def diff(
     tensor_count = len({*first_source.tensors, *second_source.tensors})
     if not as_json:
         print(
-            f"{difference_count} of {tensor_count} tensors differ"
+            f"tensors that differ: {difference_count} of {tensor_count}"
             if difference_count
-            else f"{tensor_count} tensors are equal"
+            else f"all tensors are equal: {tensor_count}"
         )
     if difference_count:
         raise typer.Exit(int(ExitCode.JOB_FAILED))
@@ -213,8 +211,8 @@ def _refuse_adapters(checkpoint: "TorchDistCheckpoint", job: Recipe | None) -> N
     """Raise UsageError for a checkpoint that holds adapters instead of weights."""
     if job is not None and job.model.lora is not None:
         raise UsageError(
-            f"{checkpoint.root.parent} holds the adapters of model.lora and no weights: have the run write"
-            " the model, or its adapters, itself (checkpoint.export: hf or peft)"
+            f"{checkpoint.root.parent} holds only the adapters of model.lora. Let the run write the model"
+            f" or its adapters: set checkpoint.export to hf or peft"
         )
 
 

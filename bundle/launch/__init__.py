@@ -12,7 +12,7 @@ LOCK_FILE = ".lock"  # in the run directory; ranks hold it while they write ther
 
 def _refuse_null_character(path: Path) -> Path:
     if "\0" in str(path):
-        raise ValueError("no name of a file: it holds a null character")
+        raise ValueError("not a valid file name: it contains a null character")
     return path
 
 
@@ -36,5 +36,5 @@ class Start(BaseModel):
     @model_validator(mode="after")
     def _check_origin(self) -> Self:
         if self.weights_only and self.origin is None:
-            raise UsageError("--weights-only takes the weights of a checkpoint: name that with --from")
+            raise UsageError("--weights-only: no checkpoint is named. Name one with --from")
         return self

@@ -59,14 +59,14 @@ def _build_rule(kind: FailureKind, pattern: str, cause: str, action: RestartActi
 
 # The Xids that are faults of the device. 13, 31 and 43 are faults of the program; 45 is a consequence.
 _XIDS = {
-    48: "an uncorrectable error of its memory",
-    64: "a row of its memory that could not be replaced",
-    74: "an error of its NVLink",
+    48: "an uncorrectable memory error",
+    64: "a memory row that could not be remapped",
+    74: "an NVLink error",
     79: "it has fallen off the bus",
-    95: "an uncorrectable error of its memory that is not contained",
-    119: "its system processor does not answer",
-    120: "an error of its system processor",
-    140: "an uncorrectable error of its memory",
+    95: "an uncontained, uncorrectable memory error",
+    119: "its system processor (GSP) does not answer",
+    120: "an error of its system processor (GSP)",
+    140: "an uncorrectable memory error",
     143: "it cannot be initialized",
 }
 _XID_PATTERN = r"NVRM: Xid \(PCI:(?P<device>[\w:.]+)\): {}\b(?:, pid='?(?P<pid>\d+))?"
@@ -85,13 +85,13 @@ KERNEL_RULES = (
     _build_rule(
         FailureKind.DEVICE,
         _XID_PATTERN.format(154) + r".*\((?P<action>[^()]*(?:Reset|Reboot|Drain)[^()]*)\)\s*$",
-        "its GPU failed, and its driver asks for more than a restart (Xid 154): {action}",
+        "its GPU failed, and its driver asks for a recovery action (Xid 154): {action}",
         RestartAction.RESTART_WITHOUT,
     ),
     _build_rule(
         FailureKind.DEVICE,
         _XID_PATTERN.format(94),
-        "its GPU had an uncorrectable error of its memory, which reached no other process (Xid 94)",
+        "its GPU had an uncorrectable memory error that affected only this process (Xid 94)",
         RestartAction.RESTART,
     ),
     _build_rule(
@@ -104,15 +104,15 @@ KERNEL_RULES = (
     _build_rule(
         FailureKind.HOST_MEMORY,
         r"(?:Memory cgroup out|Out) of memory: Killed process (?P<pid>\d+)",
-        "killed by the kernel, which had no memory left: give the container more, or lower"
-        " train.micro_batch_size or the ranks of a node",
+        "killed by the kernel because memory ran out: give the container more memory, or lower"
+        " train.micro_batch_size or the number of ranks per node",
         RestartAction.RESTART,
     ),
 )
 
 PORT_TAKEN = (
-    "the port where the nodes meet is taken on this node: end what listens there, or name another with"
-    " --rendezvous"
+    "the rendezvous port is in use on this node: end the process that listens on it, or name another port"
+    " with --rendezvous"
 )
 
 # Messages of torchrun where it starts no rank.
@@ -130,7 +130,7 @@ RANK_RULES = (
     _build_rule(
         FailureKind.DEVICE,
         r"uncorrectable ECC error encountered",
-        "its device reports an uncorrectable error of its memory",
+        "its device reports an uncorrectable memory error",
         RestartAction.RESTART_WITHOUT,
     ),
     _build_rule(
@@ -145,27 +145,27 @@ RANK_RULES = (
     _build_rule(
         FailureKind.DEVICE_MEMORY,
         r"(?:CUDA|NPU) out of memory",
-        "its device has no memory left: lower train.micro_batch_size, recompute more or cut the model into"
-        " more parts; `mcore-bundle plan` says what takes how much",
+        "its device ran out of memory: lower train.micro_batch_size, recompute more, or split the model"
+        " over more ranks; `mcore-bundle plan` shows what uses the memory",
         RestartAction.STOP,
     ),
     _build_rule(
         FailureKind.SHARED_MEMORY,
         r"out of shared memory|creating shared memory segment /dev/shm|/dev/shm.*No space left",
-        "/dev/shm is full: give the container more of it",
+        "/dev/shm is full: give the container more shared memory",
         RestartAction.STOP,
     ),
     _build_rule(
         FailureKind.HOST_MEMORY,
         r"^MemoryError\b|Cannot allocate memory",
-        "its host gave it no more memory: raise the limit (`ulimit -v`, or that of the container), or lower"
-        " train.micro_batch_size or the ranks of a node",
+        "its host ran out of memory: raise the limit (`ulimit -v`, or the container's), or lower"
+        " train.micro_batch_size or the number of ranks per node",
         RestartAction.STOP,
     ),
     _build_rule(
         FailureKind.DISK,
         r"No space left on device|Disk quota exceeded|no room left to write",
-        "its disk is full: free some, or raise the quota",
+        "its disk is full: free space, or raise the quota",
         RestartAction.STOP,
     ),
     _build_rule(
@@ -178,7 +178,7 @@ RANK_RULES = (
     _build_rule(
         FailureKind.CRASH,
         r"CUDA error: device-side assert triggered",
-        "an assertion failed on its device: an index out of range, most often; its log names the kernel",
+        "an assertion failed on its device, most often an index out of range; its log names the kernel",
         RestartAction.STOP,
     ),
     _build_rule(
@@ -199,7 +199,7 @@ RANK_RULES = (
     _build_rule(
         FailureKind.NETWORK,
         r"(?P<what>EI0002|EI0006)\b",
-        "the other ranks did not come to a collective of HCCL in time ({what})",
+        "the other ranks did not enter a collective of HCCL in time ({what})",
         RestartAction.RESTART,
     ),
     _build_rule(
@@ -212,7 +212,7 @@ RANK_RULES = (
     _build_rule(
         FailureKind.ECHO,
         r"the checkpoint could not be written; rank 0 knows why",
-        "its checkpoint could not be written, and rank 0 knows why",
+        "its checkpoint could not be written; rank 0 reports the reason",
         RestartAction.RESTART,
     ),
 )

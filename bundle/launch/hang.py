@@ -182,10 +182,11 @@ def _summarize_collective(
         return HangSummary(
             f"{text}; {_join_parts(map(_describe_snapshot, elsewhere))}"
             if elsewhere
-            else f"{text}, to which all came"
+            else f"{text}, which all ranks entered"
         )
     absences = [
-        f"{_name_rank(rank, by_rank)} never came: {by_rank.get(rank, 'it says nothing')}" for rank in missing
+        f"{_name_rank(rank, by_rank)} never entered it: {by_rank.get(rank, 'it reports nothing')}"
+        for rank in missing
     ]
     return HangSummary(f"{text}; {_join_parts(absences)}", about)
 
@@ -254,6 +255,6 @@ class HangMonitor:
                 time.sleep(_PRINTING_SECONDS)
             logs = sorted(self._folder.glob(f"*/attempt_*/{rank.local_rank}/stderr.log"))
             frame = find_innermost_frame(logs[-1].read_text(errors="replace")) if logs else ""
-            reason = f"it is at {frame}, and says nothing" if frame else "it says nothing"
+            reason = f"it is at {frame}, and reports nothing" if frame else "it reports nothing"
         with suppress(JobFailed):
             write(world, RankSnapshot(rank.rank, outcomes.get_node_name(), silent=reason))

@@ -150,9 +150,9 @@ def format_rendezvous(job: Job, rendezvous: str) -> str:
 def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
     """Return the problems of the rendezvous "HOST:PORT" of a job; empty for a single node."""
     if rendezvous and parse_host_and_port(rendezvous) is None:
-        return [f"--rendezvous {format_value(rendezvous)}: HOST:PORT"]
+        return [f"--rendezvous {format_value(rendezvous)}: must be HOST:PORT"]
     if job.nodes > 1 and not rendezvous:
-        return [f"{job.nodes} nodes: say where they meet, --rendezvous HOST:PORT, and --node-rank on each"]
+        return [f"--rendezvous: set HOST:PORT of node 0, and --node-rank on each of {job.nodes} nodes"]
     return []
 
 
@@ -255,7 +255,7 @@ def decide_patches(job: Job) -> Job:
 def refuse_misfits(job: Job) -> None:
     """Raise EnvironmentUnfit with every difference between this node and the one that the job needs."""
     if unfit := list(find_misfits(job, packages.detect().megatron, image.read_own_record())):
-        raise EnvironmentUnfit("this is not what the job was decided for", unfit)
+        raise EnvironmentUnfit("the job was decided for another environment", unfit)
 
 
 def find_misfits(job: Job, installed: MegatronCopies, record: BuildInfo | None) -> Iterator[str]:
@@ -290,30 +290,29 @@ def parse(data: bytes | str) -> Job:
     """Return the job that `Job.to_text` wrote. Raise UsageError for anything else."""
     document, digest = _read_document(data)
     if document.get("format") != FORMAT:
-        raise UsageError("this is no job file of mcore-bundle")
+        raise UsageError("this is not a job file of mcore-bundle")
     if document.get("version") != VERSION:
         raise UsageError(
-            f"a job file of version {format_value(document.get('version'))}; this mcore-bundle"
-            " executes version"
-            f" {VERSION}: {_REWRITE_HINT}"
+            f"the job file has version {format_value(document.get('version'))}; this mcore-bundle executes"
+            f" version {VERSION}: {_REWRITE_HINT}"
         )
     if (declared := document.get("digest")) != digest:
         raise UsageError(
-            f"damaged or edited: its digest is {format_value(declared)}, not that of its content;"
-            f" {_REWRITE_HINT}"
+            f"the job file is damaged or was edited (its digest {format_value(declared)} is not that of"
+            f" its content): {_REWRITE_HINT}"
         )
     declared = {key: value for key, value in document.items() if key not in ("format", "version", "digest")}
     try:
         job = _ADAPTER.validate_json(json.dumps(declared))
     except ValidationError as error:
-        raise UsageError(f"this is no job: {_REWRITE_HINT}", format_validation_errors(error)[:10]) from error
+        raise UsageError(f"not a valid job: {_REWRITE_HINT}", format_validation_errors(error)[:10]) from error
     planned = capabilities.find_capabilities(job.backend).list_variables(
         job.recipe.features, job.nodes, job.recipe.environment
     )
     known = {variable.name for variable in planned}
     if foreign := sorted(set(job.environment) - known):
         raise UsageError(
-            f"environment: {', '.join(map(format_value, foreign))}: no variable of backend {job.backend}"
+            f"environment: {', '.join(map(format_value, foreign))}: not known to backend {job.backend}"
         )
     return job
 
@@ -322,12 +321,12 @@ def _read_document(data: bytes | str) -> tuple[dict[str, Any], str]:
     """Return the JSON object in a text, and the digest of its content without the digest itself."""
 
     def refuse_constant(number: str) -> NoReturn:
-        raise ValueError(f"{number} is no number of JSON")
+        raise ValueError(f"{number} is not a JSON number")
 
     try:
         document = json.loads(data, parse_constant=refuse_constant)
         if not isinstance(document, dict):
-            raise UsageError("this is no job file of mcore-bundle")
+            raise UsageError("this is not a job file of mcore-bundle")
         return document, digest_json({key: value for key, value in document.items() if key != "digest"})
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"no JSON: {error}") from error
+        raise UsageError(f"not JSON: {error}") from error

@@ -81,9 +81,9 @@ class NodeWait:
     def __str__(self) -> str:
         m, other_nodes = self._rendezvous, self._rendezvous.nodes - 1
         return (
-            f"node {m.node_rank} of {m.nodes} waits for the other {other_nodes} at {m.address}:{m.port}, for "
-            f"{self._seconds:.0f} of at most {self._limit:.0f} s: start this command on each, with "
-            f"--node-rank 0 to {other_nodes}, and see that the port of node 0 can be reached"
+            f"node {m.node_rank} of {m.nodes} waits for the other {other_nodes} at {m.address}:{m.port},"
+            f" for {self._seconds:.0f} of at most {self._limit:.0f} s: start this command on each node,"
+            f" with --node-rank 0 to {other_nodes}, and check that the port of node 0 can be reached"
         )
 
 
@@ -106,8 +106,8 @@ def run(
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise EnvironmentUnfit(
-            f"cannot make the log folder {folder} and its files: {error.strerror}; name with --run-directory"
-            " a place that this user may write to"
+            f"{folder}: the log folder cannot be written: {error.strerror}. Name a place that this user"
+            " may write to with --run-directory"
         ) from error
     earlier_kills = count_oom_kills(machine.get_local_machine())
     node_wait = NodeWait(launch.rendezvous, folder, launch.wait)
@@ -248,7 +248,7 @@ def _abandon_agent(agent: subprocess.Popen[bytes], ranks: Sequence[outcomes.Outc
     for rank in ranks:
         if (process_state := describe_process_state(rank.pid)) != PROCESS_ENDED:
             _log.warning(
-                "rank %d, process %d, was killed and does not end: %s", rank.rank, rank.pid, process_state
+                "rank %d, process %d, was killed but does not end: %s", rank.rank, rank.pid, process_state
             )
 
 
@@ -292,7 +292,7 @@ def _forward_stop_signals(
             agent.kill()
         else:
             _request_stop(folder)
-            _log.info("asked to stop: saves after this step, and ends; asked again, it ends at once")
+            _log.info("stop requested: saves after this step and ends; a second request ends at once")
 
     with handle_stop_signals(stop):
         yield first_signal
@@ -332,7 +332,7 @@ def _request_stop(folder: Path) -> None:
     try:
         (folder / outcomes.STOP_FILE).touch()
     except OSError as error:
-        _log.warning("cannot leave a request for ranks that are still starting: %s", error)
+        _log.warning("cannot write the stop request for ranks that are still starting: %s", error)
     for outcome in outcomes.read(folder):
         if outcome.code is None:
             _send_signal(outcome.pid, signal.SIGTERM)

@@ -20,7 +20,7 @@ from bundle.launch.starters import (
 
 LOOPBACK = "127.0.0.1"
 _DISCARD_PORT = 9  # a port; nothing is sent there
-ALONE_REASON = "nobody set a rank or a node in the environment: one node, this machine"
+ALONE_REASON = "the environment sets no rank and no node: one node, this machine"
 
 
 class Rendezvous(NamedTuple):
@@ -77,15 +77,15 @@ def discover(
         violations += first_claim.find_conflicts(other_claim)
     if not claims and env.has("RANK", "WORLD_SIZE") and "nodes" not in flags.settings:
         violations.append(
-            "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes:"
-            " say --nodes, --node-rank and --rendezvous"
+            "RANK and WORLD_SIZE are set without LOCAL_RANK, so they may count pods or processes. Set"
+            " --nodes, --node-rank and --rendezvous"
         )
     merged = _merge(first_claim, flags, claims[1:], planned_nodes)
     violations = violations or _find_gaps(merged, environment)
     if violations:
         raise UsageError(
-            "which node or rank this is cannot be told: flags or variables are wrong, missing or contradict"
-            " each other. Correct or unset what is listed",
+            "the node or rank of this process is not clear: options or variables are wrong, missing or"
+            " contradict each other. Correct or unset them",
             violations,
         )
     values = {name: fact.value for name, fact in merged.settings.items()}
@@ -97,7 +97,7 @@ def discover(
 
 def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, endpoint: str | None) -> Claim:
     if nodes is not None and nodes < 1:
-        env.violations.append(f"--nodes {nodes} is not at least 1")
+        env.violations.append(f"--nodes {nodes} is below 1")
     if node_rank is not None and node_rank < 0:
         env.violations.append(f"--node-rank {node_rank} is below 0")
     endpoint_value = parse_host_and_port(endpoint) if endpoint is not None else None
@@ -105,7 +105,7 @@ def _read_flags(env: VariableReader, nodes: int | None, node_rank: int | None, e
         env.violations.append(f"--rendezvous {endpoint[:80]!r} is not HOST:PORT")
     return build_claim(
         "flags",
-        "said on the command line",
+        "set on the command line",
         nodes=SourcedValue(nodes, "--nodes") if nodes is not None else None,
         node_rank=SourcedValue(node_rank, "--node-rank") if node_rank is not None else None,
         address=SourcedValue(endpoint_value[0], "--rendezvous") if endpoint_value else None,
@@ -136,16 +136,16 @@ def _merge(first_claim: Claim, flags: Claim, other_claims: list[Claim], planned_
 def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
     gaps, settings = merged.find_contradictions(), merged.settings
     if "nodes" not in settings:
-        return [*gaps, f"how many nodes there are is not said ({merged.reason}): say --nodes"]
+        return [*gaps, f"the number of nodes is not set ({merged.reason}). Set --nodes"]
     if settings["nodes"].value == 1 and "rank" not in settings:
         return gaps
     if "node_rank" not in settings:
-        gaps.append(f"{settings['nodes']}, but which of them this is is not said: say --node-rank")
+        gaps.append(f"{settings['nodes']}, but the rank of this node is not set. Set --node-rank")
     if "address" not in settings or "port" not in settings:
         address = environment.get("MASTER_ADDR")
         named = f" (MASTER_ADDR={address!r} has no port)" if address else ""
         gaps.append(
-            f"{settings['nodes']}, but where they meet is not said{named}: say --rendezvous HOST:PORT"
+            f"{settings['nodes']}, but their rendezvous is not set{named}. Set --rendezvous HOST:PORT"
         )
     return gaps
 

@@ -30,8 +30,8 @@ def run_with_restarts(
             if not remaining or not is_restartable(failure.verdict):
                 raise
             if failure.verdict.silent:
-                _log.warning("does not start again: no word from %s", ", ".join(failure.verdict.silent))
+                _log.warning("not restarting: no report from %s", ", ".join(failure.verdict.silent))
                 raise
             remaining -= 1
             _log.warning("%s", failure)
-            _log.warning("starts again; %d times more unless it gets further", remaining)
+            _log.warning("restarting (restarts left: %d; a new checkpoint resets the count)", remaining)

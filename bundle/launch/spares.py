@@ -128,7 +128,7 @@ class NodeRunnerWithSpares:
         """Return this node's place in a round, whose members meet at the first. Raise JobFailed."""
         first = self._registry.read_entry(last.members[0])
         if first is None:
-            raise JobFailed(f"{self._registry.folder}: what node {last.members[0]} said is no longer there")
+            raise JobFailed(f"{self._registry.folder}: the file of node {last.members[0]} is gone")
         rank = last.members.index(self._registry.own_entry.token)
         return self._rendezvous._replace(nodes=self._nodes, node_rank=rank, address=first.address)
 
@@ -160,7 +160,7 @@ class NodeRunnerWithSpares:
             return False
         fit = [heartbeat for heartbeat in live_nodes if not heartbeat.is_excluded]
         if is_own_start and is_round_over(last, live_nodes, gone) and len(fit) < self._nodes:
-            reason = f"no word from {'it' if len(lost) == 1 else 'them'} for {LOST_SECONDS:.0f} s"
+            reason = f"no heartbeat for {LOST_SECONDS:.0f} s"
             lost_names = registry.format_names(token for token in members if token in lost)
             raise LaunchFailed(last_verdict or nodes.build_lost_node_verdict([lost_names], reason))
         if not is_own_start and len(live_nodes) >= self._rendezvous.nodes and len(fit) < self._nodes:
@@ -177,8 +177,8 @@ class NodeRunnerWithSpares:
         entries = (self._registry.read_entry(token) for _, token in excluded)
         reasons = [f"{entry.name}: {entry.out}" for entry in entries if entry]
         cause = (
-            f"of {len(live_nodes)} nodes {len(live_nodes) - len(reasons)} may take part, and"
-            f" {self._nodes} are needed"
+            f"fit nodes: {len(live_nodes) - len(reasons)} of {len(live_nodes)}, but the job needs"
+            f" {self._nodes}"
         )
         return self._build_verdict(
             ExitCode.ENVIRONMENT_UNFIT,
@@ -190,11 +190,9 @@ class NodeRunnerWithSpares:
     def _build_timeout_verdict(self, live_nodes: Sequence[Heartbeat], waited: float) -> Verdict:
         """Return the verdict that the other nodes did not come."""
         cause = (
-            f"gave up: {len(live_nodes)} of at least {self._nodes} nodes came to"
-            f" {self._registry.folder} within"
-            f" {waited:.0f} s: start this command on each, with --node-rank 0 to"
-            f" {self._rendezvous.nodes - 1}, and"
-            " see that all of them see that folder"
+            f"gave up: {len(live_nodes)} of at least {self._nodes} nodes registered in"
+            f" {self._registry.folder} within {waited:.0f} s: start this command on each node, with"
+            f" --node-rank 0 to {self._rendezvous.nodes - 1}, and check that all of them see that folder"
         )
         return self._build_verdict(
             ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.RESTART
@@ -203,12 +201,12 @@ class NodeRunnerWithSpares:
     def _build_stop_verdict(self, number: int, last: Round | None) -> Verdict:
         """Return the verdict that this node was told to end while none of its ranks ran."""
         if last is not None and self._registry.has_seen_any_heartbeat(last.members):
-            cause = "this node has no part in the job at present, and ends as told"
+            cause = "this spare node is not in use now, and ends as requested"
             return self._build_verdict(
                 ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART
             )
         code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-        cause = f"ended by {signal.Signals(number).name} before all nodes were there"
+        cause = f"ended by {signal.Signals(number).name} before all nodes had joined"
         return self._build_verdict(code, FailureKind.STOPPED, cause, RestartAction.RESTART)
 
     def _build_verdict(self, code: ExitCode, kind: FailureKind, cause: str, action: RestartAction) -> Verdict:

@@ -224,9 +224,7 @@ def read_ascend_operator(env: VariableReader) -> Claim | None:
     per_node, world = env.read_count("LOCAL_WORLD_SIZE", 1), env.read_count("WORLD_SIZE", 1)
     listed = env.get_text("LOCAL_RANK").split(",")
     if per_node and len(listed) != per_node.value:
-        env.violations.append(
-            f"LOCAL_RANK lists {len(listed)} devices, but LOCAL_WORLD_SIZE={per_node.value}"
-        )
+        env.violations.append(f"LOCAL_RANK lists {len(listed)} of LOCAL_WORLD_SIZE={per_node.value} devices")
     return build_claim(
         "ascend-operator",
         "LOCAL_RANK is a list of devices: this process stands for a node",
@@ -271,7 +269,7 @@ def read_slurm(env: VariableReader) -> Claim | None:
         # A batch script or an salloc shell runs once, on one node, whatever the job holds.
         if nodes and nodes.value > 1:
             reason = (
-                f"{nodes}, but this process is no step of the job;"
+                f"{nodes}, but this process is not a step of the job;"
                 " `srun --ntasks-per-node=1` starts it on every node"
             )
             return build_claim("slurm", reason)

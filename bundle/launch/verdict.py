@@ -27,14 +27,14 @@ _TAIL_LINES = 15
 _MOST_CHARACTERS = 600
 # A line of the warnings module, and the source line that it shows.
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
-_KILLED = "killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` says so)"
+_KILLED = "killed by SIGKILL, by a user or by the kernel because memory ran out (see `dmesg`)"
 _SHORT_OF_MEMORY = (
-    "killed by SIGKILL while the kernel ended processes for want of memory: give the container more, or lower"
-    " train.micro_batch_size or the ranks of a node"
+    "killed by SIGKILL while the kernel ended processes because memory ran out: give the container more"
+    " memory, or lower train.micro_batch_size or the number of ranks per node"
 )
 _ADVICE = {
     RestartAction.NONE: "",
-    RestartAction.RESTART: "; the same command goes on after the last checkpoint",
+    RestartAction.RESTART: "; the same command continues from the last checkpoint",
     RestartAction.RESTART_WITHOUT: "; restart without {node}",
     RestartAction.STOP: "; a restart does not mend this",
 }
@@ -255,7 +255,7 @@ def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None
         return None
     if not launch.snapshots:
         silent = [outcome.rank for outcome in launch.outcomes if outcome.code is None]
-        stuck = f"; no word from {outcomes.format_ranks(silent)}" if silent else ""
+        stuck = f"; no report from {outcomes.format_ranks(silent)}" if silent else ""
         return _build_rank_verdict(
             launch,
             hang_reports[0],
@@ -299,7 +299,7 @@ def _detect_stop(launch: LaunchEvidence, _: list[Outcome]) -> Verdict | None:
 def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterator[Verdict]:
     """Yield a verdict for each broken rank, the likeliest first cause first."""
     if launch.has_killed_ranks and launch.has_failed_elsewhere and not ended:
-        cause = "its launcher ended its ranks, since another node had ended without them"
+        cause = "its launcher ended its ranks because another node had ended before them"
         yield _build_verdict(launch, ExitCode.JOB_FAILED, FailureKind.ECHO, cause, RestartAction.RESTART)
         return
     ranks = {outcome.local_rank: outcome for outcome in launch.outcomes}
@@ -368,7 +368,7 @@ def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Ma
             evidence=death_lines,
             details=shown,
         )
-    cause = f"ended with code {code} and no word" if code else "ended without a word"
+    cause = f"ended with exit code {code} and no message" if code else "ended without a message"
     return _build_rank_verdict(
         launch, outcome, FailureKind.EXCEPTION, RestartAction.STOP, cause, evidence=death_lines, details=shown
     )

@@ -49,20 +49,20 @@ class DockerOptions:
     image: str = ""
     mounts: Annotated[
         tuple[str, ...],
-        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="What it sees, beside here and the run."),
+        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="Mount a path besides those of the job."),
     ] = ()
     environment: Annotated[
         tuple[str, ...],
-        typer.Option("--env", metavar="NAME", help="A variable of here that it gets: HF_TOKEN, ..."),
+        typer.Option("--env", metavar="NAME", help="Pass this environment variable, for example HF_TOKEN."),
     ] = ()
     user: Annotated[
-        str, typer.Option(metavar="UID:GID", help="Who it is; without it, we, in the group of our images.")
+        str, typer.Option(metavar="UID:GID", help="Run as this user. Default: your user, with group 0.")
     ] = ""
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="A further group of it; else that of the NPUs."),
+        typer.Option("--group", min=0, metavar="GID", help="Add this group. Default: the NPUs' group."),
     ] = ()
-    shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of /dev/shm.")] = "64g"
+    shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Set the size of /dev/shm.")] = "64g"
     rdma: Rdma = False
     grace_seconds: Grace = None
     restarts: Restarts = 0
@@ -71,17 +71,17 @@ class DockerOptions:
     def find_violations(self) -> Iterator[str]:
         """Yield a message for each option that docker would refuse or misread."""
         if not re.fullmatch(r"[a-zA-Z0-9][\w.:/@-]*", self.image, re.ASCII):
-            yield f"--image {format_value(self.image)}: no name of an image"
+            yield f"--image {format_value(self.image)}: not the name of an image"
         for mount in self.mounts:
             source, _, rest = mount.partition(":")
             target, _, mode = rest.partition(":")
             if not source.startswith("/") or (rest and not target.startswith("/")) or mode not in ("", "ro"):
-                yield f"--mount {format_value(mount)}: /SRC, /SRC:/DST or /SRC:/DST:ro"
+                yield f"--mount {format_value(mount)}: must be /SRC, /SRC:/DST or /SRC:/DST:ro"
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
-                yield f"--env {format_value(name)}: the name of a variable, whose value is taken from here"
+                yield (f"--env {format_value(name)}: must be a variable's name; its value is taken from here")
         if not _SIZE.fullmatch(self.shared_memory):
-            yield f"--shared-memory {format_value(self.shared_memory)}: a size, such as 64g"
+            yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
 
 
 def get_job_directory(job: Job) -> Path:
@@ -102,11 +102,13 @@ def build_command(
     paths = (workdir, job.directory.absolute())
     wrong = list(options.find_violations())
     wrong += [
-        f"{format_value(str(p))}: docker reads : as its own" for p in dict.fromkeys(paths) if ":" in str(p)
+        f"{format_value(str(p))}: docker reads : as a separator"
+        for p in dict.fromkeys(paths)
+        if ":" in str(p)
     ]
     wrong += job_file.find_rendezvous_problems(job, rendezvous)
     if wrong:
-        raise UsageError("no command of docker can be written", wrong)
+        raise UsageError("the docker command cannot be written", wrong)
     arguments = (
         *("docker", "run", "--detach"),
         f"--name={build_container_name(job, node_rank)}",
@@ -175,7 +177,7 @@ def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, 
     if run_client("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
         if query_state(name).code is None:
             raise LaunchUnavailable(
-                f"container {name} runs this very job: `mcore-bundle launch logs docker:{name}`"
+                f"container {name} already runs this job: `mcore-bundle launch logs docker:{name}`"
             )
         run_client("docker", "rm", name)
     run_client(*node_command.argv, seconds=None)  # it may fetch the image
@@ -191,7 +193,7 @@ def query_state(name: str) -> JobState:
     status, killed, code, error = run_client(
         "docker", "inspect", "--type=container", f"--format={template}", name
     ).split(" ", 3)
-    reason = "its limit of memory was reached" if killed == "true" else error.strip()
+    reason = "the container reached its memory limit" if killed == "true" else error.strip()
     exit_code = int(code) if status in ("exited", "dead") else None
     if status == "created" and code != "0":  # the engine could not start it
         exit_code = int(ExitCode.LAUNCH_UNAVAILABLE)

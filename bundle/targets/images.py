@@ -37,8 +37,8 @@ def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:
                 return f"{registry}/{image.tag}"
     chip = f", {job.generation}" if job.generation else ""
     raise UsageError(
-        f"no image of ours is for {job.backend}{chip} and megatron-core {job.megatron}:"
-        " name one with --image",
+        f"mcore-bundle has no image for {job.backend}{chip} and megatron-core {job.megatron}. Name one"
+        " with --image. The images are",
         [f"{image.tag} has megatron-core {image.megatron}" for image in images],
     )
 

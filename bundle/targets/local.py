@@ -52,7 +52,7 @@ def build_command(
     Raise UsageError where the job has several machines and no rendezvous.
     """
     if wrong := job_file.find_rendezvous_problems(job, rendezvous):
-        raise UsageError("no command can be written", wrong)
+        raise UsageError("the command cannot be written", wrong)
     arguments = job_file.build_arguments(
         job, folder / FILE_NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
     )
@@ -103,7 +103,7 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
             )
         files.write_text(folder / _GROUP_NAME, f"{process.pid} {socket.gethostname()}")
     except OSError as error:
-        raise EnvironmentUnfit(f"{folder}: {error.strerror}; name another with --run-directory") from error
+        raise EnvironmentUnfit(f"{folder}: {error.strerror}. Name another --run-directory") from error
     return str(folder)
 
 
@@ -113,7 +113,7 @@ def query_state(name: str) -> JobState:
         return JobState("RUNNING", "", None)
     exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
     if not exit_text.isdigit():
-        return JobState("LOST", "killed, or its machine was", int(ExitCode.LAUNCH_UNAVAILABLE))
+        return JobState("LOST", "its processes or its machine died", int(ExitCode.LAUNCH_UNAVAILABLE))
     code = int(exit_text)
     return JobState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
 
@@ -163,7 +163,7 @@ def _create_folder(folder: Path) -> bool:
 def _require_folder(name: str) -> Path:
     folder = Path(name)
     if not files.is_file(folder / _LOCK_NAME):
-        raise LaunchUnavailable(f"local:{name}: no job was launched there, on this machine")
+        raise LaunchUnavailable(f"local:{name}: no job was launched there from this machine")
     return folder
 
 

@@ -38,8 +38,8 @@ def find_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice:
         if unseen := next((path for path in container_paths if not _is_visible(mounts, path)), None):
             directory = unseen.parent if files.is_file(unseen) else unseen
             yield (
-                f"{key} {value} is here, and no --mount shows it to the container:"
-                f" {advice.format(directory)}, unless the image has it"
+                f"{key} {value}: the container does not see this path of this machine. Unless the image"
+                f" has it, {advice.format(directory)}"
             )
 
 

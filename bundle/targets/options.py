@@ -12,7 +12,7 @@ Restarts = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Start ranks again where that may mend what broke: N times without a new checkpoint between.",
+        help="Restart the ranks where that may help: at most N times without a new checkpoint.",
     ),
 ]
 Spares = Annotated[
@@ -20,11 +20,11 @@ Spares = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Machines beyond --nodes: one takes the place of a machine that is lost or bad.",
+        help="Start N machines beyond --nodes, to replace machines that are lost or unfit.",
     ),
 ]
 Preflight = Annotated[
-    bool, typer.Option("--preflight", help="First have every node do what the job will ask of it.")
+    bool, typer.Option("--preflight", help="First test that every node can do what the job needs.")
 ]
 Grace = Annotated[
     int | None,
@@ -32,10 +32,10 @@ Grace = Annotated[
         "--grace",
         min=1,
         metavar="SECONDS",
-        help="From being told to save to the end, if not what that takes.",
+        help="Allow this time from the request to save to the end. Default: the estimated time of a save.",
     ),
 ]
-Rdma = Annotated[bool, typer.Option("--rdma", help="Give it the RDMA devices, and memory pinned.")]
+Rdma = Annotated[bool, typer.Option("--rdma", help="Give the job the RDMA devices and pinned memory.")]
 
 
 def allow_only(choices: Collection[str], *, may_be_empty: bool = True) -> Callable[[str], str]:

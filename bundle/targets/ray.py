@@ -40,13 +40,13 @@ class RayOptions:
         str,
         typer.Option(
             metavar="URL",
-            help="Of a cluster's dashboard, which takes the job; without it, the cluster of this machine.",
+            help="Submit the job to the cluster with this dashboard. Default: the cluster of this machine.",
         ),
     ] = ""
     restarts: Restarts = 0
     preflight: Preflight = False
     wait: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long to wait for machines that are free.")
+        int, typer.Option(min=1, metavar="SECONDS", help="Wait at most this time for free machines.")
     ] = WAIT_SECONDS
     python: str = sys.executable
 
@@ -54,7 +54,7 @@ class RayOptions:
         """Yield a message for each option that Ray would refuse."""
         host, _, rest = self.address.partition("://")
         if self.address and (host not in ("http", "https") or not rest or not rest.isprintable()):
-            yield f"--address {format_value(self.address)}: that of Ray's dashboard, such as http://127.0.0.1:8265"
+            yield f"--address {format_value(self.address)}: not a dashboard, such as http://127.0.0.1:8265"
 
 
 def get_job_directory(job: Job) -> Path:
@@ -81,7 +81,7 @@ def build_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
 def build_request(job: Job, options: RayOptions, workdir: Path) -> dict[str, Any]:
     """Return the arguments of `submit_job`. Raise UsageError with everything that is wrong."""
     if wrong := list(options.find_violations()):
-        raise UsageError("no job of Ray can be written", wrong)
+        raise UsageError("the Ray job cannot be written", wrong)
     arguments = [
         options.python,
         "-m",

@@ -68,8 +68,8 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
     """
     if rendezvous.is_rank or rendezvous.nodes != job.nodes:
         raise UsageError(
-            f"--start: the job has {job.nodes} nodes, with one process on each; {rendezvous.source} says"
-            f" {rendezvous.nodes} ({rendezvous.reason})"
+            f"--start: needs one process on each node of the job (nodes: {job.nodes}), but"
+            f" {rendezvous.source} has {rendezvous.nodes} ({rendezvous.reason})"
         )
     import_ray()  # raises before anything starts, where it is not installed
     address = _resolve_address(rendezvous.address)
@@ -84,7 +84,7 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
     deadline = time.monotonic() + wait
     while not _is_reachable(head):
         if time.monotonic() > deadline:
-            raise LaunchUnavailable(f"no head of Ray at {head} within {wait} s")
+            raise LaunchUnavailable(f"no Ray head answered at {head} within {wait} s")
         time.sleep(_POLL_SECONDS)
     # The first machine passes a request to save and end on to all nodes, so this one must stay until then.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -94,7 +94,7 @@ def run(job: Job, file: Path, rendezvous: Rendezvous, drive: Callable[[], int], 
             time.sleep(_POLL_SECONDS)
             silent_polls = 0 if _is_reachable(head) else silent_polls + 1
             if not silent_polls and ray.poll() is not None:
-                raise LaunchUnavailable(f"Ray has ended on this machine; {log} says why")
+                raise LaunchUnavailable(f"Ray has ended on this machine. See {log}")
     return int(ExitCode.OK)  # the first machine returns the job's exit code
 
 
@@ -143,7 +143,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], head: str, log: Path, wait:
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
             reason = describe_error(error)
         time.sleep(_POLL_SECONDS)
-    raise LaunchUnavailable(f"Ray did not start on this machine: {reason}; {log} has what it wrote")
+    raise LaunchUnavailable(f"Ray did not start on this machine: {reason}. See {log}")
 
 
 def _write_token(path: Path) -> None:

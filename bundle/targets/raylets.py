@@ -157,8 +157,8 @@ class RayLaunch:
             if node["Alive"]
         )
         return (
-            f"{self._job.nodes} machines with {required} each were not free within {self._options.wait} s;"
-            f" the cluster has {available}"
+            f"the machines were not free within {self._options.wait} s: the job needs {self._job.nodes},"
+            f" with {required} each; the cluster has {available}"
         )
 
 
@@ -173,7 +173,7 @@ def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], ob
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-        raise LaunchUnavailable(f"no cluster of Ray that takes us: {describe_error(error)}") from error
+        raise LaunchUnavailable(f"no Ray cluster accepts this program: {describe_error(error)}") from error
     stop_event = Event()
     signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
     stop_file = file.parent / STOP_NAME
@@ -191,7 +191,7 @@ def run(job: Job, file: Path, options: RayOptions, get_progress: Callable[[], ob
 
 
 def _build_stop_verdict(job: Job) -> Verdict:
-    cause = "told to stop before its machines were free"
+    cause = "stopped on request before its machines were free"
     return Verdict(ExitCode.TERMINATED, FailureKind.STOPPED, cause, RestartAction.RESTART, nodes=job.nodes)
 
 
@@ -201,7 +201,7 @@ def _build_lost_verdict(job: Job, lost: dict[int, str]) -> Verdict:
     return Verdict(
         ExitCode.JOB_FAILED,
         FailureKind.LOST_NODE,
-        f"lost by Ray, and all that ran there: {named}",
+        f"lost by Ray, with all its ranks: {named}",
         RestartAction.RESTART,
         node_rank=rank,
         nodes=job.nodes,

@@ -118,5 +118,5 @@ def test_other_data_on_a_run_that_is_there_is_refused_by_check_after_its_counts(
 def test_a_plan_for_another_machine_notes_files_that_are_not_here():
     flags = ["--set=data.path=gone.jsonl", "--set=data.source=jsonl", "--set=data.tokenizer=hf:nowhere"]
     code, text = capture_bundle("plan", "demo", *flags, "--hardware=cpu", "--json")
-    notes = [note for note in json.loads(text)["notes"] if "seen from here" in note]
+    notes = [note for note in json.loads(text)["notes"] if "checked on this machine" in note]
     assert code == 0 and [note.partition(" ")[0] for note in notes] == ["data.path", "data.tokenizer:"]

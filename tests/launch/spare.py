@@ -48,7 +48,7 @@ def start(where: Rendezvous, continues: bool, alive: Callable[[], None]) -> None
     ends = {
         "killed": verdict(FailureKind.KILLED, "killed by SIGKILL", RestartAction.RESTART, here),
         "bad": verdict(FailureKind.DEVICE, "its GPU failed", RestartAction.RESTART_WITHOUT, here),
-        "lost": nodes.build_lost_node_verdict(["gpu9"], "no word from it"),
+        "lost": nodes.build_lost_node_verdict(["gpu9"], "no heartbeat"),
         "disk": verdict(FailureKind.DISK, "its disk is full", RestartAction.STOP, here),
         "saved": verdict(FailureKind.PREEMPTED, "stopped at step 5 as told", RestartAction.RESTART, here, 75),
     }

@@ -164,18 +164,18 @@ def test_no_byte_of_a_value_can_change_unseen(anywhere):
     document["recipe"]["train"]["steps"] += 1
     with pytest.raises(UsageError, match="digest"):
         parse(json.dumps(document))
-    with pytest.raises(UsageError, match="no JSON"):
+    with pytest.raises(UsageError, match="not JSON"):
         parse(anywhere.to_text()[:-100])
 
 
 HOSTILE = {
-    "another program's": (lambda job: '{"schema": 1}', "no job"),
-    "a list": (lambda job: "[1]", "no job"),
-    "nothing": (lambda job: "", "no JSON"),
+    "another program's": (lambda job: '{"schema": 1}', "not a job"),
+    "a list": (lambda job: "[1]", "not a job"),
+    "nothing": (lambda job: "", "not JSON"),
     "not a number": (lambda job: '{"format": NaN}', "NaN"),
-    "a very long number": (lambda job: '{"format": 1' + "0" * 5000 + "}", "no JSON"),
-    "nested without end": (lambda job: '{"a":' * 100_000, "no JSON"),
-    "binary": (lambda job: b"\xff\xfe\x00", "no JSON"),
+    "a very long number": (lambda job: '{"format": 1' + "0" * 5000 + "}", "not JSON"),
+    "nested without end": (lambda job: '{"a":' * 100_000, "not JSON"),
+    "binary": (lambda job: b"\xff\xfe\x00", "not JSON"),
     "an unknown key": (lambda job: changed(job, hook="x"), "hook: "),
     "a missing key": (
         lambda job: signed({k: v for k, v in job.dump().items() if k != "nodes"}),

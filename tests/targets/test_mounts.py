@@ -53,7 +53,7 @@ def launch(folder: Path, target: str, *words: str) -> list[str]:
     """What `launch` says is not shown to the container."""
     words = ("launch", target, "demo", "--hardware=cpu", *words, *TARGETS[target])
     done = run_bundle(*words, cwd=folder / "work", code=0)
-    return [line for line in done.stderr.splitlines() if "no --mount shows it" in line]
+    return [line for line in done.stderr.splitlines() if "the container does not see this path" in line]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -108,7 +108,7 @@ def test_what_is_mounted_elsewhere_or_only_linked_to_is_not_seen(tmp_path):
     assert said(f"{data}/x.txt", data) == said(f"{data}/x.txt", f"{data}:{data}:ro") == []
     for mounts in ((), (f"{data}:/elsewhere",), (f"{data}xx",), (f"{data}/x.txt.old",)):
         (text,) = said(f"{data}/x.txt", *mounts)
-        assert f"say {data}, unless" in text
+        assert f"say {data}" in text
     assert len(said(f"{data}/link", data)) == 1
     assert said(f"{data}/link", data, real) == said(f"{tmp_path}/data/../real", real) == []
 

@@ -174,10 +174,10 @@ def launched(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_what_contradicts_itself_is_refused(tmp_path):
     for words, said in (
-        (("ray",), "say what to run"),
+        (("ray",), "name what to run"),
         (("ray", "demo", "--detach"), "name the cluster"),
-        (("ray", "demo", "--start"), "--start: say --job FILE with it"),
-        (("ray", "--job=j.json", "--start", "--address=http://h:1"), "--start: say --job FILE with it"),
+        (("ray", "demo", "--start"), "--start: needs --job FILE"),
+        (("ray", "--job=j.json", "--start", "--address=http://h:1"), "--start: needs --job FILE"),
         (("status", "ray:raysubmit_1"), "no handle of a job"),
     ):
         done = launched(*words, folder=tmp_path)

@@ -45,18 +45,18 @@ def test_the_devices_that_were_planned_are_asked_for_once(machine, said, written
 @pytest.mark.parametrize(
     ("machine", "said", "why"),
     [
-        (GPUS, "gpus-per-node=4", "asks for 4 of a node, and the job has 8"),
-        (GPUS, "gpus-per-node=h200:16", "asks for 16 of a node, and the job has 8"),
-        (GPUS, "gpus-per-node=h200:4,h100:2", "asks for 6 of a node"),
-        (GPUS, "gres=gpu:4", "asks for 4 of a node"),
-        (GPUS, "gres=nvme:8,gpu:h200", "asks for 1 of a node"),
-        (GPUS, "gres=gpu:0", "asks for 0 of a node"),
-        (GPUS, "gpus=4", "asks for gpus-per-node=8; their type is said by gpus-per-node=TYPE:8"),
+        (GPUS, "gpus-per-node=4", "asks for 4 per node, but the job has 8"),
+        (GPUS, "gpus-per-node=h200:16", "asks for 16 per node, but the job has 8"),
+        (GPUS, "gpus-per-node=h200:4,h100:2", "asks for 6 per node"),
+        (GPUS, "gres=gpu:4", "asks for 4 per node"),
+        (GPUS, "gres=nvme:8,gpu:h200", "asks for 1 per node"),
+        (GPUS, "gres=gpu:0", "asks for 0 per node"),
+        (GPUS, "gpus=4", "asks for gpus-per-node=8. Set their type with gpus-per-node=TYPE:8"),
         (GPUS, "gpus=16", "asks for gpus-per-node=8"),
         (GPUS, "gpus-per-task=8", "asks for gpus-per-node=8"),
-        (GPUS, "gpus-per-n=8", "sbatch may take it for --gpus-per-node: say that in full"),
-        (NPUS, "gres=npu:8", "asks for 8 of a node, and the job has 4"),
-        (NPUS, "gpus=4", "asks for gres=npu:4; their type is said by gres=npu:TYPE:4"),
+        (GPUS, "gpus-per-n=8", "sbatch may read it as --gpus-per-node. Write it out"),
+        (NPUS, "gres=npu:8", "asks for 8 per node, but the job has 4"),
+        (NPUS, "gpus=4", "asks for gres=npu:4. Set their type with gres=npu:TYPE:4"),
     ],
 )
 def test_other_devices_are_refused_by_name(machine, said, why):

@@ -31,9 +31,9 @@ def status(handle: Handle) -> None:
 @app.command()
 def logs(
     handle: Handle,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
 ) -> None:
-    """Print what a job wrote; a line of a rank of several nodes begins with [node/rank]."""
+    """Print the output of a job; with several nodes, each line begins with [node/rank]."""
     target, name = find_target(handle)
     for text in target.follow(name) if follow else [target.read_log(name)]:
         print(text, end="", flush=True)
@@ -41,7 +41,7 @@ def logs(
 
 @app.command()
 def stop(handle: Handle) -> None:
-    """Have a job save and end; one that waits does not begin."""
+    """Make a job save and end; a job that still waits does not start."""
     target, name = find_target(handle)
     target.stop(name)
 

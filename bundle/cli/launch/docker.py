@@ -51,7 +51,7 @@ def docker(
         groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
     warn_hidden_inputs(
-        job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"
+        job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
     )
     if dry_run:
         print(engine.render_dry_run(job, docker_options, Path.cwd(), rendezvous), end="")

@@ -35,10 +35,10 @@ def kubernetes(
     container_image: ContainerImage,
     kubernetes_options: KubernetesOptions,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Make them, show what the job writes, and end as it does.")
+        bool, typer.Option("--apply", help="Create the objects, follow the job, and end with its code.")
     ] = False,
     detach: Detach = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print them, even so.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the objects.")] = False,
 ) -> None:
     """Print the objects of a job, for `kubectl apply -f -`, or make them."""
     missing_image = "" if container_image.image else objects.explain_missing_extra(kubernetes_options.form)
@@ -47,10 +47,12 @@ def kubernetes(
     image_record = container_image.read_record()
     job = decide_job(request.load_recipe(recipe), request, machines, image_record)
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
-        _log.warning("planned for cpu, all that this machine has: say --hardware where nodes have more")
+        _log.warning(
+            "planned for cpu, as this machine has no accelerator. If the nodes have one, set --hardware"
+        )
     kubernetes_options = replace(kubernetes_options, image=container_image.choose_name(job))
     warn_unknown_steps(job, recipe)
-    mount_advice = "say --mount CLAIM:{}, of a claim that holds it"
+    mount_advice = "set --mount CLAIM:{}, with a claim that holds it"
     warn_absent_inputs(find_absent_inputs(job.recipe))
     warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(pod.HOME), mount_advice)
     if apply and not dry_run:

@@ -30,26 +30,25 @@ def ray(
     recipe: options.Recipe = "",
     record: options.ImageRecord = None,
     job: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead of a recipe, a job file: starts its nodes.")
+        Path | None, typer.Option(metavar="FILE", help="Start the nodes of this job file, not a recipe.")
     ] = None,
     start: Annotated[
         bool,
         typer.Option(
-            "--start",
-            help="With --job, where Slurm starts this on every machine: first make them a cluster.",
+            "--start", help="With --job: first make a cluster of the machines where Slurm starts this."
         ),
     ] = False,
     ray_options: cluster.RayOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what Ray is asked, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request to Ray, and stop.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job on a Ray cluster, a machine for each node; shows what it writes and ends as it does."""
     if bool(recipe) is (job is not None):
-        raise UsageError("say what to run: a recipe, or --job FILE, and not both")
+        raise UsageError("name what to run: either a recipe or --job FILE")
     if detach and not ray_options.address:
         raise UsageError("--detach: name the cluster that takes the job with --address")
     if start and (job is None or ray_options.address):
-        raise UsageError("--start: say --job FILE with it, and no --address")
+        raise UsageError("--start: needs --job FILE, and no --address")
     if job is None:
         image_record = image.read_record(record) if record else None
         planned_job = decide_job_with_paths(

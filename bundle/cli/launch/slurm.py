@@ -42,7 +42,7 @@ def slurm(
     warn_unknown_steps(job, recipe)
     if slurm_options.image:
         warn_hidden_inputs(
-            job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "say --mount {0}:{0}"
+            job, containers.list_mounts(job, slurm_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
         )
     if dry_run:
         print(batch.build_script(job, slurm_options, Path.cwd()), end="")

@@ -31,13 +31,14 @@ _NOT_OURS = "none"
 Handle = Annotated[
     str,
     typer.Argument(
-        help="What `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER, kubernetes:WORKLOAD,"
+        help="The handle that `launch` printed: local:FOLDER, slurm:NUMBER, docker:CONTAINER,"
+        " kubernetes:WORKLOAD,"
         " ray:NUMBER@URL."
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
-NodeRank = Annotated[int, typer.Option(min=0, help="Which of several machines this one is.")]
-Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where several meet: node 0.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Set the rank of this machine.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set where nodes meet: node 0.")]
 
 
 # The targets by the first part of a handle, with the pattern of the second part.
@@ -54,8 +55,8 @@ _TARGETS: dict[str, tuple[Target, str]] = {
 class ContainerImage:
     """The image of a job, with the record of its packages; the default is our image for the job."""
 
-    image: Annotated[str, typer.Option(help="What it runs in; without it, the image of ours for it.")] = ""
-    registry: Annotated[str, typer.Option(metavar="REGISTRY", help="Where our images are.")] = (
+    image: Annotated[str, typer.Option(help="Run in this image. Default: mcore-bundle's image.")] = ""
+    registry: Annotated[str, typer.Option(metavar="REGISTRY", help="Set where the images are.")] = (
         images.DEFAULT_REGISTRY
     )
     record: options.ImageRecordOrNone = ""
@@ -72,7 +73,7 @@ class ContainerImage:
             return image.read_record(Path(self.record))
         if not self.image:
             raise UsageError(
-                "--image-record none: one that is none of ours is named by --image. Ours are",
+                "--image-record none: name the foreign image with --image. The images of mcore-bundle are",
                 [f"REGISTRY/{built_image.tag}" for built_image in images.load_images()],
             )
         return None
@@ -82,7 +83,7 @@ def read_optional_record(container_image: str, record_name: str) -> ImageContent
     """Return the contents of the image, None without one. Raise UsageError for a record of no image."""
     if record_name and not container_image:
         raise UsageError(
-            f"--image-record {format_value(record_name)}: say what it is of with --image, or leave it out"
+            f"--image-record {format_value(record_name)}: name its image with --image, or leave it out"
         )
     return ContainerImage(container_image, record=record_name).read_record() if container_image else None
 
@@ -101,8 +102,8 @@ def decide_job(
     planned.plan.refuse()
     if record == UNDECIDED:
         _log.warning(
-            "nobody said what is in the image: planned with megatron-core %s, its patches are left to the"
-            " first rank; --image-record FILE says it, which `docker run IMAGE doctor --json > FILE` writes",
+            "packages of the image are unknown: planned with megatron-core %s, and the first rank decides"
+            " its patches. To set them: `docker run IMAGE doctor --json > FILE`, and --image-record FILE",
             planned.plan.megatron.version,
         )
     return planned.decide()
@@ -142,7 +143,7 @@ def decide_job_with_paths(
 def warn_absent_inputs(problems: Iterable[Problem]) -> None:
     """Warn of inputs that cannot be used on this machine, and that the nodes of a job may have."""
     for problem in problems:
-        _log.warning("%s (seen from here; the image, or what is mounted, may have it)", problem.text)
+        _log.warning("%s (checked on this machine; the image or a mount may have it)", problem.text)
 
 
 def warn_hidden_inputs(job: Job, mounts: Sequence[Mount], workdir: Path, advice: str) -> None:
@@ -158,8 +159,8 @@ def warn_unknown_steps(job: Job, recipe: str) -> None:
     """
     if (epochs := job.recipe.train.epochs) is not None:
         _log.warning(
-            "train.epochs: how many steps %g epochs are is not known before the data is read;"
-            " `mcore-bundle check %s` says whether warm-up and intervals fit",
+            "train.epochs: %g: the number of steps is not known before the data is read. Check warm-up and"
+            " intervals with `mcore-bundle check %s`",
             epochs,
             recipe,
         )
@@ -170,7 +171,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
     if detach:
         print(handle)
         return
-    print(f"{handle}: `mcore-bundle launch stop {handle}` has it save and end", file=sys.stderr)
+    print(f"{handle}: `mcore-bundle launch stop {handle}` makes it save and end", file=sys.stderr)
     ignore_lost_output()  # the job's log has everything
     target, name = find_target(handle)
     for text in target.follow(name):
@@ -183,5 +184,5 @@ def find_target(handle: str) -> tuple[Target, str]:
     kind, _, name = handle.partition(":")
     target, pattern = _TARGETS.get(kind, (slurm, ""))
     if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
-        raise UsageError(f"{format_value(handle)}: no handle of a job, such as slurm:1234")
+        raise UsageError(f"{format_value(handle)}: not the handle of a job, such as slurm:1234")
     return target, name

@@ -71,8 +71,8 @@ def explain_missing_extra(form: str) -> str:
     """Return the message about a form that none of our images can run; empty where ours can run it."""
     extra = FORMS[form].extra
     return extra and (
-        f"--form {form}: images of ours have no {extra}: say --image, of one that is made of ours"
-        f" with `pip install 'mcore-bundle[{extra}]'`"
+        f"--form {form}: the images of mcore-bundle have no {extra}. Build an image from one of them with"
+        f" `pip install 'mcore-bundle[{extra}]'`, and name it with --image"
     )
 
 
@@ -89,7 +89,7 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     if (size := len(job_text.encode())) > _LARGEST_FILE:
         wrong.append(f"the job file has {size} bytes, more than a ConfigMap holds: shorten the recipe")
     if wrong:
-        raise UsageError("no objects of Kubernetes can be written", wrong)
+        raise UsageError("the Kubernetes objects cannot be written", wrong)
     file = workload.build_object("v1", "ConfigMap", workload.config_map)
     file |= {"immutable": True, "data": {FILE_NAME: LiteralScalarString(job_text)}}
     return [file, *FORMS[options.form].render(workload)]
@@ -113,7 +113,7 @@ def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
     """Yield a message for each option that the chosen form does not support."""
     form = FORMS.get(options.form)
     if form is None:
-        yield f"--form {format_value(options.form)}: one of {', '.join(FORMS)}"
+        yield f"--form {format_value(options.form)}: must be one of {', '.join(FORMS)}"
         return
     name = options.name or build_workload_name(job)
     if len(name) > form.most_characters:
@@ -122,10 +122,10 @@ def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
             f" {form.most_characters} characters"
         )
     if form.backends and job.backend not in form.backends:
-        yield f"--form {options.form}: is for {', '.join(form.backends)}, and the job for {job.backend}"
+        yield f"--form {options.form}: supports {', '.join(form.backends)}, but the job is for {job.backend}"
     if options.device and capabilities.find_capabilities(job.backend).find_resource(job.generation) is None:
-        yield f"--device {format_value(options.device)}: the job is for {job.backend}, and asks for no device"
+        yield f"--device {format_value(options.device)}: the job is for {job.backend}, which needs no device"
     if options.topology and form.topology is None:
-        yield f"--topology {format_value(options.topology)}: --form {options.form} has no such thing"
+        yield f"--topology {format_value(options.topology)}: not supported by --form {options.form}"
     elif options.topology and form.topology and not re.fullmatch(form.topology, options.topology):
-        yield f"--topology {format_value(options.topology)}: --form {options.form} takes the number of a tier"
+        yield f"--topology {format_value(options.topology)}: --form {options.form} needs the number of a tier"

@@ -116,11 +116,9 @@ def find_objection(manifest: dict[str, Any]) -> str | None:
     except ConflictException:
         existing = find_object(manifest)
         if existing is not None and not is_from_job(existing, metadata["labels"][INSTANCE_LABEL]):
-            return (
-                f"{manifest['kind']} {metadata['name']}: is there, and not of this job: take another --name"
-            )
+            return f"{manifest['kind']} {metadata['name']}: belongs to another job. Choose another --name"
     except NotFoundException:
-        return f"{manifest['kind']} of {manifest['apiVersion']}: is not installed there"
+        return f"{manifest['kind']} of {manifest['apiVersion']}: is not installed in the cluster"
     except ApiException as error:
         return f"{manifest['kind']}: {_read_error(error)}"
     return None
@@ -170,7 +168,7 @@ def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
                 return
             except (ConflictException, NotFoundException):
                 continue
-    raise LaunchUnavailable(f"{manifest['kind']} {manifest['metadata']['name']}: somebody else changes it")
+    raise LaunchUnavailable(f"{manifest['kind']} {manifest['metadata']['name']}: another client changes it")
 
 
 def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments: Any) -> Any:
@@ -239,7 +237,7 @@ def _connect() -> _Cluster:
         from kubernetes import client, config
     except ImportError:
         raise LaunchUnavailable(
-            "the client of Kubernetes is not installed: pip install 'mcore-bundle[kubernetes]'"
+            "the Kubernetes client is not installed: pip install 'mcore-bundle[kubernetes]'"
         ) from None
     config_file = os.environ.get("KUBECONFIG") or None
     try:

@@ -58,7 +58,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
         try:
             client.set_owner(manifest, owner)
         except LaunchUnavailable as error:
-            _log.warning("%s: %s stays when the job has gone: %s", name, _format_object(manifest), error)
+            _log.warning("%s: %s stays after the job is deleted: %s", name, _format_object(manifest), error)
     return name
 
 
@@ -69,7 +69,7 @@ def query_state(name: str) -> JobState:
     """
     now = _query_workload(name)
     if now is None:
-        raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or its time is over")
+        raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or it expired")
     if now.code is not None or now.name != "PENDING":
         return now
     # A pod that was replaced stays listed beside its replacement.
@@ -131,7 +131,7 @@ def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
         if state is None and not is_known:
             return query_state(name)  # raises
         is_known = True
-        return state or JobState("STOPPED", "its objects are gone", int(ExitCode.TERMINATED))
+        return state or JobState("STOPPED", "its objects were deleted", int(ExitCode.TERMINATED))
 
     yield from poll_states(query, seconds)
 
@@ -196,7 +196,7 @@ def _list_writing_pods(name: str) -> list[Any]:
 def _check_objects(manifests: list[dict[str, Any]]) -> None:
     """Raise LaunchUnavailable with all objections of the cluster to objects; nothing is created."""
     if objections := [objection for manifest in manifests if (objection := client.find_objection(manifest))]:
-        raise LaunchUnavailable("the cluster does not take the job", objections)
+        raise LaunchUnavailable("the cluster does not accept the job", objections)
 
 
 def _make_objects(manifests: list[dict[str, Any]], created_objects: list[dict[str, Any]]) -> None:
@@ -217,12 +217,12 @@ def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
         try:
             created = client.find_object(workload)  # the answer or the request was lost
         except LaunchUnavailable:
-            status = f"`mcore-bundle launch status kubernetes:{name}` says whether it was made"
-            raise _UnknownOutcome(f"{error}; {status}, and the same command makes it if not") from error
+            status = f"`mcore-bundle launch status kubernetes:{name}` says whether it was created"
+            raise _UnknownOutcome(f"{error}; {status}, and the same command creates it if not") from error
         if created is None:
             raise
     if created is None:
-        raise LaunchUnavailable(f"kubernetes:{name}: somebody else has made it at the same time")
+        raise LaunchUnavailable(f"kubernetes:{name}: another client created it at the same time")
     return created
 
 
@@ -232,7 +232,7 @@ def _remove_objects(created_objects: list[dict[str, Any]]) -> None:
         try:
             client.delete(manifest, unchanged=True)
         except LaunchUnavailable as error:
-            _log.warning("%s is left: %s", _format_object(manifest), error)
+            _log.warning("%s was not deleted: %s", _format_object(manifest), error)
 
 
 def _remove_ended_job(name: str) -> None:
@@ -243,21 +243,21 @@ def _remove_ended_job(name: str) -> None:
     _refuse_foreign_workload(existing, name)
     if _read_state(name, existing).code is None:
         raise LaunchUnavailable(
-            f"kubernetes:{name} is there, and has not ended: `mcore-bundle launch logs kubernetes:{name}`,"
-            " or another --name"
+            f"kubernetes:{name} exists and has not ended. Follow it with `mcore-bundle launch logs"
+            f" kubernetes:{name}`, or choose another --name"
         )
     client.delete(existing)
     for _ in range(client.TIMEOUT_SECONDS):
         if client.find_object(existing) is None:
             return
         time.sleep(1)
-    raise LaunchUnavailable(f"kubernetes:{name}: has ended, and its objects do not go")
+    raise LaunchUnavailable(f"kubernetes:{name}: has ended, but its objects were not deleted in time")
 
 
 def _refuse_foreign_workload(manifest: dict[str, Any], name: str) -> None:
     """Raise LaunchUnavailable for a workload that mcore-bundle did not create."""
     if not is_from_job(manifest, manifest["metadata"]["name"]):
-        raise LaunchUnavailable(f"kubernetes:{name}: was not made by mcore-bundle, and is left as it is")
+        raise LaunchUnavailable(f"kubernetes:{name}: was not created by mcore-bundle, and is left unchanged")
 
 
 def _identify_workload(name: str) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from bundle.targets.options import Grace, Preflight, allow_only
 
 # A description of each form, by the name that --form takes, the default first; FORMS builds them.
 FORM_HELP = {
-    "jobset": "starts all nodes again when one is lost",
-    "job": "ends then, and needs nothing installed",
-    "trainjob": "of Kubeflow Trainer",
-    "volcano": "of Volcano",
-    "rayjob": "of KubeRay",
-    "ascendjob": "of MindCluster",
+    "jobset": "restarts all nodes when one is lost",
+    "job": "ends when a node is lost, and needs no controller",
+    "trainjob": "needs Kubeflow Trainer",
+    "volcano": "needs Volcano",
+    "rayjob": "needs KubeRay",
+    "ascendjob": "needs MindCluster",
 }
 DEFAULT_CLAIM = "runs"  # the default PersistentVolumeClaim for run directories
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
@@ -44,7 +44,7 @@ class KubernetesOptions:
 
     image: str = ""
     claim: Annotated[
-        str, typer.Option(help="The PersistentVolumeClaim of the run directory, which all nodes see.")
+        str, typer.Option(help="Mount this PersistentVolumeClaim on all nodes, for the run directory.")
     ] = DEFAULT_CLAIM
     form: Annotated[
         str,
@@ -53,47 +53,47 @@ class KubernetesOptions:
             help="; ".join(f"{name} {text}" for name, text in FORM_HELP.items()) + ".",
         ),
     ] = next(iter(FORM_HELP))
-    name: Annotated[str, typer.Option(help="Of the objects; without it, the recipe's.")] = ""
-    namespace: Annotated[str, typer.Option(help="Where they are made; without it, where kubectl is.")] = ""
+    name: Annotated[str, typer.Option(help="Name the objects. Default: the recipe's name.")] = ""
+    namespace: Annotated[str, typer.Option(help="Create objects here. Default: kubectl's namespace.")] = ""
     mounts: Annotated[
         tuple[str, ...],
-        typer.Option("--mount", metavar="CLAIM:/PATH", help="Another claim, of data or of a model."),
+        typer.Option("--mount", metavar="CLAIM:/PATH", help="Mount another claim, with data or a model."),
     ] = ()
     resources: Annotated[
         tuple[str, ...],
         typer.Option(
-            "--resource", metavar="NAME=QUANTITY", help="Of each node: memory=512Gi, cpu=64, rdma/ib=8, ..."
+            "--resource", metavar="NAME=QUANTITY", help="Request per node: memory=512Gi, cpu=64, rdma/ib=8"
         ),
     ] = ()
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="What the cluster calls a device, if not as its vendor.")
+        str, typer.Option(metavar="NAME", help="Request this resource. Default: the vendor's device name.")
     ] = ""
     selectors: Annotated[
         tuple[str, ...],
-        typer.Option("--selector", metavar="KEY=VALUE", help="A label of the nodes that it runs on."),
+        typer.Option("--selector", metavar="KEY=VALUE", help="Run only on nodes with this label."),
     ] = ()
     annotations: Annotated[
         tuple[str, ...],
-        typer.Option("--annotation", metavar="KEY=VALUE", help="Of the workload and of its pods."),
+        typer.Option("--annotation", metavar="KEY=VALUE", help="Annotate the workload and its pods."),
     ] = ()
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="Of the pods: that of an NPU's device files."),
+        typer.Option("--group", min=0, metavar="GID", help="Add this group: that of the NPUs' device files."),
     ] = ()
-    shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Size of /dev/shm.")] = "64Gi"
+    shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Set the size of /dev/shm.")] = "64Gi"
     rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False
-    secret: Annotated[str, typer.Option(help="A Secret whose keys become variables.")] = ""
-    queue: Annotated[str, typer.Option(help="Of Kueue or Volcano, which start all pods or none.")] = ""
+    secret: Annotated[str, typer.Option(help="Set the keys of this Secret as environment variables.")] = ""
+    queue: Annotated[str, typer.Option(help="Use this Kueue or Volcano queue: all pods start or none.")] = ""
     topology: Annotated[
-        str, typer.Option(help="The level that Kueue keeps all pods within, the tier that Volcano does.")
+        str, typer.Option(help="Keep all pods within this topology level of Kueue, or this tier of Volcano.")
     ] = ""
-    priority: Annotated[str, typer.Option(help="A PriorityClass.")] = ""
-    restarts: Annotated[int, typer.Option(min=0, help="How often all nodes are started again.")] = 10
+    priority: Annotated[str, typer.Option(help="Use this PriorityClass.")] = ""
+    restarts: Annotated[int, typer.Option(min=0, help="Restart all nodes at most this number of times.")] = 10
     preflight: Preflight = False
     grace_seconds: Grace = None
     keep_seconds: Annotated[
         int,
-        typer.Option("--keep", min=0, metavar="SECONDS", help="How long the objects are kept after the end."),
+        typer.Option("--keep", min=0, metavar="SECONDS", help="Keep the objects this long after the end."),
     ] = 7 * 24 * 3600
 
     def find_violations(self, name: str, nodes: int) -> Iterator[str]:
@@ -101,15 +101,15 @@ class KubernetesOptions:
         longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # the name of a pod, with the suffix of its controller
         if not _LABEL.fullmatch(name) or len(longest) > 63:
             most = 63 - len(longest) + len(name)
-            yield f"--name {format_value(name)}: lower-case letters, digits and dashes, at most {most}"
+            yield f"--name {format_value(name)}: needs at most {most} lower-case letters, digits, dashes"
         if not self.image or not self.image.isprintable() or " " in self.image:
-            yield f"--image {format_value(self.image)}: no name of an image"
+            yield f"--image {format_value(self.image)}: not the name of an image"
         named = {"claim": self.claim, "secret": self.secret, "namespace": self.namespace, "queue": self.queue}
         for option, value in (named | {"priority": self.priority}).items():
             if (value or option == "claim") and not _NAME.fullmatch(value):
-                yield f"--{option} {format_value(value)}: no name of an object of Kubernetes"
+                yield f"--{option} {format_value(value)}: not the name of a Kubernetes object"
         if self.device and not _DEVICE.fullmatch(self.device):
-            yield f"--device {format_value(self.device)}: no name of a resource, such as nvidia.com/gpu"
+            yield f"--device {format_value(self.device)}: not the name of a resource, such as nvidia.com/gpu"
         lists = (
             ("mount", self.mounts, _MOUNT, "CLAIM:/PATH"),
             ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi or rdma/ib=8"),
@@ -119,9 +119,9 @@ class KubernetesOptions:
         for option, values, pattern, form in lists:
             for value in values:
                 if not pattern.fullmatch(value) or not value.isprintable():
-                    yield f"--{option} {format_value(value)}: {form}"
+                    yield f"--{option} {format_value(value)}: must be {form}"
             named_twice = Counter(value.partition("=")[0] for value in values if option != "mount")
             for key in (key for key, count in named_twice.items() if count > 1):
-                yield f"--{option} {format_value(key)}: is said more than once"
+                yield f"--{option} {format_value(key)}: is given more than once"
         if not _QUANTITY.fullmatch(self.shared_memory):
-            yield f"--shared-memory {format_value(self.shared_memory)}: a quantity, such as 64Gi"
+            yield f"--shared-memory {format_value(self.shared_memory)}: must be a quantity, such as 64Gi"

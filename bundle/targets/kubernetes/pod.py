@@ -129,20 +129,19 @@ class Workload(NamedTuple):
         """Yield a message for each option that contradicts the pods of the job."""
         if self.device_resource in parse_pairs(self.options.resources):
             yield (
-                f"--resource {self.device_resource}: the job decides about its devices,"
-                f" {self.job.per_node} of a node;"
-                " see --devices-per-node"
+                f"--resource {self.device_resource}: the job sets its devices itself ({self.job.per_node}"
+                " per node). Use --devices-per-node instead"
             )
         if self.options.topology and _TOPOLOGY_ANNOTATION in parse_pairs(self.options.annotations):
-            yield f"--annotation {_TOPOLOGY_ANNOTATION}: --topology says it"
+            yield f"--annotation {_TOPOLOGY_ANNOTATION}: conflicts with --topology. Leave out one of them"
         paths = [str(PurePosixPath(mount.partition(":")[2])) for mount in self.options.mounts]
         for path, count in Counter(paths).items():
             if path in _POD_PATHS or any(
                 PurePosixPath(path).is_relative_to(directory) for directory in _UNWRITABLE_PATHS
             ):
-                yield f"--mount {format_value(path)}: the pod has something else there; say another path"
+                yield f"--mount {format_value(path)}: the pod uses this path itself. Choose another path"
             if count > 1:
-                yield f"--mount {format_value(path)}: is said more than once"
+                yield f"--mount {format_value(path)}: is given more than once"
 
     def keep_together(self, template: dict[str, Any]) -> None:
         """Let Kueue keep the pods of a template within the level of the option `topology`, if any."""

@@ -71,8 +71,8 @@ def find_misfits(workload: Workload) -> Iterator[str]:
     blocks = [str(size) for size in range(least, most + 1, least) if most % size == 0]
     if block is not None and block not in blocks:
         yield (
-            f"--annotation {BLOCK_ANNOTATION}={format_value(block)}: for this job one of"
-            f" {', '.join(blocks[:8])}"
+            f"--annotation {BLOCK_ANNOTATION}={format_value(block)}: must be one of"
+            f" {', '.join(blocks[:8])} for this job"
         )
 
 

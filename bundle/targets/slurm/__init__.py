@@ -37,7 +37,7 @@ def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     """Submit a job to Slurm and return its number. Raise LaunchUnavailable where Slurm refuses it."""
     text, directory = build_script(job, options, workdir), get_job_directory(job)
     if wrong := list(find_overriding_variables(os.environ)):
-        raise UsageError("sbatch would not do what the batch script says: unset", wrong)
+        raise UsageError("environment variables override the batch script. Unset them", wrong)
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())
     files.write_text(directory / SCRIPT_NAME, text)
@@ -50,7 +50,7 @@ def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     except ClientTimeout as error:
         return _find_queued_job(directory / SCRIPT_NAME, error)
     if not number.isdigit():
-        raise LaunchUnavailable(f"sbatch answered {format_value(number)}, which is no number of a job")
+        raise LaunchUnavailable(f"sbatch answered {format_value(number)}, which is not a job number")
     return number
 
 
@@ -68,8 +68,8 @@ def _find_queued_job(script: Path, error: ClientTimeout) -> str:
     alive = [job for job in jobs if job.get("JobState") not in _EXIT_CODES]
     if not (numbers := [int(job["JobId"]) for job in alive if job.get("Command") == str(script)]):
         raise LaunchUnavailable(
-            f"{error}; it may queue the job even so: look for {script} with `scontrol show job` before you"
-            " launch it again"
+            f"{error}; the job may be queued nevertheless. Look for {script} in `scontrol show job` before"
+            " you launch it again"
         )
     return str(max(numbers))
 
@@ -87,7 +87,7 @@ def query_state(number: str) -> JobState:
         return ended
     name, output = fields.get("JobState", ""), fields.get("StdOut")
     if not name:
-        raise LaunchUnavailable(f"scontrol says nothing of job {number}")
+        raise LaunchUnavailable(f"scontrol reports no state of job {number}")
     return JobState(
         name, fields.get("Reason", ""), _read_exit_code(name, fields), Path(output) if output else None
     )
@@ -118,8 +118,9 @@ def stop(number: str) -> None:
             (directory / f"stopped-{number}").touch()
         except OSError as error:
             raise LaunchUnavailable(
-                f"slurm:{number}: it would be queued again, as {directory} cannot be written to here"
-                f" ({error.strerror}): stop it where its run directory is seen, or `scancel {number}`"
+                f"slurm:{number}: Slurm would queue it again, because {directory} cannot be written here"
+                f" ({error.strerror}). Stop it on a machine that sees its run directory, or run `scancel"
+                f" {number}`"
             ) from error
         # Signal the step, as the script must write the exit code. With Ray, the script requests the save.
         batch = ["--batch"] if files.is_file(directory / ray.TOKEN_NAME) else []
@@ -132,7 +133,7 @@ def read_log(number: str) -> str:
     """Return everything that a job has written. Raise UsageError where it has written nothing yet."""
     now = query_state(number)
     if now.output is None or not files.is_file(now.output):
-        raise UsageError(f"slurm:{number}: has written nothing yet")
+        raise UsageError(f"slurm:{number}: the job has no output yet")
     return now.output.read_text(errors="replace")
 
 
@@ -155,7 +156,7 @@ def _find_forgotten_state(number: str) -> JobState | None:
     for path in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
         code = (files.read_text(path) or "").strip()
         if code.isdigit():
-            return JobState("ENDED", "Slurm has forgotten it", int(code), path.parent / f"slurm-{number}.log")
+            return JobState("ENDED", "Slurm has no record", int(code), path.parent / f"slurm-{number}.log")
     return None
 
 

@@ -59,11 +59,11 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     wrong = [*options.find_violations(), *resources.find_violations(job, options)]
     wrong += containers.find_violations(job, options, workdir)
     texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(directory))
-    wrong += [f"{format_value(text)}: holds a control character" for text in texts if not text.isprintable()]
+    wrong += [f"{format_value(text)}: has a control character" for text in texts if not text.isprintable()]
     if "%" in str(directory):
-        wrong.append(f"--run-directory {format_value(str(job.directory))}: Slurm reads % as its own")
+        wrong.append(f"--run-directory {format_value(str(job.directory))}: Slurm would replace the %")
     if wrong := [*wrong, *find_short_limits(sbatch_options, sbatch_options["signal"])]:
-        raise UsageError("no batch script can be written", wrong)
+        raise UsageError("the batch script cannot be written", wrong)
     directives = "\n".join(f"#SBATCH {_format_option(name, value)}" for name, value in sbatch_options.items())
     # Tasks that lose another one end by themselves with a telling code; tasks that Slurm ends have none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]
@@ -73,7 +73,7 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     )
     return f"""#!/bin/bash
 {directives}
-# Written by `mcore-bundle launch slurm`; what every node executes is {FILE_NAME} beside it.
+# Written by `mcore-bundle launch slurm`; every node executes {FILE_NAME} beside this script.
 {_MEMLOCK_LINES if options.rdma else ""}{_render_prologue(job, directory)}
 {run}
 {_render_requeue_or_exit(directory)}"""
@@ -104,13 +104,13 @@ def _render_requeue_or_exit(directory: Path) -> str:
     """
     stopped, ended = (shlex.quote(f"{directory}/{name}-") for name in ("stopped", "ended"))
     limit = MAX_SHORT_STARTS
-    return f"""# Told to save, as by its time limit, it goes on from its checkpoint; stopped, not.
+    return f"""# A job that was asked to save, as by its time limit, is queued again; a stopped job is not.
 goes_on() {{
     [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ] || return
     mapfile -t last < <(tail -n {limit} "$starts" 2>/dev/null)
     if [ ${{#last[@]}} -ge {limit} ] && [ "$(newest)" -le $((last[0] + {limit})) ]; then
-        echo "not queued again: {limit} starts in a row came to a step each, as it is told to save while it"
-        echo "starts: give it more time, --sbatch time=..., or a partition where nothing preempts it"
+        echo "not queued again: {limit} starts in a row made one step each, as the job is asked to save while"
+        echo "it starts. Give it more time (--sbatch time=...), or a partition without preemption"
         return 1
     fi
 }}

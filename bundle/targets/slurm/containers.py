@@ -29,14 +29,12 @@ def find_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[
         return
     if options.container == "apptainer" and not _APPTAINER_IMAGE.fullmatch(options.image):
         image = options.image
-        yield f"--image {format_value(image)}: to Apptainer a file: /PATH.sif, or docker://{image}"
+        yield f"--image {format_value(image)}: Apptainer needs /PATH.sif or docker://{image}"
     special = _MOUNT_SEPARATOR + _SPECIAL_CHARACTERS.get(options.container, "")
     texts = [(str(path), special + _PATH_SEPARATOR) for path in _list_paths(job, workdir)]
     for text, forbidden in texts + [(mount, special) for mount in options.mounts]:
         if characters := "".join(character for character in forbidden if character in text):
-            yield (
-                f"{format_value(text)}: as a mount of {options.container} it may not hold any of {characters}"
-            )
+            yield f"{format_value(text)}: a mount of {options.container} must not contain any of {characters}"
 
 
 def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[str]:

@@ -25,15 +25,13 @@ def find_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
         ]
         count = _count_devices(option)
         if full_names and name not in full_names:
-            yield (
-                f"--sbatch {format_value(option)}: sbatch may take it for --{full_names[0]}: say that in full"
-            )
+            yield f"--sbatch {format_value(option)}: sbatch may read it as --{full_names[0]}. Write it out"
         elif name in _OTHER_OPTIONS:
-            yield f"--sbatch {format_value(option)}: the job asks for {ours}; their type is said by {typed}"
+            yield f"--sbatch {format_value(option)}: the job asks for {ours}. Set their type with {typed}"
         elif count not in (None, job.per_node):
             yield (
-                f"--sbatch {format_value(option)}: asks for {count} of a node, and the job has {job.per_node}"
-                " (--devices-per-node)"
+                f"--sbatch {format_value(option)}: asks for {count} per node, but the job has"
+                f" {job.per_node} (--devices-per-node)"
             )
 
 

@@ -11,20 +11,20 @@
 #SBATCH --no-kill
 #SBATCH --signal=TERM@300
 #SBATCH --gpus-per-node=8
-# Written by `mcore-bundle launch slurm`; what every node executes is job.json beside it.
+# Written by `mcore-bundle launch slurm`; every node executes job.json beside this script.
 latest=/runs/demo/checkpoints/latest
 newest() { step=$(cat "$latest" 2>/dev/null | tr -dc 0-9); echo $((10#0$step)); }
 starts=/runs/demo/logs/slurm-DIGEST/starts-$SLURM_JOB_ID
 (newest >>"$starts") 2>/dev/null
 srun --cpu-bind=none --kill-on-bad-exit=0 --no-kill -- /venv/bin/python -m bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json --spares=2
 code=$?
-# Told to save, as by its time limit, it goes on from its checkpoint; stopped, not.
+# A job that was asked to save, as by its time limit, is queued again; a stopped job is not.
 goes_on() {
     [ $code -eq 75 ] && [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ] || return
     mapfile -t last < <(tail -n 3 "$starts" 2>/dev/null)
     if [ ${#last[@]} -ge 3 ] && [ "$(newest)" -le $((last[0] + 3)) ]; then
-        echo "not queued again: 3 starts in a row came to a step each, as it is told to save while it"
-        echo "starts: give it more time, --sbatch time=..., or a partition where nothing preempts it"
+        echo "not queued again: 3 starts in a row made one step each, as the job is asked to save while"
+        echo "it starts. Give it more time (--sbatch time=...), or a partition without preemption"
         return 1
     fi
 }

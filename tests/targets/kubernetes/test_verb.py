@@ -148,7 +148,7 @@ def test_a_machine_that_is_not_here_is_asked_for_and_nothing_else_is_said(tmp_pa
 def read_absent(*overrides: str) -> list[str]:
     done = launch("--image-record=none", "--image=x", *(f"--set={each}" for each in overrides))
     assert done.returncode == 0 and read(done.stdout), done.stderr
-    return [line for line in done.stderr.splitlines() if "seen from here" in line]
+    return [line for line in done.stderr.splitlines() if "checked on this machine" in line]
 
 
 def test_inputs_that_are_not_here_are_warned_of_and_the_objects_are_printed(tmp_path):
