@@ -94,7 +94,7 @@ def test_other_masks_are_refused(mask, messages):
         (pack(5, 11), "[5, 11]"),
         (pack(0, 5, 3), "[0, 5, 3]"),
         (pack(0), "[0]"),
-        (pack(0, 5, 11, total=16), "16 rows"),
+        (pack(0, 5, 11, total=16), "row 16"),
         (pack(0, 5, 11, keys=(0, 11)), "1 of keys"),
         (pack(0, 5, 11, keys=(0, 4, 11)), "4 keys"),
         (pack(*range(2050)), "2048"),
