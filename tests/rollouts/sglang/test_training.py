@@ -63,7 +63,8 @@ def test_answers_are_those_of_one_process(runs, run):
 @pytest.mark.parametrize("run", ["servers", "buckets"])
 def test_a_server_that_was_killed_was_started_anew(runs, run):
     logs = runs / run / "logs" / "rollout"
-    starts = sum(path.read_text().count("\npid ") for path in logs.glob("server-*.log"))
-    assert (logs / "model" / "killed").exists() and starts == 2
+    log = "".join(path.read_text() for path in logs.glob("server-*.log"))
+    assert (logs / "model" / "killed").exists() and log.count("\npid ") == 2
+    assert f"cuda_graph_max_bs_decode={len(read_answers(runs / run)[0])}" in log
     config = json.loads((logs / "model" / "config.json").read_text())
     assert "eos_token_id" not in config and config["vocab_size"] == 258
