@@ -6,6 +6,7 @@ A launch ends with one of our exit codes, and no process that it started outlive
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 # An orchestrator needs the node, the terminal closed, Ctrl-C: each is a request to save and stop.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _POLL_SECONDS = 0.5
+_MAX_OPEN_FILES = 1 << 20  # some programs go through all numbers up to the limit
 # The time for the other ranks of a failed job to end by themselves; torchrun would give them 30 s.
 _GRACE_SECONDS = 5.0
 # The time for torchrun to end after its ranks were killed; the kernel may hold one of them.
@@ -174,12 +176,16 @@ def _build_line_printer(launch: Launch) -> Callable[[str], None]:
 def _prepare_agent(parent: int, folder: Path) -> Callable[[], None]:
     """Return the function that the agent calls before it becomes torchrun.
 
-    The agent then dies with us, and ignores SIGTERM.
+    The agent then dies with us, and ignores SIGTERM. Its limit of open files becomes the hard limit: the
+    first agent has a connection from each rank and agent of the job.
     """
     die_with = orphans.prepare_death_with_parent()
 
     def bind() -> None:
         die_with(parent)
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        open_files = max(soft_limit, min(hard_limit, _MAX_OPEN_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard_limit))
         # Ranks compare this with their parent, so a rank whose agent died during its start ends too.
         (folder / outcomes.AGENT_PID_FILE).write_text(str(os.getpid()), encoding="utf-8")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

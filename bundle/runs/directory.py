@@ -1,5 +1,6 @@
 """The directory of one run: its start and everything that it produced."""
 
+import errno
 import fcntl
 import json
 import os
@@ -9,7 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from bundle import files
 from bundle.checkpoints import manifest, state
@@ -285,7 +286,7 @@ class RunDirectory:
         Raise UsageError while another run holds it, and where the file system has no locks.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        with self._open_lock() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -302,6 +303,19 @@ class RunDirectory:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
             yield
+
+    def _open_lock(self) -> TextIO:
+        """Open the lock's file; raise UsageError for a symbolic link, whose target is another file."""
+        path = self.root / LOCK_FILE
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o640)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UsageError(
+                f"{path}: a symbolic link, so its target would be overwritten. Remove it"
+            ) from None
+        return os.fdopen(descriptor, "a+", encoding="utf-8")
 
     def _has_progress(self) -> bool:
         """Return whether a fresh start would lose anything."""

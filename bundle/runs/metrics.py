@@ -5,6 +5,7 @@ A recipe may name Weights & Biases and MLflow (extras `wandb` and `mlflow`).
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -90,6 +91,10 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         noted = {"step": step, "time": round(time.time(), 3), **values}
         self._file.write(json.dumps(replace_nonfinite(noted), allow_nan=False) + "\n")
+
+    def sync(self) -> None:
+        """Flush the lines to the disk: a file system that fails later does not lose them."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -332,6 +337,12 @@ class MetricsWriter:
         """Write the `values` of `step` to all sinks."""
         for sink in self._sinks:
             sink.write(step, values)
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to the disk."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                sink.sync()
 
     def __enter__(self) -> Self:
         return self

@@ -171,6 +171,7 @@ class Session:
         }
         state = TrainState(progress.step, progress.consumed_samples, digest_json(self.identity), carried)
         with self.watchdog.extend_patience(f"saving step {progress.step}"):
+            self.metrics.sync()
             self.checkpoints.save(state)
 
     def _complete_checkpoint(self) -> None:

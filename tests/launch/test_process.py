@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import sys
 import time
@@ -18,6 +19,17 @@ def test_arguments_reach_the_ranks_as_they_are_and_only_the_first_prints(tmp_pat
     out, err = finish(start(tmp_path, WORKER, "well", *hostile), 0)
     assert out == f"rank 0 of 2 {hostile}\n"
     assert err == ""
+
+
+def test_ranks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    try:
+        starter = start(tmp_path, WORKER, "count_files")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    out, _ = finish(starter, 0)
+    assert int(out) == min(hard, 1 << 20) > 300
 
 
 def test_a_failing_rank_ends_the_others_and_its_words_are_the_message(tmp_path):

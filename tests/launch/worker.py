@@ -88,6 +88,10 @@ def stubborn() -> None:
     sleep()
 
 
+def count_files() -> None:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
 def well() -> None:
     print(f"rank {RANK} of {os.environ['WORLD_SIZE']} {sys.argv[2:]}")
 

@@ -347,6 +347,17 @@ def test_a_file_system_without_locks_is_one_clear_error(run, messages, monkeypat
     messages(error.value)
 
 
+def test_the_lock_is_not_written_through_a_symbolic_link(run, messages, tmp_path):
+    target = tmp_path / "other"
+    target.write_text("of somebody else")
+    run.root.mkdir(parents=True, exist_ok=True)
+    (run.root / ".lock").symlink_to(target)
+    with pytest.raises(UsageError, match="symbolic link") as error, run.hold_lock():
+        pass
+    messages(error.value)
+    assert target.read_text() == "of somebody else"
+
+
 def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
     command = [sys.executable, "-c", HOLD, str(run.root)]
     pipe = subprocess.PIPE

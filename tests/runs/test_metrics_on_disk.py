@@ -1,0 +1,31 @@
+"""metrics.jsonl is on the disk before the checkpoint of its steps is."""
+
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from bundle.runs.metrics import JsonLines, MetricsWriter
+from bundle.runs.session import Session
+
+
+def test_lines_are_synced_before_a_checkpoint(tmp_path, monkeypatch):
+    events: list[object] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    session = Session.__new__(Session)
+    session.__dict__ |= {
+        "progress": SimpleNamespace(step=7, consumed_samples=28, dump=dict),
+        "engine": SimpleNamespace(gather_loss_sums=list),
+        "identity": {},
+        "task_state": {},
+        "watchdog": SimpleNamespace(extend_patience=lambda _: nullcontext()),
+        "checkpoints": SimpleNamespace(save=lambda state: events.append(state.step)),
+    }
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter([JsonLines(path)]) as session.metrics:
+        session.metrics.write(7, {"train/loss": 1.5})
+        session._save()
+    assert events == [path.stat().st_ino, 7]
