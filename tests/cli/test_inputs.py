@@ -96,7 +96,7 @@ def test_a_run_directory_that_nobody_may_write_to(tmp_path, monkeypatch, message
 
     monkeypatch.setattr(os, "access", refused)
     ((code, text),) = problems(tmp_path / "a" / "b")
-    assert code == 3 and f"{tmp_path} " in text and "--run-directory" in text
+    assert code == 3 and f"{tmp_path}," in text and "--run-directory" in text
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
     messages(text)
 

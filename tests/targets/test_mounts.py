@@ -60,11 +60,11 @@ def launch(folder: Path, target: str, *words: str) -> list[str]:
 def test_every_input_that_is_here_and_in_no_mount_is_named_and_with_mounts_none_is(target, words, tmp_path):
     said = launch(tmp_path, target, *words)
     named = (
-        f"model.path {tmp_path}/model is here",
-        f"data.tokenizer {tmp_path}/tokenizer is here",
-        f"data.path {tmp_path}/text/*.txt is here",
-        f"data.validation_sets.apart.path {tmp_path}/held is here",
-        f"--from {tmp_path}/before is here",
+        f"model.path {tmp_path}/model: ",
+        f"data.tokenizer {tmp_path}/tokenizer: ",
+        f"data.path {tmp_path}/text/*.txt: ",
+        f"data.validation_sets.apart.path {tmp_path}/held: ",
+        f"--from {tmp_path}/before: ",
     )
     assert len(said) == len(named), said
     for part in named:

@@ -145,8 +145,8 @@ def test_others_reach_the_head_where_its_own_name_means_a_loopback_address(monke
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ({"nodes": 3}, "the job has 2 nodes, with one process on each; slurm says 3"),
-        ({"rank": 1, "local_rank": 1, "world_size": 4}, "one process on each; slurm says 2 (two tasks)"),
+        ({"nodes": 3}, "(nodes: 2), but slurm has 3 (two tasks)"),
+        ({"rank": 1, "local_rank": 1, "world_size": 4}, "(nodes: 2), but slurm has 2 (two tasks)"),
     ],
 )
 def test_other_machines_than_those_of_the_job_are_no_cluster_of_it(job, tmp_path, place, said):
@@ -178,7 +178,7 @@ def test_what_contradicts_itself_is_refused(tmp_path):
         (("ray", "demo", "--detach"), "name the cluster"),
         (("ray", "demo", "--start"), "--start: needs --job FILE"),
         (("ray", "--job=j.json", "--start", "--address=http://h:1"), "--start: needs --job FILE"),
-        (("status", "ray:raysubmit_1"), "no handle of a job"),
+        (("status", "ray:raysubmit_1"), "not the handle of a job"),
     ):
         done = launched(*words, folder=tmp_path)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
