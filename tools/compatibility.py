@@ -45,15 +45,15 @@ data.
 `python -m tools.compatibility page` makes this page from `bundle/environment/compatibility.json`. A test
 compares the two.
 
-- No row is here because its versions ought to work.
-- A row without a commit is what the linked page says, on the day when that page was written.
-- A row without hardware ran without any. The vendor's libraries were stand-ins.
+- A version is in the table only because a command ran with it.
+- A row without a commit repeats the linked page, with the date of that page.
+- A row without hardware ran with stand-ins for the vendor's libraries.
 """
 _IMAGES = """\
 ## What images pin
 
-`docker-bake.json` pins these versions. A version that no row above has beside its megatron-core was not
-proven.
+`docker-bake.json` pins these versions. A version is not proven if no row above has it together with its
+megatron-core.
 """
 _ADDING = """\
 ## Adding to it

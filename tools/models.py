@@ -17,53 +17,54 @@ EVERY = "every release"  # of what no megatron-core takes part in
 _INTRODUCTION = """\
 # Models
 
-This page lists the families of models that are read from the Hub, trained and written back, and what runs
-have shown of each. It is made by `python -m tools.models > docs/models.md` from tests/families/record.json,
-which tests write.
+This page lists the families of models that can be read from the Hub, trained and exported, and what runs have
+shown of each. It is made by `python -m tools.models > docs/models.md` from tests/families/record.json, which
+tests write.
 
-Every family is tried with tiny models of random weights. Every field has unusual values, no norm is one, and
-no bias is zero. All kinds of rotary stretching are tried, with the keys of transformers 4 and of 5. A number
-is the largest distance that was seen, in fp32 on the cpu backend:
+Every family is tested with tiny models of random weights. Every config field has unusual values, no weight of
+a normalisation layer is one, and no bias is zero. All kinds of RoPE scaling are tested, with the keys of
+transformers 4 and 5. A number is the largest difference that was seen, in fp32 on the cpu backend:
 
-- config: a field that is read is computed, as changing it shows, or refused by name. Unknown fields are
-  refused by name, too.
+- config: changing a field changes the results, or the field is refused by name. Unknown fields are refused by
+  name, too.
 - forward: log-probabilities, entropies and loss [nats] against transformers' own class
 - gradients: of one step against transformers', relative to the largest number of each tensor
-- import: log-probabilities against transformers', of the directory that it wrote, loaded as `train` does
-- tp2 + SP, pp2, ep2, packed cp2: the same on two ranks, with tensor and sequence parallelism, two stages,
-  divided experts, or divided packs
-- export: transformers opens the written model, misses no tensor, finds no unknown tensor, and computes the
-  same. Every published tensor is the same, bit for bit.
-- FP8: the same written in blocks of FP8 (`checkpoint.export: hf-fp8`). The values times their scales are
-  compared with the weights, relative to the largest weight of each block. Half a step, 0.036, is the limit.
-- LoRA: log-probabilities, gradients and their norm, a step and a resumed run, against transformers with the
-  adapters that PEFT made, in every layout; PEFT opens what is written
+- import: log-probabilities against transformers', of a directory that transformers wrote, loaded as by
+  `train`
+- tp2 + SP, pp2, ep2, packed cp2: as import, but on two ranks, with tensor and sequence parallelism, two
+  stages, divided experts, or divided packs
+- export: transformers opens the written model without missing or unknown tensors, and computes the same.
+  Every published tensor is the same, bit for bit.
+- FP8: an export in blocks of FP8 (`checkpoint.export: hf-fp8`). The values times their scales are compared
+  with the weights, relative to the largest weight of each block. Half a step, 0.036, is the limit.
+- LoRA: log-probabilities, gradients and their norm, a step and a resumed run, against transformers with
+  PEFT's adapters, in every layout; PEFT opens the exported adapters
 - MTP: multi-token prediction, imported from the family's own names and exported under them. Its losses are
   compared with those of a plain model on one rank, at tp 2, over uneven and interleaved stages, and at
   tp 2 x ep 2.
 
-A cell with "from" names the first release that has what the family needs; a plan for an earlier one is
-refused by name. "Not run" means that no run is recorded for the release. `make releases` tries these cells,
-and fails where a number is too large. FP8 of models that see images was never tried.
+A cell with "from" has the first release that supports the family; a plan for an earlier release is refused by
+name. "Not run" means that no run is recorded for the release. `make releases` tests these cells, and fails if
+a number is too large. FP8 of models that see images was never tested.
 
-gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism. Up to 2.11 Transformer
-Engine's kernels take its sinks in no other way. 2.12 also takes packs, which were not run. gpt-oss was run on
-the cpu alone. Its experts are read in MXFP4 as published, as the numbers that transformers makes of them, and
-written in bf16.
+gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism. Transformer Engine up
+to 2.11 supports attention sinks only so. 2.12 also supports them with packs, which were not run. gpt-oss was
+run only on the cpu. Its experts are read in MXFP4 as published, with the values that transformers computes
+from them, and written in bf16.
 
-Qwen3-Next and the text models of Qwen3.5 have gated delta nets:
+Qwen3-Next and the text models of Qwen3.5 have Gated DeltaNet layers:
 
-- They need unpacked rows (`data.packed: false`) and `parallel.cp: 1`. Adapters, FP8, megatron's own
+- These models need unpacked rows (`data.packed: false`) and `parallel.cp: 1`. Adapters, FP8, megatron's own
   checkpoints (`weights`) and NPUs are refused.
-- torch alone computes the nets, which is slow and costs memory that a plan counts. It was also run on an H200
-  (`benchmarks.gpu.pretrained`).
-- On cuda with flash-linear-attention installed, its kernels compute the nets; this was never tried here.
-- Their multi-token prediction (`mtp.` in files) is neither read nor written, as in transformers.
+- By default torch computes the layers, which is slow and needs more memory; a plan counts it. This was also
+  run on an H200 (`benchmarks.gpu.pretrained`).
+- If flash-linear-attention is installed on cuda, its kernels compute the layers; this was never tested here.
+- Their MTP layers (`mtp.` in files) are neither read nor written, as in transformers.
 
-A model that sees images is tried on texts with several images of unequal sizes. The gradients include those
-of the tower and of the projector, in every layout. Either can be frozen, or have its own learning rate
-(`model.vision`). The experts of Qwen3-VL-MoE are one tensor of a layer. It is read as on the Hub and as
-transformers 5 writes it, and written as on the Hub.
+A model that sees images is tested on texts with several images of unequal sizes. The gradients include those
+of the tower and of the projector, in every layout. Either part can be frozen, or have its own learning rate
+(`model.vision`). All experts of a layer of Qwen3-VL-MoE are one tensor. It is read in the Hub's form and in
+that of transformers 5, and written in the Hub's form.
 """
 MODELS = {
     "llama": "Llama 2, 3.1, 3.2, 3.3",
@@ -126,17 +127,17 @@ def markdown() -> str:
 _RUN = ("forward", "gradients", *_LAYOUTS.values(), "export", "FP8", "LoRA", "MTP")
 _HEAD = ("family", "models", "config", *_RUN)
 _REFUSED = """\
-## Not here
+## Not supported
 
-Any other `model_type` is refused before anything starts, also Qwen3.5 with its tower. In the families above
-these are refused by the name of their key:
+Any other `model_type` is refused before anything starts, also Qwen3.5 with its tower. In the families above,
+the following are refused by the name of their config key:
 
-- windows and biases in o_proj (but for gpt-oss)
+- sliding-window attention, and a bias in o_proj (except for gpt-oss)
 - biases in dense feed-forward layers
-- mrope in families of text
-- rotary stretchings other than linear, llama3 and yarn
+- M-RoPE in text-only models
+- RoPE scaling other than linear, llama3 and yarn
 
-Models that see images are left out if they come with FP8 or multi-token prediction.
+Models that see images are refused if their weights are in FP8 or they have MTP layers.
 """
 
 

@@ -9,24 +9,24 @@ from bundle.recipe.defaults import DEFAULTS, LORA_DEFAULTS
 
 ABOUT = """# The recipe
 
-A job is one YAML file. `mcore-bundle recipes list` names those that come with the package and
+A job is one YAML file. `mcore-bundle recipes list` lists those that come with the package, and
 `mcore-bundle recipes show demo` prints one to begin with. On a command line `--set section.key=value` changes
 a key; values are YAML.
 
-Unknown keys, impossible values and sections that contradict each other are refused together, each with its
-line. `mcore-bundle recipes schema` prints a recipe's JSON schema, with which editors complete keys and show
-what they mean; this page is made from it (`python -m tools.recipe`).
+One message lists all unknown keys, impossible values and sections that contradict each other, each with its
+line. `mcore-bundle recipes schema` prints a recipe's JSON schema, with which editors complete and explain
+keys; `python -m tools.recipe` makes this page from that schema.
 """
 
 KINDS = """## What a recipe leaves out
 
 The tokenizer is that of `model.path`, and SFT and DPO write rows with its chat template. Other keys follow
 from the kind of training: the task, whether `model.path` holds weights, and whether adapters are trained. A
-key that is written wins. `mcore-bundle plan` and `check` print each value with where it comes from.
+key in the recipe wins. `mcore-bundle plan` and `check` print each value and its origin.
 
-Where packs are the default, samples stay unpacked with `train.micro_batch_size` above 1 and for models that
-take no packs. Models with random weights keep the defaults of the tables above, except in pre-training
-from 0.1 B parameters on.
+Even if packs are the default, samples stay unpacked with `train.micro_batch_size` above 1 and for models
+without support for packs. Models with random weights keep the defaults of the tables above, except in
+pre-training from 0.1 B parameters on.
 """
 _KINDS = {
     "boolean": "boolean",

@@ -39,10 +39,10 @@ Edit `docker-bake.json`, then:
 $ make locks    # images/locks/*.in and, with a hash for every file, *.txt; one stack: make locks STACK=cpu
 ```
 
-- `python -m tools.images check` names every place that does not follow `docker-bake.json`.
-- With `--release`, it also fails until every digest, checksum and hash is filled. Nobody could read some of
-  them where this was written.
-- A lock names no index. pip and uv use the index that they are configured for.
+- `python -m tools.images check` lists every place that does not follow `docker-bake.json`.
+- With `--release`, it also fails until every digest, checksum and hash is filled in. Some are still empty,
+  because nobody could read them here.
+- A lock does not set a package index. pip and uv use their configured index.
 - `make demo` installs from a part of the lock of the stack `cpu`. Only torch is installed without a hash,
   because its build differs by machine.
 
@@ -61,19 +61,19 @@ itself. On Ascend:
 
 - The device nodes belong to a group of the host. The user of the image is not in that group. Add the group by
   `--group-add`, in Kubernetes by `supplementalGroups`.
-- The driver stays on the host. The container is shown its files. `--privileged` is not needed.
+- The driver stays on the host, and the container mounts its files. `--privileged` is not needed.
 - With Ascend's own container runtime, `ASCEND_VISIBLE_DEVICES` takes the place of `--device` and of the
   driver's `--volume`.
 
 Which image for which megatron-core, on Ascend:
 
 - `ascend-a2` and `ascend-a3` train with every supported megatron-core, without MindSpeed. For another release
-  than theirs, give the folder of its source: `train --mcore DIRECTORY`.
-- For Atlas A5, give the base of its chip, in the same CANN and Python:
+  than the image's, give the folder of its source: `train --mcore DIRECTORY`.
+- For Atlas A5, give the base image for that chip, with the same CANN and Python:
   `--set ascend-a3.args.BASE=quay.io/ascend/cann:TAG --set ascend-a3.args.BASE_DIGEST=`.
-- The other images have a MindSpeed as well, and the megatron-core that this MindSpeed is made for.
-- No image has the line of MindSpeed for 0.12.1. That line imports `megatron.training`, which no package of
-  megatron-core has.
+- The other images also have MindSpeed, and the megatron-core that this MindSpeed is made for.
+- No image has MindSpeed's branch for 0.12.1. That branch imports `megatron.training`, which is not in the
+  package megatron-core.
 
 ## An image knows itself
 
@@ -92,8 +92,7 @@ Which image for which megatron-core, on Ascend:
 
 `.github/workflows/images.yml` makes its jobs from bake's plan (`python -m tools.images matrix`). There is one
 job for each image and each platform, on a machine of that platform. An image whose fingerprint is that of the
-commit before has no job. A pull request pushes nothing. A tag is refused while `check --release` finds
-something to fill.
+previous commit has no job. A pull request pushes nothing. A tag is refused while `check --release` fails.
 
 ## Wheels that take hours
 

@@ -18,16 +18,16 @@ _INTRODUCTION = """\
 Made from the patch list by `python -m tools.patches.page > docs/patches.md`; a test compares.
 
 This page lists every patch, with the releases that need it. A patch is data in `bundle/patches/catalogue` and
-a small function in `bundle/replacements`. The function calls upstream's own code and copies nothing of it.
+a small function in `bundle/replacements`. The function calls upstream's code and does not copy it.
 `mcore-bundle patches plan` decides about each patch without importing megatron:
 
-| the number says | the source has the defect | the target's code was reviewed | decision |
+| version number | the source has the defect | the target's code was reviewed | decision |
 |---|---|---|---|
-| anything | no | either way | SKIP: fixed, or not yet introduced |
-| anything | yes | yes | APPLY; the reason says when the number is wrong |
-| anything | yes | no, or it is gone | DRIFT, naming the nearest names |
-| in range | cannot be told | either way | DRIFT |
-| out of range | cannot be told | either way | SKIP, unproven |
+| any | no | either way | SKIP: fixed, or not yet introduced |
+| any | yes | yes | APPLY; the reason says if the number is wrong |
+| any | yes | no, or it is gone | DRIFT, with the most similar names |
+| in range | unknown | either way | DRIFT |
+| out of range | unknown | either way | SKIP, unproven |
 | (no source, a released version) | as reviewed | as reviewed | as above |
 | (no source, any other version) | | | by the number, unproven: give `--mcore PATH` |
 
@@ -36,25 +36,28 @@ There are four more decisions:
 - CONFLICT: two replacements have one target, or `megatron.core` and `megatron.training` are from different
   trees.
 - OWNED: MindSpeed replaces the target.
-- TRAP: the recipe meets a defect that no narrow patch mends. The command ends with 2.
+- TRAP: the recipe meets a defect that no narrow patch can fix. The command ends with 2.
 - UNVOUCHED: in a program that is not ours ([enable.md](enable.md)), the patch assumes something of its
-  caller, and nobody vouches for that.
+  caller, and the user has not vouched for it (`--vouch`).
 
 DRIFT and CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` continues.
 
-A target is reviewed by its code. It is reviewed by its signature (parameters, defaults, decorators) where the
-wrapper calls through to it or never calls it, and does not depend on its body. A trap is decided by its
-source, as a patch is. The number decides about a trap only where there is no source, or where the source does
-not tell; the line says so.
+The entry of a patch says what the patch assumes of the target's callers ("assumes"). "Source read" lists the
+definitions whose source decides. "Upstream" lists issues and pull requests, or how we found the defect.
 
-No recipe has the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`. In
-`mcore-bundle train` the engine computes those losses and that head itself. Their patches and traps are for
-jobs that leave them to megatron. `mcore-bundle patches plan` without a recipe is about such jobs.
+A review compares the whole code of a target. For some targets it compares only the signature (parameters,
+defaults, decorators), because the replacement does not depend on the body. The source decides about a trap
+too. The version number decides about a trap only without a source, or if the source is not recognised; the
+line then says so.
 
-Patches are applied when megatron is imported, before other code sees the module, and only to the file that
-they were planned for. Taking a patch back restores the original object. Modules that were built meanwhile
-keep the hooks of a patch (mla-thd-value-padding). `tests/patches` puts a wrapper on every target of every
-release and takes it off again.
+No recipe uses the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`: our engine
+computes these losses and the tied head itself. Their patches and traps are for other programs, in which
+megatron computes them. `mcore-bundle patches plan` without a recipe includes them.
+
+Patches are applied when megatron is imported, before other code sees the module, and only to the source file
+that the decision was made for. Removing a patch restores the original object. Modules that were built
+meanwhile keep the hooks of a patch (mla-thd-value-padding). `tests/patches` puts a wrapper on every target of
+every release and removes it.
 """
 
 
@@ -62,34 +65,34 @@ _SENDING = """\
 ## Sending one
 
 `mcore-bundle patches new ID`, in a checkout after `make lint`, writes the files that a patch starts from, and
-prints the steps from them to a passing test: the evidence, the releases that have it, the check, the
+prints the steps from them to a passing test: the evidence, the releases with the defect, the check, the
 replacement, this page. A patch is sent as one pull request with exactly these files and the lines that the
 steps name. The pull request says:
 
 - what a user sees, with the smallest program or recipe that shows it, and in which release
-- where upstream knows of it (an issue, a commit), or how it was found, and the first release without it
+- the upstream issue or commit, or how the defect was found, and the first release without it
 - what `patches verify ID` printed before the replacement and after it, on which machine
-- what it assumes of its caller, if anything: the loss function, the labels, what has been summed
+- what the patch assumes of its caller, if anything: the loss function, the labels, what has been summed
 
-The replacement calls the original, and copies nothing of it. Where no narrow replacement is possible, the
-defect is a `Trap` instead, with what to do. A defect without a measurement is not accepted. A defect that
-only an accelerator shows says so by `NotProvable`, with what was printed there.
+The replacement calls the original, and does not copy its code. If no narrow replacement is possible, the
+defect is a `Trap` instead, with what to do. A defect without a measurement is not accepted. The check of a
+defect that only an accelerator shows raises `NotProvable`; send what the check printed there.
 """
 
 
 _NOT_SO = """\
 ## Reported, and not in the list
 
-- Multi-token prediction of a loss function with two outputs is said to lack the context-parallel size
-  (NVIDIA/Megatron-LM#3959). It does not: `prediction_with_two_outputs` in `tests/upstream` agrees in every
-  release.
-- dp_reshardable is said to save lists of different lengths as what is common to all ranks
-  (radixark/Megatron-LM#66, slime#1221). That was tried and not reproduced.
+- Multi-token prediction with a loss function of two outputs is reported to lack the context-parallel size
+  (NVIDIA/Megatron-LM#3959). That is wrong: `prediction_with_two_outputs` in `tests/upstream` has the right
+  results in every release.
+- dp_reshardable is reported to save lists of different lengths as data common to all ranks
+  (radixark/Megatron-LM#66, slime#1221). We could not reproduce it.
 """
 
 
 _KINDS = {
-    DefectKind.SILENT: "silent: other numbers, or code of others that runs; nothing tells of it",
+    DefectKind.SILENT: "silent: wrong numbers, or code of others is executed, without any message",
     DefectKind.ERROR: "error: an error or a hang",
     DefectKind.SLOW: "slow: it costs time or memory; the numbers are right",
 }
@@ -107,7 +110,7 @@ def markdown() -> str:
         table(("trap", "releases", "met by", "kind", "what happens, and why", "instead"), map(_trap, TRAPS)),
         _NOT_SO,
         _SENDING,
-        "## Seams\n\nPrivate names that the bundle relies on without replacing them.\n",
+        "## Seams\n\nPrivate names of megatron-core that the bundle uses without replacing them.\n",
         table(
             ("seam", "releases", "names", "use"),
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
@@ -129,9 +132,9 @@ def markdown() -> str:
                 for of in mindspeed.TRAINING_BRANCHES
             ),
         ),
-        "MegatronAdaptor, with which NPUs run 0.18, was not read. Where it is installed beside such a job,"
-        " and in somebody else's environment, every patch for NPUs is DRIFT. Jobs of ours without MindSpeed"
-        " import neither, and refuse to begin where other code has imported one of them.\n",
+        "MegatronAdaptor, with which NPUs run 0.18, was not reviewed. If it is installed, every patch for"
+        " NPUs is DRIFT in a job with MindSpeed and in other programs. Our jobs without MindSpeed import"
+        " neither, and refuse to start if other code has imported MindSpeed or MegatronAdaptor.\n",
     ]
     return "\n".join(parts)
 
@@ -169,7 +172,7 @@ def _section(patch: Patch) -> str:
         ("assumes", patch.assumes),
         ("backends", ", ".join(patch.backends) if patch.backends != BACKENDS else "all"),
         ("upstream", patch.upstream),
-        ("read in", _code(patch.evidence)),
+        ("source read", _code(patch.evidence)),
         ("replaced", "; ".join(map(_replacement, patch.replacements))),
         ("proven by", f"`mcore-bundle patches verify {patch.id}`"),
     ]
@@ -188,7 +191,7 @@ def fixed_in(patch: Patch) -> str | None:
 
 
 def _replacement(replacement: Replacement) -> str:
-    reviewed = ", reviewed by its signature" if replacement.by_signature else ""
+    reviewed = " (only the signature was reviewed)" if replacement.by_signature else ""
     return f"`{replacement.target}` by `{replacement.wrapper}`{reviewed}"
 
 
