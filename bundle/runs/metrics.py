@@ -93,8 +93,12 @@ class JsonLines:
         self._file.write(json.dumps(replace_nonfinite(noted), allow_nan=False) + "\n")
 
     def sync(self) -> None:
-        """Flush the lines to the disk: a file system that fails later does not lose them."""
-        os.fsync(self._file.fileno())
+        """Flush the lines to the disk: a file system that fails later does not lose them.
+
+        Raise JobFailed where the disk does not take them.
+        """
+        with files.convert_write_errors(Path(self._file.name)):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

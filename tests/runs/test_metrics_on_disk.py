@@ -1,5 +1,6 @@
 """metrics.jsonl is on the disk before the checkpoint of its steps is."""
 
+import errno
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from bundle.errors import JobFailed
 from bundle.runs.metrics import JsonLines, MetricsWriter
 from bundle.runs.session import Session
 
@@ -29,3 +31,14 @@ def test_lines_are_synced_before_a_checkpoint(tmp_path, monkeypatch):
         session.metrics.write(7, {"train/loss": 1.5})
         session._save()
     assert events == [path.stat().st_ino, 7]
+
+
+def test_a_disk_that_does_not_take_them_fails_the_job(tmp_path, monkeypatch):
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(JobFailed, match=r"metrics\.jsonl"):
+        lines.sync()
+    lines.close()
