@@ -45,7 +45,7 @@ def test_a_trap_ends_with_2_and_says_what_to_change(tmp_path, messages):
 def test_an_unfit_machine_ends_with_3(tmp_path, messages):
     args = ["--hardware", "h200", "--devices-per-node", "12", "--set", "train.global_batch_size=24"]
     said = plan("qwen3-tp2-sp", *args, cwd=tmp_path, code=3)
-    (line,) = [line for line in said.splitlines() if "12 is more than" in line]
+    (line,) = [line for line in said.splitlines() if "devices.per_node: 12" in line]
     messages(line)
 
 
