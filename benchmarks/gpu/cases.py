@@ -152,6 +152,12 @@ LAYOUTS = (
     _shared("bf16 balanced cp2", "parallel.cp=2", *_BALANCED, *_BF16),
     _shared("bf16 balanced packed cp2", "parallel.cp=2", *_BALANCED, *_BF16, *_PACKED),
     _shared("blockwise tp2 etp1 ep2", "parallel.tp=2", "parallel.etp=1", "parallel.ep=2", *_fp8("blockwise")),
+    *(
+        _shared(f"{scaling} {layout}2", f"parallel.{layout}=2", *_fp8(scaling))
+        for scaling in ("blockwise", "tensorwise")
+        for layout in ("tp", "pp", "ep")
+    ),
+    _shared("blockwise packed cp2", "parallel.cp=2", *_fp8("blockwise"), *_PACKED),
 )
 
 SPEEDS = tuple(

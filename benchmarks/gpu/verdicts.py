@@ -198,6 +198,12 @@ CLAIMS: tuple[Claim, ...] = (
     Near("bf16 cp2", "bf16", steps=5, nats=0.01),
     Near("bf16 packed cp2", "bf16 packed", steps=5, nats=0.01),
     Near("blockwise tp2 etp1 ep2", "blockwise", steps=5, nats=0.02),
+    *(
+        Near(f"{scaling} {layout}2", scaling, steps=5, nats=0.02)
+        for scaling in ("blockwise", "tensorwise")
+        for layout in ("tp", "pp", "ep")
+    ),
+    Near("blockwise packed cp2", "blockwise packed", steps=5, nats=0.02),
     *(AsPlanned(case.name, 0.05) for case in MEMORY),
 )
 
