@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,6 +90,8 @@ class PolicyTrainer:
         for name in ("rollouts", "skipped_steps", "flat_steps"):
             self._state.setdefault(name, 0)
         self.session.checkpoints.best_step = self._state.get("best_step")
+        # When the first step of this process was reported, and the updates until then.
+        self._first_report: tuple[float, int] | None = None
         self._shared_memory = TrainerMemory.from_job(builder.job, builder.device)
         is_replay = self.settings.rollout.path is not None
         self._sampler = None if is_replay else self._start_sampler(builder, exit_stack)
@@ -240,6 +243,7 @@ class PolicyTrainer:
             "groups/small": len(advantages.small_groups) / groups,
             "groups/skipped_steps": self._state["skipped_steps"],
         }
+        values |= self._predict_time()
         if result is None:  # a line with the step of a checkpoint would stay when the run goes on from there
             if dist.get_rank() == 0:
                 _log.info(
@@ -249,6 +253,18 @@ class PolicyTrainer:
                 )
         elif session.is_last_step or session.is_due(session.recipe.train.log_interval, previous_step):
             session.report(result, values)
+
+    def _predict_time(self) -> dict[str, float]:
+        """Return the metric of the time left, with sampling and evaluations; nothing at the first report."""
+        progress, now = self.session.progress, time.monotonic()
+        if self._first_report is None:
+            self._first_report = now, progress.step
+        started, first_step = self._first_report
+        updates = progress.step - first_step
+        if not updates:
+            return {}
+        seconds = (now - started) / updates
+        return {"train/seconds_left": seconds * (self.session.recipe.train.steps - progress.step)}
 
     @property
     def evaluation_interval(self) -> int:

@@ -124,7 +124,11 @@ def test_a_run_learns_evaluates_and_says_what_it_came_to(runs):
     lines = read_lines(runs / "one")
     evaluated = [line["step"] for line in lines if "evaluation/accuracy" in line]
     assert evaluated == [2, 3, 6, 8]  # before the first answers, at multiples of 3, at last
-    assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, 9)]
+    trained = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in trained] == [*range(1, 9)]
+    third, seventh = trained[2], trained[6]
+    # Sampling and evaluations between updates count, too.
+    assert seventh["train/seconds_left"] == pytest.approx((seventh["time"] - third["time"]) / 4, rel=0.2)
     result = json.loads((runs / "one" / "result.json").read_text())
     assert result["step"] == 8 and result["rollouts"] == 6 and result["skipped_steps"] == 0
     assert result["evaluation"]["evaluation/accuracy"] == 0
