@@ -33,7 +33,7 @@ def read_content(path: Path, limit: int) -> bytes:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file: save its output to a file")
+        raise OSError(errno.EINVAL, "a pipe or a device, not a regular file. Save its output to a file")
     with path.open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:

@@ -54,5 +54,5 @@ def choose_level(level: str) -> None:
 
 def _parse_level(level: str, source: str) -> int:
     if level not in LEVELS:
-        raise UsageError(f"{source}: {level[:40]!r} is not a level. Choose one of {', '.join(LEVELS)}")
+        raise UsageError(f"{source}: {level[:40]!r} is not a log level. Choose one of {', '.join(LEVELS)}")
     return int(logging.getLevelName(level.upper()))

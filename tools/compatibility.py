@@ -107,13 +107,13 @@ def recorded(file: Path) -> list[Combination]:
         document = json.loads(files.read_content(file, 1 << 24))
         rows = document.get("combinations") or [document["combination"]]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{file}: no record of a run: {error!r}") from None
+        raise UsageError(f"{file}: not a record of a run ({error!r})") from None
     if rows == [None]:
-        raise UsageError(f"{file}: what it tells of failed, or has proven nothing: it is not taken in")
+        raise UsageError(f"{file}: the run failed or proved nothing, so it is not added")
     found = list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)
     if document.get("emulated") and any(row.hardware for row in found):
         named = ", ".join(sorted({row.hardware for row in found if row.hardware}))
-        raise UsageError(f"{file}: it ran on emulated devices, which are no {named}: it is not taken in")
+        raise UsageError(f"{file}: the run used emulated devices, not {named}, so it is not added")
     return found
 
 

@@ -28,7 +28,7 @@ transformers 4 and 5. A number is the largest difference that was seen, in fp32 
 - config: changing a field changes the results, or the field is refused by name. Unknown fields are refused by
   name, too.
 - forward: log-probabilities, entropies and loss [nats] against transformers' own class
-- gradients: of one step against transformers', relative to the largest number of each tensor
+- gradients: those of one step against transformers', relative to the largest number of each tensor
 - import: log-probabilities against transformers', of a directory that transformers wrote, loaded as by
   `train`
 - tp2 + SP, pp2, ep2, packed cp2: as import, but on two ranks, with tensor and sequence parallelism, two
@@ -47,24 +47,24 @@ A cell with "from" has the first release that supports the family; a plan for an
 name. "Not run" means that no run is recorded for the release. `make releases` tests these cells, and fails if
 a number is too large. FP8 of models that see images was never tested.
 
-gpt-oss needs `parallel.etp: 1`, and on cuda unpacked rows without context parallelism. Transformer Engine up
-to 2.11 supports attention sinks only so. 2.12 also supports them with packs, which were not run. gpt-oss was
-run only on the cpu. Its experts are read in MXFP4 as published, with the values that transformers computes
-from them, and written in bf16.
+gpt-oss needs `parallel.etp: 1`. On cuda it also needs unpacked rows without context parallelism: up to 2.11,
+Transformer Engine supports attention sinks only with such rows. 2.12 also supports sinks with packs, which
+were not run. gpt-oss was run only on the cpu. Its experts are read in MXFP4, as published, and written in
+bf16. Their values are those that transformers computes from MXFP4.
 
 Qwen3-Next and the text models of Qwen3.5 have Gated DeltaNet layers:
 
 - These models need unpacked rows (`data.packed: false`) and `parallel.cp: 1`. Adapters, FP8, megatron's own
   checkpoints (`weights`) and NPUs are refused.
-- By default torch computes the layers, which is slow and needs more memory; a plan counts it. This was also
-  run on an H200 (`benchmarks.gpu.pretrained`).
+- By default torch computes the layers, which is slow and needs more memory; a plan counts this memory. These
+  layers were also run on an H200 (`benchmarks.gpu.pretrained`).
 - If flash-linear-attention is installed on cuda, its kernels compute the layers; this was never tested here.
 - Their MTP layers (`mtp.` in files) are neither read nor written, as in transformers.
 
 A model that sees images is tested on texts with several images of unequal sizes. The gradients include those
 of the tower and of the projector, in every layout. Either part can be frozen, or have its own learning rate
-(`model.vision`). All experts of a layer of Qwen3-VL-MoE are one tensor. It is read in the Hub's form and in
-that of transformers 5, and written in the Hub's form.
+(`model.vision`). All experts of a layer of Qwen3-VL-MoE are one tensor. This tensor is read in the Hub's form
+and in that of transformers 5, and written in the Hub's form.
 """
 MODELS = {
     "llama": "Llama 2, 3.1, 3.2, 3.3",

@@ -43,7 +43,7 @@ def qwen3_vl_moe(keys: ConfigKeys) -> Architecture:
     keys.read_value(_TEXT_KEY, REQUIRED)
     text = _read_text_keys(keys)
     text.require_value(
-        "norm_topk_prob", True, reason="the weights of a token's experts always sum to one in this family"
+        "norm_topk_prob", True, reason="must be true, as a token's expert weights sum to one in this family"
     )
     rope = read_rope(text, default_base=None, multimodal=True, interleaved=True)
     decoder = families.qwen3_moe(text, rope, norm_topk_prob=True)

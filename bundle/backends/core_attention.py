@@ -45,7 +45,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
     ) -> None:
         super().__init__()
         if wrong := self.find_unsupported(config):
-            raise UsageError(f"the core attention of {self.name} does not support", wrong)
+            raise UsageError(f"the core attention of {self.name} does not support these settings:", wrong)
         self.config, self.kernel = config, self.select_kernel(config)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

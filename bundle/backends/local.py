@@ -34,9 +34,8 @@ class LocalNorm(torch.nn.Module):
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         if config.normalization not in ("RMSNorm", *(() if self.is_zero_centered else ("LayerNorm",))):
             raise UsageError(
-                f"without Transformer Engine {config.normalization} with"
-                f" zero_centered_gamma={self.is_zero_centered} is not supported. Use RMSNorm, or LayerNorm"
-                " with plain weights"
+                f"{config.normalization} with zero_centered_gamma={self.is_zero_centered} is not supported"
+                " without Transformer Engine. Use RMSNorm, or LayerNorm with zero_centered_gamma=False"
             )
         self.eps = eps
         factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
@@ -181,6 +180,6 @@ def _replace_class(layer: type, classes: Mapping[type, type]) -> type:
     if layer.__name__.endswith("GroupedMLP"):
         raise UsageError(
             f"{layer.__name__} needs grouped GEMM kernels, which this backend does not have. Set"
-            " moe_grouped_gemm=False, which runs the experts one after the other (SequentialMLP)"
+            " moe_grouped_gemm=False to run the experts one after the other (SequentialMLP)"
         )
     return layer

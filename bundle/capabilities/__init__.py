@@ -67,7 +67,7 @@ class AttentionKernel(NamedTuple):
         reasons = self.list_shape_refusals(
             layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width
         )
-        refusals = [f"{reason} ({self.source})" for reason in reasons]
+        refusals = [f"{reason} (source: {self.source})" for reason in reasons]
         if recipe.model.dtype not in self.dtypes:
             offered = ", ".join(self.dtypes)
             refusals.append(f"{self.name} supports only {offered}, but model.dtype is {recipe.model.dtype}")
@@ -77,16 +77,16 @@ class AttentionKernel(NamedTuple):
             )
         if layout == "thd" and recipe.parallel.cp > 1 and not self.takes_padded_packs:
             refusals.append(
-                f"{self.name} does not support padding between the sequences of a pack, which parallel.cp"
-                f" {recipe.parallel.cp} needs to cut them into equal parts ({self.source})"
+                f"{self.name} does not support padding between packed sequences, but parallel.cp"
+                f" {recipe.parallel.cp} needs it to split sequences into equal parts (source: {self.source})"
             )
         if generation is not None and self.explain_device_refusal is not None:
             device_refusal = self.explain_device_refusal(generation, layout, width, value_width)
-            refusals += [f"{self.name} {device_refusal} ({self.source})"] if device_refusal else []
+            refusals += [f"{self.name} {device_refusal} (source: {self.source})"] if device_refusal else []
         if recipe.architecture.sinks:
             needed_forms = (layout, "cp") if recipe.parallel.cp > 1 else (layout,)
             if missing := [form for form in needed_forms if form not in self.sinks]:
-                ways = {"thd": "thd (packs; data.packed: false)", "cp": "cp (parallel.cp: 1)"}
+                ways = {"thd": "thd (packs; set data.packed: false)", "cp": "cp (set parallel.cp: 1)"}
                 missing_text = " and ".join(ways.get(form, form) for form in missing)
                 refusals.append(f"{self.name} does not support learned sinks with {missing_text}")
         return refusals
@@ -102,13 +102,15 @@ class AttentionKernel(NamedTuple):
             )
         reasons = []
         if mask not in self.masks:
-            reasons.append(f"{self.name} attention supports no {mask} mask, only {', '.join(self.masks)}")
+            reasons.append(
+                f"{self.name} attention does not support {mask} masks, only {', '.join(self.masks)}"
+            )
         rule = self.head_dims[layout]
         if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
-            need = "of one size" if rule == "equal" else "with values that are not wider than keys"
-            reasons.append(f"{self.name} attention needs {layout} heads {need}, but got {dims}")
+            need = "heads of equal size" if rule == "equal" else "values that are not wider than keys"
+            reasons.append(f"{self.name} attention with {layout} input needs {need}, but got {dims}")
         if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
-            reasons.append(f"{self.name} attention supports heads up to {self.max_head_dim}, but got {dims}")
+            reasons.append(f"{self.name} attention takes head dims up to {self.max_head_dim}, but got {dims}")
         return tuple(reasons)
 
 
@@ -286,9 +288,9 @@ class Capabilities(NamedTuple):
     def list_operator_refusals(self, recipe: "Recipe") -> list[str]:
         """Return a refusal for each requested operator that this backend does not have."""
         offered = [operator.name for operator in self.operators]
-        has = f"choose from {', '.join(offered)}" if offered else "leave the key out"
+        has = f"Choose from {', '.join(offered)}" if offered else "Leave the key out"
         unknown = [name for name in recipe.model.operators or () if name not in offered]
-        return [f"{self.backend} has no operator {name}: {has}" for name in unknown]
+        return [f"{self.backend} has no operator {name}. {has}" for name in unknown]
 
     def find_mask(self, model: str, layout: str) -> ModelMask:
         """Return the mask that a model of this kind takes in this layout."""
@@ -299,7 +301,7 @@ class Capabilities(NamedTuple):
         offered = {option.name: option for option in self.fp8}
         option = offered.get(scaling)
         if not offered:
-            return f"{self.backend} does not support FP8: {self.no_fp8_reason}"
+            return f"{self.backend} {self.no_fp8_reason}"
         if option is None:
             return f"{self.backend} does not support {scaling} FP8 scaling, only {', '.join(offered)}"
         if format not in option.formats:
@@ -346,7 +348,7 @@ class Capabilities(NamedTuple):
         for name, value in (overrides or {}).items():
             replaced = by_name.pop(name, None)
             if value is not None:
-                instead = f"; without it, {replaced.value!r}: {replaced.reason}" if replaced else ""
+                instead = f", instead of {replaced.value!r} ({replaced.reason})" if replaced else ""
                 by_name[name] = EnvVariable(name, value, f"chosen in the recipe{instead}")
         return tuple(by_name.values())
 

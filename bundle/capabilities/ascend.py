@@ -70,10 +70,10 @@ ASCEND = Capabilities(
     auto_attention=KernelChoice("flash", "the only kernel that supports packs"),
     operators=(
         DeviceOperator(
-            "rms_norm", "npu_rms_norm", "one kernel, which keeps its input and one number per row"
+            "rms_norm", "npu_rms_norm", "one kernel; backward needs its input and one number per row"
         ),
-        DeviceOperator("swiglu", "npu_swiglu", "one kernel, which keeps only its input"),
-        DeviceOperator("rotary", "npu_rotary_mul", "one kernel per rotation, which keeps its input"),
+        DeviceOperator("swiglu", "npu_swiglu", "one kernel; backward needs only its input"),
+        DeviceOperator("rotary", "npu_rotary_mul", "one kernel per rotation; backward needs its input"),
         DeviceOperator(
             "permute",
             "npu_moe_token_permute_with_routing_map",
@@ -97,8 +97,8 @@ ASCEND = Capabilities(
     ),
     fp8=(),
     no_fp8_reason=(
-        "only Atlas A5 (Ascend950) supports it, through MindSpeed's layers (set"
-        " backend_options.mindspeed); A2 and A3 cannot multiply 8-bit floats"
+        "supports FP8 only on Atlas A5 (Ascend950), and only with MindSpeed's layers (set"
+        " backend_options.mindspeed). A2 and A3 cannot multiply 8-bit floats"
     ),
     masks=(
         ModelMask("text", "thd", "none", "the ends of the sequences replace it"),
@@ -151,8 +151,8 @@ ASCEND = Capabilities(
     conflicts=(
         VariableConflict(
             _is_event_timeout_too_short,
-            "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT: waiting for an event takes as long as a"
-            " collective may take. Raise it",
+            "HCCL_EVENT_TIMEOUT must be above HCCL_EXEC_TIMEOUT, because an event may wait as long as a"
+            " collective. Raise HCCL_EVENT_TIMEOUT",
         ),
         VariableConflict(
             lambda e: e.get("ASCEND_LAUNCH_BLOCKING") == "1" and e.get("TASK_QUEUE_ENABLE", "0") != "0",
@@ -160,7 +160,7 @@ ASCEND = Capabilities(
         ),
         VariableConflict(
             lambda e: "PYTORCH_ALLOC_CONF" in e and "PYTORCH_NPU_ALLOC_CONF" in e,
-            "torch-npu from 26.2 on aborts with both PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF set."
+            "torch-npu 26.2 and later aborts if both PYTORCH_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF are set."
             " Leave one of them out",
         ),
     ),

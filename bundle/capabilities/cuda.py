@@ -55,14 +55,14 @@ def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width
     """Return why cuDNN, through Transformer Engine, does not train with such heads on a device."""
     capability = _parse_capability(generation)
     if layout == "thd" and capability < (9, 0):
-        return f"supports packs only from compute capability 9.0 on; this device is {generation}"
+        return f"supports packs only from compute capability 9.0 on, but this device is {generation}"
     if max(width, value_width) <= 128 or capability == (9, 0):
         return None
     if capability >= (10, 0) and (width, value_width) == (192, 128):
         return None
     return (
-        "trains heads of more than 128 only on compute capability 9.0, and heads of 192 and 128 only from"
-        f" 10.0 on; these heads are of {width} and {value_width}, and this device is {generation}"
+        "trains heads above 128 only on compute capability 9.0, or from 10.0 on with keys of 192 and values"
+        f" of 128. This model has heads of {width} and {value_width}, and this device is {generation}"
     )
 
 
@@ -73,9 +73,9 @@ FUSED = AttentionKernel(
     max_head_dim=256,
     sinks=("bshd",),
     explain_device_refusal=_explain_cudnn_refusal,
-    source="run on an H200, thd: 192/128, 96/64, 256/256; 576/512 is given to the unfused kernel instead;"
-    " sinks by get_attention_backend of Transformer Engine (002a3e57, 2.11): no packs, which 2.12 takes, and"
-    " with cp only by a2a; devices by its fused_attn.cpp (015d346d)",
+    source="ran on an H200 with thd heads of 192/128, 96/64 and 256/256, while 576/512 went to the unfused"
+    " kernel; for sinks Transformer Engine's get_attention_backend (002a3e57, 2.11): no packs, which 2.12"
+    " supports, and cp only with a2a; for devices its fused_attn.cpp (015d346d)",
 )
 UNFUSED = AttentionKernel(
     name="unfused",

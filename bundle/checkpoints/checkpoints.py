@@ -103,7 +103,8 @@ class Checkpoints:
             loaded = self._read(directory)
             new_names = run_on_rank_0(functools.partial(self.directory.mark_newer_damaged, step))
             notes = [
-                f"{reason}; it was moved to {name}" for reason, name in zip(damaged, new_names, strict=True)
+                f"{reason}; the checkpoint was renamed to {name}"
+                for reason, name in zip(damaged, new_names, strict=True)
             ]
             return LoadedCheckpoint(loaded.state, directory, (*notes, *loaded.notes))
         if damaged:
@@ -228,8 +229,8 @@ class Checkpoints:
         with engine.runtime.megatron_calls():
             groups.seed_random_states(engine.recipe.seed, completed_steps=saved.state.step)
         note = (
-            f"{directory.name} was written with another layout ({_format_layout(saved.layout)}):"
-            " random states start anew from the seed"
+            f"{directory.name} was written with another parallel layout ({_format_layout(saved.layout)})."
+            " So random states are not loaded, but start again from the seed"
         )
         return LoadedCheckpoint(saved.state, directory, (note,))
 

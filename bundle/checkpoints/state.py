@@ -62,7 +62,7 @@ def read(directory: Path) -> SavedState:
     except FileNotFoundError:
         raise ValueError(f"it has no {FILE_NAME}") from None
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
-        raise ValueError(f"its {FILE_NAME} cannot be used: {error}") from None
+        raise ValueError(f"its {FILE_NAME} is not valid: {error}") from None
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
@@ -88,7 +88,7 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
     `loaded` says whether the model begins with the weights of model.path.
     """
     if changes := identity.list_changes(saved.model, recipe.architecture, "the checkpoint"):
-        raise UsageError(f"{directory}: holds another model than the recipe's", changes)
+        raise UsageError(f"{directory}: the checkpoint's model differs from the recipe's", changes)
     own_adapters = describe_adapters(recipe, loaded=loaded)
     if saved.adapters != own_adapters:
         saved_weights, recipe_weights = (
@@ -96,8 +96,8 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
             for adapters in (saved.adapters, own_adapters)
         )
         raise UsageError(
-            f"{directory}: holds {saved_weights}, but the recipe (model.lora) trains {recipe_weights}."
-            " Export it with the recipe that trained it (checkpoint.export: hf), and set model.path to the"
+            f"{directory}: has {saved_weights}, but the recipe (model.lora) trains {recipe_weights}."
+            " Export the checkpoint with its own recipe (checkpoint.export: hf), and set model.path to the"
             " export."
         )
 
@@ -122,9 +122,9 @@ def refuse_another_optimizer(directory: Path, saved: SavedState, optimizer: Opti
     """Raise UsageError for the state of another optimizer than the recipe's."""
     if (own_optimizer := describe_optimizer(optimizer)) != saved.optimizer:
         raise UsageError(
-            f"{directory}: holds the state of another optimizer: {saved.optimizer} between data-parallel"
-            f" ranks; the recipe's (optimizer.name, optimizer.use_distributed_optimizer) is {own_optimizer}."
-            " Load its weights alone with --weights-only."
+            f"{directory}: optimizer.name or optimizer.use_distributed_optimizer differs. The checkpoint has"
+            f" {saved.optimizer} between data-parallel ranks, but the recipe has {own_optimizer}. Load only"
+            " the weights with --weights-only."
         )
 
 
@@ -132,7 +132,7 @@ def list_data_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> l
     """Return what differs between the data of a checkpoint and the data of this run."""
     keys = dict.fromkeys([*saved, *current])
     return [
-        f"data {key}: was {saved.get(key)}, is {current.get(key)}"
+        f"data {key}: was {saved.get(key, 'unset')}, is {current.get(key, 'unset')}"
         for key in keys
         if saved.get(key) != current.get(key)
     ]

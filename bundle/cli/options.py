@@ -103,8 +103,8 @@ ImageRecordOrNone = Annotated[
     typer.Option(
         "--image-record",
         metavar="FILE|none",
-        help="Read the packages of --image from its `doctor --json`; none: a foreign image. Default: the"
-        " first rank decides about patches.",
+        help="Read the packages of --image from its `doctor --json`. none: --image is not from mcore-bundle."
+        " Default: the first rank decides which patches apply.",
     ),
 ]
 Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Replace the installed megatron-core.")]

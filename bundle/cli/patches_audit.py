@@ -57,10 +57,10 @@ def _find_megatron_core(mcore: str, stack: InstalledPackages, table: ReviewTable
         return find_named_core(mcore, table)
     if stack.megatron.core is None:
         archive = stack.megatron.archive
-        reason = f"its megatron-core is in a zip: {archive}" if archive else "there is no megatron-core"
-        environment_name = files.to_printable(env or "this environment")
+        reason = f"megatron-core is in a zip ({archive})" if archive else "megatron-core is not installed"
         raise EnvironmentUnfit(
-            f"{environment_name}: {reason}. Name another one with --env PYTHON, or a tree with --mcore PATH"
+            f"{files.to_printable(env or 'this environment')}: {reason}. Name another environment with"
+            " --env PYTHON, or a source tree with --mcore PATH"
         )
     return find_installed_core(stack, table)
 
@@ -135,8 +135,8 @@ def _format_lines(
     if slow:
         lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used_features)]
     for upgrade in audit_report.upgrades:
-        new = f", and brings {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
-        remaining = f"{len(upgrade.remaining_ids)} of the {len(audit_report.reaching_defects)}"
+        new = f", and has these new ones: {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
+        remaining = f"{len(upgrade.remaining_ids)} of the {len(audit_report.reaching_defects)} defects"
         lines.append(f"megatron-core {upgrade.release} still has {remaining}{new}")
     if errors:
         lines.append(f"defects that end in an error: {', '.join(defect.entry.id for defect in errors)}")
@@ -178,7 +178,7 @@ def _format_defect(defect: AuditedDefect, used_features: frozenset[str] | None) 
     if defect.reason:
         lines.append(f"{_INDENT}{defect.reason}")
     if defect.status is not DefectStatus.MENDED:
-        lines.append(f"{_INDENT}what to do: {'; '.join(_list_advice(defect))}")
+        lines.append(f"{_INDENT}what to do: {' Or: '.join(_list_advice(defect))}")
     return lines
 
 
@@ -187,11 +187,11 @@ def _list_advice(defect: AuditedDefect) -> list[str]:
     entry = defect.entry
     advice = []
     if defect.fixing_minor:
-        advice.append(f"megatron-core {defect.fixing_minor} or later does not have it")
+        advice.append(f"Use megatron-core {defect.fixing_minor} or later.")
     if isinstance(entry, Patch):
         if defect.has_patch:
             assumption = "" if entry.assumes in ("", NO_ASSUMPTION) else f" (it assumes that {entry.assumes})"
-            advice.append(f"mcore-bundle's patch {entry.id} mends it{assumption}")
+            advice.append(f"Apply mcore-bundle's patch {entry.id}{assumption}.")
     else:
         advice.append(entry.instead)
-    return advice or ["avoid one of these features, or open an issue: no known release or patch mends it"]
+    return advice or ["Avoid one of these features, or open an issue. No known release or patch helps."]

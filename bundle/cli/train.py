@@ -75,7 +75,7 @@ def train(
 ) -> None:
     """Train a recipe: pre-training, SFT, DPO or RL. A stopped run continues from its last checkpoint."""
     if bool(recipe) is (job is not None):
-        raise UsageError("name what to train: either a recipe or --job FILE")
+        raise UsageError("give exactly one of these: a recipe or --job FILE")
     if not dry_run:
         ignore_lost_output()  # the run directory has all results
     request = put_megatron_on_path(request)
@@ -97,7 +97,8 @@ def train(
     if job is not None:
         if conflicting := options.list_set_parameters(context) - _JOB_FILE_PARAMETERS:
             raise UsageError(
-                f"--job {job}: the job file sets these itself. Leave out {', '.join(sorted(conflicting))}"
+                f"--job {job}: the job file already sets {', '.join(sorted(conflicting))}. Leave these"
+                " options out"
             )
         decided_job = job_file.load(job)
         node_rendezvous = discover_rendezvous(decided_job.nodes)
@@ -290,12 +291,13 @@ def put_megatron_on_path(request: JobRequest) -> JobRequest:
     core = packages.detect().megatron.core
     if named.root is not None:
         if core is None or core.root != named.root:
-            hint = f": {core.root} comes before it ({core.origin})" if core else ""
-            raise UsageError(f"--mcore {mcore}: a rank would not import it{hint}")
+            hint = f", but the megatron-core in {core.root} ({core.origin})" if core else ""
+            raise UsageError(f"--mcore {mcore}: a rank would not import this tree{hint}")
     elif core is None or parse_version(core.version or "") != parse_version(named.version or ""):
-        description = f"megatron-core {core.version} in {core.root}" if core else "no megatron-core"
+        description = f"{core.version} in {core.root}" if core else "none"
         raise UsageError(
-            f"--mcore {mcore}: not installed ({description} is). Name the directory of its source"
+            f"--mcore {mcore}: this version is not installed (installed: {description}). Give the directory"
+            " of its source instead"
         )
     return replace(request, mcore="")
 
@@ -333,8 +335,8 @@ def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list
         return []
     return [
         to_recipe_problem(
-            f"devices.per_node: {per_node}, but {rendezvous.source}, which starts this, sets"
-            f" {starter_per_node}"
+            f"devices.per_node: {per_node}, but the launcher {rendezvous.source} sets the ranks per node"
+            f" to {starter_per_node}"
         )
     ]
 

@@ -76,7 +76,7 @@ def check(
         refuse_nonfinite_weights(weights)
         pretrained.refuse_unequal_copies(weights, Tensors(architecture).map_copies())
         values = "every value is finite"
-    print(f"{weights}: all tensors of this {architecture.model_type} model, and no others; {values}")
+    print(f"{weights}; these are exactly the tensors of this {architecture.model_type} model; {values}")
 
 
 @app.command("export")
@@ -118,12 +118,15 @@ def export_(
     elif job is not None:
         model = PublishedModel.from_recipe(job)
     else:
-        raise UsageError(f"{checkpoint}: not a run of mcore-bundle. Name its model with --like DIR")
+        raise UsageError(
+            f"{checkpoint}: not a run of mcore-bundle. Name a directory with its config and tokenizer with"
+            " --like DIR"
+        )
     if like is None and model.missing_tokenizer_reason:
         raise UsageError(
-            f"{checkpoint}: the tokenizer of its run would be left out: {model.missing_tokenizer_reason}."
-            f" Put it back, run this where the run was started, or name the directory of config and"
-            f" tokenizer with --like DIR"
+            f"{checkpoint}: the export would lack the run's tokenizer: {model.missing_tokenizer_reason}."
+            " Put the tokenizer back, or export in the directory where the run was started. Or name a"
+            " directory with config and tokenizer with --like DIR"
         )
     refuse_overwrite(out, model.sources, force=force)
     dtype_name = dtype or (job.model.dtype if job else "bf16")
@@ -224,7 +227,7 @@ def _read_model(directory: Path, mtp_layers: int | None) -> tuple[Mapping[str, A
         return config, architecture
     if mtp_layers > architecture.mtp_layers:
         raise UsageError(
-            f"--mtp-layers {mtp_layers}: {directory / 'config.json'} names {architecture.mtp_layers}"
+            f"--mtp-layers {mtp_layers}: {directory / 'config.json'} has only {architecture.mtp_layers}"
         )
     return config, replace(architecture, mtp_layers=mtp_layers)
 

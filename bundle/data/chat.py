@@ -50,9 +50,9 @@ class PlainTemplate:
     def prepare(self, conversation: Conversation) -> Conversation:
         """Return the conversation. Raise Corrupt for what headings do not write."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
-            raise Corrupt("data.template: plain does not render tools and their calls. Set chat.")
+            raise Corrupt("data.template: plain does not render tools or tool calls. Set it to chat.")
         if conversation.media:
-            raise Corrupt("data.template: plain does not render images and videos. Set chat.")
+            raise Corrupt("data.template: plain does not render images or videos. Set it to chat.")
         return conversation
 
     def draft(
@@ -114,7 +114,7 @@ class ChatTemplate:
         if today is None and "strftime_now(" in source:
             raise UsageError(
                 f"data.template: {origin} writes today's date (strftime_now), so tokens would change from day"
-                " to day. Set the date that it writes: data.date: YYYY-MM-DD."
+                " to day. Set the date with data.date: YYYY-MM-DD."
             )
         words = set(re.findall(r"\w+", source)) - set(RESERVED_VARIABLES)
         if unread := sorted(set(arguments) - words):

@@ -199,7 +199,10 @@ def read_history(values: Values) -> list[Message]:
     """Return the turns of the field history, which come before the question."""
     history = values.get(HISTORY) or []
     if not isinstance(history, list) or not all(map(_is_turn, history)):
-        raise Corrupt(f"field {HISTORY}: must be a list of [question, answer], is {format_value(history)}")
+        raise Corrupt(
+            f"field {HISTORY}: must be a list of [question, answer] pairs without blank texts, is"
+            f" {format_value(history)}"
+        )
     return _build_dialogue(history)
 
 
@@ -215,7 +218,7 @@ def read_instruction(values: Values) -> list[Message]:
             raise Corrupt(f"field {name}: must be text, is {format_value(values[name])}")
     question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
     if not question:
-        raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: must be text, are blank")
+        raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: both are blank, but one must have text")
     return [*read_history(values), {"role": "user", "content": question}]
 
 
@@ -259,7 +262,7 @@ def _read_tools(values: Values, name: str | None) -> Tools:
         return None
     tools = _parse_json(values[name], f"field {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Corrupt(f"field {name}: must be a list of objects, or JSON of one, is {format_value(tools)}")
+        raise Corrupt(f"field {name}: must be a list of objects or its JSON text, is {format_value(tools)}")
     return tools or None
 
 
@@ -269,7 +272,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
     A message has a role, a content and, where the row gives one, a weight.
     """
     if not isinstance(value, list) or not value:
-        raise Corrupt(f"field {field}: must be a list of messages, is {format_value(value)}")
+        raise Corrupt(f"field {field}: must be a list with at least one message, is {format_value(value)}")
     return [_read_message(message, f"field {field}[{index}]") for index, message in enumerate(value)]
 
 
@@ -293,17 +296,20 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
     role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise Corrupt(
-            f"{field_path}: must be an object with a role of {', '.join(ROLES)}, is"
+            f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]}, is"
             f" {format_value(raw_message)}"
         )
     if weights := [rest.pop(name) for name in WEIGHT_KEYS if name in rest]:
         if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
             raise Corrupt(
-                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or 1, and agree; the message is"
+                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or 1 and must not differ; the message is"
                 f" {format_value(raw_message)}"
             )
         if weights[0] and role != "assistant":
-            raise Corrupt(f"{field_path}: has a weight, but only assistant messages are trained on")
+            raise Corrupt(
+                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or absent, because only assistant messages"
+                " are trained on"
+            )
         rest[WEIGHT_KEYS[0]] = bool(weights[0])
     calls = [rest.pop("function_call")] if "function_call" in rest else rest.pop("tool_calls", None)
     if calls:
@@ -325,7 +331,7 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise Corrupt(f"{field_path} must be text, is {format_value(value)}")
+        raise Corrupt(f"{field_path} must be text or a list of one or more objects, is {format_value(value)}")
     parts = []
     for part in value:
         if part.get("type") in media.PART_TYPES:
@@ -334,8 +340,8 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
             parts.append({"type": "text", "text": part["text"]})
         else:
             raise Corrupt(
-                f"{field_path} has a part {format_value(part)}: only text, images and videos can be"
-                " trained on"
+                f"{field_path} must have only parts with text, an image or a video, but one is"
+                f" {format_value(part)}"
             )
     if any(part["type"] in media.KINDS for part in parts):
         return parts
@@ -352,11 +358,12 @@ def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
         arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{field_path}: arguments")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Corrupt(
-                f"{field_path}: must be the name and arguments of a function, is {format_value(call)}"
+                f"{field_path}: each call must be an object with a function's name and arguments, is"
+                f" {format_value(call)}"
             )
         if not isinstance(arguments, dict):
             raise Corrupt(
-                f"{field_path}: arguments must be an object, or JSON of one, is {format_value(arguments)}"
+                f"{field_path}: arguments must be an object or its JSON text, is {format_value(arguments)}"
             )
         identity = {"id": call["id"]} if "id" in call else {}
         function_call = {"name": function["name"], "arguments": arguments}
@@ -371,4 +378,4 @@ def _parse_json(value: Any, field_path: str) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise Corrupt(f"{field_path}: not JSON: {error}") from error
+        raise Corrupt(f"{field_path}: not JSON ({error})") from error

@@ -332,9 +332,11 @@ def _build_samples(
     if len(samples) == 0:
         have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
         skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
+        share = recipe.data.validation
         raise UsageError(
-            f"{have}: too few for one sample of {length} tokens {purpose}. Give more data, a smaller "
-            f"data.sequence_length, or another data.validation than {recipe.data.validation:g}"
+            f"{have}, too few for one sample of {length} tokens {purpose}. Give more data or a smaller"
+            " data.sequence_length"
+            + (f", or another data.validation than {share:g}" if share else "")
             + (f"; {skipped} corrupt rows or files were skipped" if skipped else "")
             + (f"; {deleted} rows that are too long were deleted" if deleted else ""),
             store.facts["skipped"] + store.facts["long"],

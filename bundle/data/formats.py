@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from bundle.data.sources import Corrupt, Values
+from bundle.data.sources import Corrupt, Values, describe_fields
 from bundle.recipe.data import Fields, RowFormat
 
 T = TypeVar("T")
@@ -76,11 +76,12 @@ def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
         return sum(has_value), sum(name in values for name in row_format.fields)
 
     nearest = max(formats, key=count_fields)
-    have = ", ".join(values)[:200] or "no fields"
     if not any(name in values for name in nearest.fields):
         known = "; ".join(" and ".join(row_format.fields) for row_format in formats)
         return Corrupt(
-            f"none of the fields {known}; the row has {have}. Name the row's fields with data.fields"
+            f"the row needs one of these sets of fields: {known} ({describe_fields(values)}). Name the row's"
+            " fields with data.fields"
         )
     missing = next(name for name in nearest.fields if values.get(name) is None)
-    return Corrupt(f"field {missing}: {'is null' if missing in values else 'missing'}; the row has {have}")
+    problem = "is null" if missing in values else "missing"
+    return Corrupt(f"field {missing}: {problem} ({describe_fields(values)})")

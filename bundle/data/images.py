@@ -98,9 +98,9 @@ def decode_image(
     except (Corrupt, EnvironmentUnfit):
         raise
     except Exception as error:  # decoders raise what they like about a file
-        kinds = ", ".join(IMAGE_FORMATS)
+        kinds = f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
         raise Corrupt(
-            f"no image in {kinds} that can be decoded ({describe_error(error)}). Save it again"
+            f"the image cannot be decoded as {kinds} ({describe_error(error)}). Save it again"
         ) from error
     return np.asarray(upright)
 

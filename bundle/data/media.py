@@ -115,10 +115,10 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
         column = columns.get(kind, Column(f"data.fields.{kind}s: null"))
         places = sum(medium.kind == kind and medium.reference is None for medium in media)
         if places != len(column.media):
-            plain = f"; where <{kind}> is plain text, set data.fields.{kind}s: null"
+            plain = f". Where <{kind}> is plain text, set data.fields.{kind}s: null"
             raise Corrupt(
-                f"{column.key}: names {len(column.media)}, and the messages have {places} places for"
-                f" {kind}s (<{kind}>, or a part of type {kind}). Name one for each place"
+                f"{column.key}: names {len(column.media)}, but the messages have {places} places for"
+                f" {kind}s (<{kind}>, or a part of type {kind}). Name one {kind} for each place"
                 + (plain if kind in columns and not column.media else "")
             )
         remaining[kind] = iter(column.media)
@@ -170,7 +170,7 @@ def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
         if unread_keys := sorted(
             {key for key in part if part[key] is not None} - {"type", *keys, *_RATE_KEYS}
         ):
-            raise Corrupt(f"{field_path} has {unread_keys[0]} for a video, but only fps is read")
+            raise Corrupt(f"{field_path} has {unread_keys[0]} for a video, but a video may set only fps")
     return media_part
 
 
@@ -178,7 +178,10 @@ def _read_rate(part: Mapping[str, Any], field_path: str) -> dict[str, float]:
     """Return {fps} where a part has a frame rate, else an empty mapping."""
     rates = [part[key] for key in _RATE_KEYS if part.get(key) is not None]
     if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != rates[0] for rate in rates):
-        raise Corrupt(f"{field_path}: fps must be frames per second, above 0, is {format_value(dict(part))}")
+        raise Corrupt(
+            f"{field_path}: fps must be one number above 0 (frames per second), but the part is"
+            f" {format_value(dict(part))}"
+        )
     return {"fps": float(rates[0])} if rates else {}
 
 
@@ -225,7 +228,8 @@ def _read_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise Corrupt(
-                f"{kind} {format_value(name)} is outside of the folder of the data file. Move it there"
+                f"{kind} {format_value(name)} is outside of the folder of the data file. Move the {kind} into"
+                " this folder"
             )
         return files.read_content(path, limit)
     except (OSError, ValueError, RuntimeError) as error:  # the latter of links that go round

@@ -64,7 +64,7 @@ def read_preference(values: Values, data: Data) -> tuple[Conversation, Conversat
         raise Corrupt(
             "the row has one answer and says whether it is good (KTO), but DPO compares two answers. Make"
             f" rows with {fields.chosen} and {fields.rejected}, or set task: sft, which trains on the good"
-            " ones"
+            " answers"
         )
     format_, (prompt, chosen, rejected) = read_row(values, formats, fields.format, list_shared_fields(fields))
     better, worse = (
@@ -158,9 +158,12 @@ def _build_pair(
 ) -> AnswerPair:
     """Return the answers with their prompt. Raises Corrupt where there is nothing to prefer."""
     if chosen == rejected:
-        raise Corrupt(f"fields {' and '.join(field_names)}: the same, so neither is better")
+        raise Corrupt(f"fields {' and '.join(field_names)}: are the same, so neither is better")
     if not chosen or not rejected:
-        raise Corrupt(f"fields {' and '.join(field_names)}: one begins with all of the other")
+        raise Corrupt(
+            f"fields {' and '.join(field_names)}: one begins with all messages of the other, so a second"
+            " answer is missing"
+        )
     return AnswerPair(prompt, chosen, rejected)
 
 
@@ -177,11 +180,14 @@ def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
     has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
     if not any(has_prompt):
         raise Corrupt(
-            f"no prompt: none of the fields {fields.prompt}, {fields.messages}, {SHAREGPT} and {INSTRUCTION},"
-            f" and {chosen} and {rejected} are not conversations that begin with one"
+            f"no prompt: the row needs a field {fields.prompt}, {fields.messages}, {SHAREGPT} or"
+            f" {INSTRUCTION}. Without it, {chosen} and {rejected} must both begin with the prompt"
         )
     if not all(has_prompt):
-        raise Corrupt(f"fields {chosen} and {rejected}: only one of them begins with its prompt")
+        raise Corrupt(
+            f"fields {chosen} and {rejected}: only one of them begins with the prompt. Let both or neither"
+            " begin with it"
+        )
     pair = _split_prompt(values, chosen, rejected)
     if isinstance(values.get(fields.prompt), list):
         prompt = read_messages(values[fields.prompt], fields.prompt)

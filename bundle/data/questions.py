@@ -141,7 +141,7 @@ class _Reader:
             try:
                 sources = expand(paths, data.source, key)
                 if reason := explain_unfit_source("rl", sources[0].kind):
-                    raise UsageError(f"{key}: {reason}, and these are {sources[0].kind} files")
+                    raise UsageError(f"{key}: {reason}")
                 read = [*self._read(sources, errors, is_learned=is_learned)]
                 noted.extend(errors.dump())
                 errors.conclude()
@@ -213,8 +213,9 @@ class _Reader:
             errors.add(place, "the question has no tokens")
         elif len(ids) + longest > self._room:
             reason = (
-                f"rl.rollout.max_completion_length: {longest} plus a question of {len(ids)} tokens exceed the"
-                f" {self._room} tokens that data.sequence_length and the model's positions allow"
+                f"rl.rollout.max_completion_length: {longest} tokens of answer plus {len(ids)} tokens of"
+                f" question exceed the {self._room} tokens that data.sequence_length and the model's"
+                " positions allow"
             )
             (errors.deleted if self._data.truncation == "delete" else errors.corrupt).add(place, reason)
         else:

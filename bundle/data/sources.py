@@ -21,7 +21,7 @@ MAX_PLACES = 3  # of each reason
 PARQUET_ROWS = 4096
 # The parts of a reason that differ between rows with one cause: numbers, quoted names, values.
 _VARIABLE_PARTS = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
-_OTHERS_SUFFIX = " (and others like it)"
+_OTHERS_SUFFIX = " (the first of several similar problems)"
 _BLOCK = 2**20  # characters of a JSON array that are read at once
 _MAX_JSON_WORD = 16  # characters: no word or escape of JSON is longer
 _ARRAY_SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
@@ -111,7 +111,7 @@ class DataErrors:
             except Corrupt as error:
                 self.add(place, error)
             except RecursionError:
-                self.add(place, "nested too deep")
+                self.add(place, "nested too deeply")
             else:
                 yield place, result
 
@@ -177,11 +177,17 @@ def read_rows(
 def read_text(values: Values, name: str) -> str:
     """Return the text in field `name` of a row. Raise Corrupt where the field is missing or blank."""
     if name not in values:
-        raise Corrupt(f"field {name}: missing; the row has {', '.join(values)[:200] or 'no fields'}")
+        raise Corrupt(f"field {name}: missing ({describe_fields(values)})")
     text = values[name]
     if not isinstance(text, str) or not text.strip():
-        raise Corrupt(f"field {name}: must be text, is {format_value(text)}")
+        problem = "must not be blank" if isinstance(text, str) else "must be text"
+        raise Corrupt(f"field {name}: {problem}, is {format_value(text)}")
     return text
+
+
+def describe_fields(values: Values) -> str:
+    """Return the names of a row's fields as a message shows them."""
+    return f"fields of the row: {', '.join(map(str, values))[:200]}" if values else "the row has no fields"
 
 
 def _read_sources(
@@ -273,7 +279,7 @@ def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
             try:
                 value, end = decode(buffer, begin)
             except RecursionError:
-                raise Corrupt("nested too deep", line) from None
+                raise Corrupt("nested too deeply", line) from None
             except json.JSONDecodeError as error:
                 if not block or not _is_cut(error, buffer):
                     raise Corrupt(
@@ -300,11 +306,12 @@ def _parse_object(content: Any) -> Values:
         if isinstance(content, bytes):
             value = json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x} at {error.start + 1}") from error
+        at = f"at position {error.start + 1} of the line"
+        raise Corrupt(f"not UTF-8: byte {content[error.start]:#04x} {at}") from error
     except ValueError as error:
         raise Corrupt(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Corrupt(f"must be a JSON object, is {type(value).__name__}")
+        raise Corrupt(f"must be a JSON object, is of type {type(value).__name__}")
     return value
 
 

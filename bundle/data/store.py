@@ -127,12 +127,13 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
         raise ValueError(f"{prefix}.idx is too short for an index of Megatron")
     mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
     if (mark, version) != (MAGIC, VERSION):
-        raise ValueError(f"{prefix}.idx does not begin like an index of Megatron")
+        raise ValueError(f"{prefix}.idx does not begin with the header of a Megatron index")
     if kind not in DTYPES:
-        raise ValueError(f"{prefix}.idx: token ids of type {kind} are not supported")
+        known = ", ".join(map(str, DTYPES))
+        raise ValueError(f"{prefix}.idx: token ids of type {kind} are not supported (supported: {known})")
     if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
         raise ValueError(
-            f"{prefix}.idx is truncated: it announces {sequences} sequences and {bounds} documents"
+            f"{prefix}.idx is truncated: its header lists {sequences} sequences and {bounds} document bounds"
         )
     dtype, at = np.dtype(DTYPES[kind]), HEADER.size
     lengths = np.frombuffer(content, "<i4", sequences, at).astype(np.int64)
@@ -140,9 +141,9 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
     first = np.frombuffer(content, "<i8", bounds, at + 12 * sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     if (lengths < 0).any() or (begins != ends[:-1] * dtype.itemsize).any():
-        raise ValueError(f"{prefix}.idx names sequences that are not contiguous")
+        raise ValueError(f"{prefix}.idx is damaged: its sequences are not contiguous in the .bin file")
     if bounds == 0 or first[0] != 0 or (np.diff(first) < 0).any() or first[-1] != sequences:
-        raise ValueError(f"{prefix}.idx names documents that are not contiguous")
+        raise ValueError(f"{prefix}.idx is damaged: its documents do not cover all sequences in order")
     size, named = tokens.stat().st_size, int(ends[-1]) * dtype.itemsize
     if size != named:
         raise ValueError(f"{prefix}.bin has {size} bytes instead of the {named} bytes that its index lists")
@@ -416,7 +417,9 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
     try:
         documents = read_indexed(prefix)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{prefix}: cannot be read as Megatron's .bin and .idx: {error}") from error
+        raise UsageError(
+            f"{prefix}: cannot be read as Megatron's .bin and .idx ({error}). Copy or write both files again."
+        ) from error
     digest = hashlib.sha256(documents.values.dtype.name.encode())
     for start in range(0, len(documents.values), TOKENS_PER_BLOCK):
         part = documents.values[start : start + TOKENS_PER_BLOCK]
@@ -425,7 +428,7 @@ def register_megatron_files(directory: Path, prefix: Path, vocabulary: int, prog
             document = int(np.searchsorted(np.cumsum(documents.lengths), start + wrong[0], side="right"))
             raise UsageError(
                 f"{prefix}.bin: token {part[wrong[0]]} of document {document} is not in the model's"
-                f" vocabulary of {vocabulary}. Name files that the model's tokenizer wrote."
+                f" vocabulary (ids 0 to {vocabulary - 1}). Name files that the model's tokenizer wrote."
             )
         digest.update(part.tobytes())
         progress(start + len(part))

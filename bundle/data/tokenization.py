@@ -186,7 +186,7 @@ def read_media(
     """
     if processor is None:
         if media:
-            raise Corrupt(f"the row has {media[0].kind}s, but the model takes only text")
+            raise Corrupt(f"the input has {media[0].kind}s, but the model takes only text")
         return draft, None
     pictures = tuple(processor.read(medium, folder) for medium in media)
     vision = processor.vision
@@ -279,7 +279,7 @@ def _encode_rows(placed_rows: _PlacedRows) -> RowChunk:
 def _check_document(document: TokenDocument, vocabulary: int) -> TokenDocument:
     highest = int(document.ids.max(initial=0))
     if highest >= vocabulary:  # the tokenizer's ids are the model's
-        raise Corrupt(f"token {highest} is not in the vocabulary of {vocabulary}")
+        raise Corrupt(f"token {highest} is not in the vocabulary (ids 0 to {vocabulary - 1})")
     if not _has_learned_tokens(document):
         raise Corrupt("no token of the row would be trained on")
     return document
@@ -306,20 +306,20 @@ def _limit_length(
             continue
         place = f"{row} ({size:,} tokens)"  # with it, rows of all lengths have one reason
         reason = (
-            f"more than the {max_length:,} tokens that data.sequence_length and the model's positions allow"
+            f"longer than the {max_length:,} tokens that data.sequence_length and the model's positions allow"
         )
         cut = [_shorten(document, max_length, truncation) for document in documents]
         learning = list(filter(_has_learned_tokens, cut))
         if truncation == "error":
             errors.add(place, f"{reason}. Set data.truncation to delete or cut such rows")
         elif truncation == "delete":
-            errors.deleted.add(place, f"{reason}: deleted")
+            errors.deleted.add(place, f"{reason}; deleted")
         elif any(document.pictures for document in documents):
-            errors.deleted.add(place, f"{reason}, and images and videos are not cut: deleted")
+            errors.deleted.add(place, f"{reason}; images and videos are not cut, so the row is deleted")
         elif not learning or (encoding.task.has_pairs and len(learning) < len(cut)):
-            errors.deleted.add(place, f"{reason}, and no token to train on is left: deleted")
+            errors.deleted.add(place, f"{reason}; a cut leaves no token to train on, so the row is deleted")
         else:
-            errors.cut.add(place, f"{reason}: cut on the {truncation}")
+            errors.cut.add(place, f"{reason}; cut on the {truncation}")
             yield row, learning
 
 

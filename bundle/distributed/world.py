@@ -239,8 +239,8 @@ def agree_on_fields(
     """
     if store.check([f"agreement/{rank}"]):
         raise LaunchUnavailable(
-            f"rank {rank} met the ranks of an earlier start, which the node of the store still runs. End"
-            " them first"
+            f"rank {rank}: ranks of an earlier start still run on the node that has the rendezvous store."
+            " End those ranks first"
         )
     store.set(f"agreement/{rank}", json.dumps({"fields": dict(fields), "unfit": list(unfit)}))
     missing: list[int] = []
@@ -266,7 +266,7 @@ def agree_on_fields(
     if kind == "missing":
         raise LaunchUnavailable(reasons[0])
     if reasons:
-        raise EnvironmentUnfit("the ranks disagree about the job", reasons)
+        raise EnvironmentUnfit("the ranks have different values for the same job", reasons)
 
 
 def find_disagreements(fields_by_rank: Sequence[Mapping[str, str]]) -> list[str]:

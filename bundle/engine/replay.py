@@ -44,7 +44,7 @@ class RouterReplay:
     def routing(self) -> Routing:
         """The routing of this model. Raises UsageError if the recipe has no router replay."""
         if self._routing is None:
-            raise UsageError("model.router_replay: recording and replaying routes needs it. Set it to true.")
+            raise UsageError("model.router_replay: must be true to record or replay routes, but is false.")
         return self._routing
 
     @contextmanager

@@ -113,18 +113,20 @@ class Routing:
         shape = [tokens, len(self.layers), self.topk]
         problems = []
         if routes.layers != self.layers:
-            problems.append(f"layers are {list(routes.layers)}, but the model's are {list(self.layers)}")
+            problems.append(
+                f"they are for layers {list(routes.layers)}, but the model's are {list(self.layers)}"
+            )
         if list(routes.experts.shape) != shape or routes.experts.dtype != self.dtype:
             actual = f"{routes.experts.dtype} {list(routes.experts.shape)}"
             problems.append(f"they are {actual}, but the micro-batch needs {self.dtype} {shape}")
         if routes.free_mask is not None and list(routes.free_mask.shape) != [tokens]:
-            problems.append(f"free is {list(routes.free_mask.shape)}, but the micro-batch has [{tokens}]")
+            problems.append(f"free_mask is {list(routes.free_mask.shape)}, but must be [{tokens}]")
         return problems
 
     def _check_layers(self, layers: Sequence[int]) -> list[str]:
         kinds = {
             "have no routes": set(self.layers) - set(layers),
-            f"have no router to replay (these layers have one: {list(self.layers)})": set(layers)
+            f"have no router to replay (the layers with routers are {list(self.layers)})": set(layers)
             - set(self.layers),
             "are listed more than once": {layer for layer in layers if list(layers).count(layer) > 1},
         }
@@ -133,16 +135,16 @@ class Routing:
     def _check_form(self, experts: Tensor, layers: int, free: Tensor | None) -> list[str]:
         problems = []
         if experts.dtype.is_floating_point or experts.dtype.is_complex or experts.dtype == torch.bool:
-            problems.append(f"they are {experts.dtype}: expert numbers must be integers")
+            problems.append(f"they are {experts.dtype}, but expert numbers must be integers")
         elif torch.iinfo(experts.dtype).max < self.experts - 1:
-            problems.append(f"{experts.dtype} is too small for {self.experts} experts: some are cut off")
+            problems.append(f"{experts.dtype} is too small for {self.experts} experts and cuts off numbers")
         if experts.ndim != 3 or experts.shape[1:] != (layers, self.topk):
             problems.append(
                 f"their shape is {list(experts.shape)}, not [tokens, {layers} layers, {self.topk} experts]"
             )
         if free is not None and (free.dtype != torch.bool or free.shape != experts.shape[:1]):
             problems.append(
-                f"free is {free.dtype} {list(free.shape)}, not torch.bool {list(experts.shape[:1])}"
+                f"free_mask is {free.dtype} {list(free.shape)}, not torch.bool {list(experts.shape[:1])}"
             )
         return problems
 
@@ -159,13 +161,13 @@ class Routing:
         if self.experts <= torch.iinfo(experts.dtype).max:
             outside |= experts >= self.experts
         if (rows := outside.any(-1)).any():
-            problems.append(f"an expert is not in 0 .. {self.experts - 1}: {describe_first(rows)}")
+            problems.append(f"an expert is outside 0 to {self.experts - 1} ({describe_first(rows)})")
         ordered = experts.sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if free is not None:
             twice &= ~free[:, None]
         if twice.any():
-            problems.append(f"a token goes to the same expert twice: {describe_first(twice)}")
+            problems.append(f"a token has the same expert twice ({describe_first(twice)})")
         return problems
 
 

@@ -171,10 +171,12 @@ def _collect_notes(machine: Machine, rows: tuple[TableRow, ...], numbers: list[i
         f"NPU {row.npu} chip {row.chip} reports health {row.health!r}" for row in rows if row.health != "OK"
     ]
     if rows and len(rows) != len(numbers):
-        notes.append(f"npu-smi lists {len(rows)} devices; /dev has {len(numbers)}, and these are used")
+        notes.append(
+            f"npu-smi lists {len(rows)} devices, but /dev has {len(numbers)}. Those in /dev are used"
+        )
     missing = [n for n in ("davinci_manager", "devmm_svm", "hisi_hdc") if n not in machine.list_names("/dev")]
     if missing:
-        notes.append(f"/dev lacks {', '.join(missing)}, which the runtime needs as well as davinci<N>")
+        notes.append(f"/dev lacks {', '.join(missing)}. The runtime needs them in addition to davinci<N>")
     return tuple(notes)
 
 

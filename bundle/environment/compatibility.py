@@ -139,7 +139,8 @@ def resolve(table: CombinationTable, backend: str, core: str = "") -> Combinatio
     requested = parse_version(core) if core else None
     if core and (requested is None or len(requested.release) not in (2, 3)):
         raise UsageError(
-            f"--mcore {core[:40]}: not a version of megatron-core. Write a release, 0.17.1, or a minor, 0.17"
+            f"--mcore {core[:40]}: not a version of megatron-core. Write a release such as 0.17.1, or a minor"
+            " version such as 0.17"
         )
 
     def matches_request(entry: _VersionSet) -> bool:

@@ -159,7 +159,7 @@ def check_packages(
     torch = stack.find_package("torch")
     if torch is None:
         fix = f"pip install 'mcore-bundle[{extra}]' (TORCH_INDEX in the README: another index for torch)"
-        yield fail("torch", "not installed; jobs cannot train here, but plans and patch decisions work", fix)
+        yield fail("torch", "not installed, so jobs cannot train here (plans and patch decisions work)", fix)
     else:
         yield ok("torch", _describe_package(torch))
         yield from _check_cuda_build(torch, hardware)

@@ -97,8 +97,11 @@ def read_record(file: Path) -> BuildInfo:
 def compare_records(job_record: BuildInfo | None, own_record: BuildInfo | None) -> Iterator[str]:
     """Yield every difference between the image that a job was made for and this one, by their records."""
     if job_record is None or own_record is None:
-        stacks = [record.stack if record else "no mcore-bundle image" for record in (job_record, own_record)]
-        yield f"image: {stacks[0]} in the job, {stacks[1]} here. See `plan --image-record`"
+        expected, actual = (
+            f"the mcore-bundle image {record.stack}" if record else "no mcore-bundle image"
+            for record in (job_record, own_record)
+        )
+        yield f"image: the job expects {expected}, but runs in {actual}. See `plan --image-record`"
         return
     job_fields, own_fields = job_record.model_dump(), own_record.model_dump()
     for key in sorted(job_fields):
@@ -113,7 +116,7 @@ def find_drift(record: BuildInfo, python: str, packages: Mapping[str, str]) -> I
     """Yield every difference between the packages installed now and those that the image was built with."""
     built, now = {"python": record.python, **record.packages}, {"python": python, **packages}
     for name in _list_changed_keys(built, now):
-        yield f"{name}: {built.get(name, 'not')} in the image, {now.get(name, 'gone')} now"
+        yield f"{name}: {built.get(name, 'not')} in the image, but {now.get(name, 'not')} installed now"
 
 
 def _list_changed_keys(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:

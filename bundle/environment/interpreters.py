@@ -42,7 +42,8 @@ def read_search_path(environment: str) -> SearchPath:
     if not sites:
         shown = files.to_printable(environment[:200])
         raise UsageError(
-            f"--env {shown}: not an environment. Name its python, like .venv/bin/python, or its directory"
+            f"--env {shown}: not a Python environment. Name its interpreter, such as .venv/bin/python, or its"
+            " directory"
         )
     python_path = os.environ.get("PYTHONPATH", "")
     paths = [path for path in python_path.split(os.pathsep) if path] + [
@@ -205,7 +206,10 @@ def query_sites(environment: str) -> Sites:
                     f"{shown}: Python does not read .pth files in {sites.purelib}, where its packages are"
                 )
             return sites
-    raise UsageError(f"--env {shown}: {reason}. Name its python, like .venv/bin/python, or its directory")
+    raise UsageError(
+        f"--env {shown}: {reason}. Name the Python interpreter of an environment, such as .venv/bin/python,"
+        " or the directory of the environment"
+    )
 
 
 def find_sites(environment: str) -> tuple[Path, ...]:

@@ -74,7 +74,8 @@ class Selection(NamedTuple):
         """Return the selection of a list of devices, which ends at the first entry that is `unknown`."""
         if len(chosen) < len(entries):
             entry = entries[len(chosen)][:80]
-            shown += f": the list ends at {entry!r}, which {unknown}" if entry else ": the list has no device"
+            ending = f": {entry!r} {unknown}, so the list ends before it"
+            shown += ending if entry else " names no device"
         return cls(tuple(chosen), shown)
 
 

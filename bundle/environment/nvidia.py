@@ -40,8 +40,10 @@ def find(machine: Machine) -> VendorDevices:
     answer = machine.run(QUERY_COMMAND)
     gpus = _from_query(answer) or _from_proc(machine, answer.reason)
     if not gpus:
-        nodes = "no /dev/nvidia<N>" if not _list_device_nodes(machine) else "device nodes without a driver"
-        return _report_no_gpu(f"{nodes}; {answer.reason}")
+        nodes = "no /dev/nvidia<N>"
+        if _list_device_nodes(machine):
+            nodes = "/dev/nvidia<N> exists, but there is no driver"
+        return _report_no_gpu(f"{nodes} ({answer.reason})")
     instances = _list_mig_instances(machine, gpus)
     names = [gpu.device.identity for gpu in gpus]
     selection = select_visible(

@@ -173,7 +173,7 @@ class MegatronCode:
     def describe_evidence(self, predicate: SourcePredicate) -> str:
         """Return the text that says by what `has` was decided."""
         text = self._read_text(predicate.file)
-        return f"by the version number {self.release} alone" if text is None else f"read in {predicate.file}"
+        return f"judged by version number {self.release}" if text is None else f"read in {predicate.file}"
 
     def _read_text(self, file: str) -> str | None:
         """Return a file's text; None where there is no tree, or no such file in it."""
@@ -217,7 +217,7 @@ def detect_triton_requirement(root: Path | None, version: Version) -> tuple[bool
     """
     experts = root / "megatron/core/transformer/moe" if root else None
     if experts is None or not files.is_directory(experts):
-        return version >= Version("0.18"), f"by the version number {version} alone"
+        return version >= Version("0.18"), f"judged by version number {version}"
     for file in ("paged_stash.py", "ops/paged_stash.py"):
         if re.search(r"^import triton", files.read_text(experts / file) or "", re.MULTILINE):
             return True, f"read in transformer/moe/{file}"

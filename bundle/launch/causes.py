@@ -111,7 +111,7 @@ KERNEL_RULES = (
 )
 
 PORT_TAKEN = (
-    "the rendezvous port is in use on this node: end the process that listens on it, or name another port"
+    "the rendezvous port is in use on this node. End the process that listens on it, or name another port"
     " with --rendezvous"
 )
 

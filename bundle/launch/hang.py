@@ -46,7 +46,7 @@ class Collective(NamedTuple):
     description: str
 
     def __str__(self) -> str:
-        return f"{self.description} number {self.number} of {self.group}"
+        return f"{self.description} (call {self.number} of {self.group})"
 
 
 @dataclass(frozen=True)

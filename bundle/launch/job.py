@@ -42,7 +42,7 @@ FILE_NAME = "job.json"
 FORMAT, VERSION = "mcore-bundle job", 1
 UNDECIDED: Final = "undecided"
 MOST_BYTES = 1 << 24
-_REWRITE_HINT = "write it again: mcore-bundle plan RECIPE --job FILE"
+_REWRITE_HINT = "Write the file again: mcore-bundle plan RECIPE --job FILE"
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")]
 _STRICT_CONFIG = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
@@ -152,7 +152,9 @@ def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
     if rendezvous and parse_host_and_port(rendezvous) is None:
         return [f"--rendezvous {format_value(rendezvous)}: must be HOST:PORT"]
     if job.nodes > 1 and not rendezvous:
-        return [f"--rendezvous: set HOST:PORT of node 0, and --node-rank on each of {job.nodes} nodes"]
+        return [
+            f"--rendezvous: the job has {job.nodes} nodes. On each, set HOST:PORT of node 0 and --node-rank"
+        ]
     return []
 
 
@@ -255,7 +257,7 @@ def decide_patches(job: Job) -> Job:
 def refuse_misfits(job: Job) -> None:
     """Raise EnvironmentUnfit with every difference between this node and the one that the job needs."""
     if unfit := list(find_misfits(job, packages.detect().megatron, image.read_own_record())):
-        raise EnvironmentUnfit("the job was decided for another environment", unfit)
+        raise EnvironmentUnfit("this node does not have the environment that the job was planned for", unfit)
 
 
 def find_misfits(job: Job, installed: MegatronCopies, record: BuildInfo | None) -> Iterator[str]:
@@ -293,19 +295,19 @@ def parse(data: bytes | str) -> Job:
         raise UsageError("this is not a job file of mcore-bundle")
     if document.get("version") != VERSION:
         raise UsageError(
-            f"the job file has version {format_value(document.get('version'))}; this mcore-bundle executes"
-            f" version {VERSION}: {_REWRITE_HINT}"
+            f"the job file has version {format_value(document.get('version'))}, but this mcore-bundle"
+            f" executes version {VERSION}. {_REWRITE_HINT}"
         )
     if (declared := document.get("digest")) != digest:
         raise UsageError(
             f"the job file is damaged or was edited (its digest {format_value(declared)} is not that of"
-            f" its content): {_REWRITE_HINT}"
+            f" its content). {_REWRITE_HINT}"
         )
     declared = {key: value for key, value in document.items() if key not in ("format", "version", "digest")}
     try:
         job = _ADAPTER.validate_json(json.dumps(declared))
     except ValidationError as error:
-        raise UsageError(f"not a valid job: {_REWRITE_HINT}", format_validation_errors(error)[:10]) from error
+        raise UsageError(f"not a valid job. {_REWRITE_HINT}", format_validation_errors(error)[:10]) from error
     planned = capabilities.find_capabilities(job.backend).list_variables(
         job.recipe.features, job.nodes, job.recipe.environment
     )

@@ -90,7 +90,7 @@ def choose_common_verdict(
         return None
     if not _may_blame_another_node(first):
         return replace(first, silent=tuple(node_names[rank] for rank in silent))
-    reason = f"no report within {VERDICT_SECONDS:.0f} s after the others ended"
+    reason = f"no report within {VERDICT_SECONDS:.0f} s after the other nodes ended"
     return replace(
         build_lost_node_verdict([node_names[rank] for rank in silent], reason),
         node_rank=silent[0],
@@ -104,7 +104,7 @@ def build_lost_node_verdict(node_names: Sequence[str], reason: str) -> Verdict:
     return Verdict(
         ExitCode.JOB_FAILED,
         FailureKind.LOST_NODE,
-        f"lost, with all its ranks: {reason}",
+        f"lost with all its ranks ({reason})",
         RestartAction.RESTART_WITHOUT,
         node=", ".join(node_names),
         nodes=2,  # at least: the reporting node is another one

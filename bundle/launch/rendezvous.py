@@ -84,8 +84,8 @@ def discover(
     violations = violations or _find_gaps(merged, environment)
     if violations:
         raise UsageError(
-            "the node or rank of this process is not clear: options or variables are wrong, missing or"
-            " contradict each other. Correct or unset them",
+            "the node or rank of this process is unclear, because options or environment variables are wrong,"
+            " missing or contradictory. Correct or unset them",
             violations,
         )
     values = {name: fact.value for name, fact in merged.settings.items()}
@@ -145,7 +145,8 @@ def _find_gaps(merged: Claim, environment: Mapping[str, str]) -> list[str]:
         address = environment.get("MASTER_ADDR")
         named = f" (MASTER_ADDR={address!r} has no port)" if address else ""
         gaps.append(
-            f"{settings['nodes']}, but their rendezvous is not set{named}. Set --rendezvous HOST:PORT"
+            f"{settings['nodes']}, but the rendezvous of these nodes is not set{named}. Set --rendezvous"
+            " HOST:PORT"
         )
     return gaps
 

@@ -177,7 +177,7 @@ class NodeRunnerWithSpares:
         entries = (self._registry.read_entry(token) for _, token in excluded)
         reasons = [f"{entry.name}: {entry.out}" for entry in entries if entry]
         cause = (
-            f"fit nodes: {len(live_nodes) - len(reasons)} of {len(live_nodes)}, but the job needs"
+            f"only {len(live_nodes) - len(reasons)} of {len(live_nodes)} nodes are fit, but the job needs"
             f" {self._nodes}"
         )
         return self._build_verdict(

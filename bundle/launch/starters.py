@@ -116,7 +116,7 @@ class Claim(NamedTuple):
             expected = node.value * per_node.value + local.value
             if rank.value != expected:
                 problems.append(
-                    f"{rank}, but {node} and {local} make it {expected}: number the ranks node by node"
+                    f"{rank}, but {node} and {local} give {expected}. Number the ranks node by node"
                 )
         return problems
 
@@ -124,7 +124,7 @@ class Claim(NamedTuple):
         """Return messages about the nodes where two starters disagree, with both variables."""
         pairs = ((self.settings.get(name), other.settings.get(name)) for name in ("nodes", "node_rank"))
         return [
-            f"{ours} contradicts {theirs}: unset or correct one of them"
+            f"{ours} contradicts {theirs}. Unset or correct one of them"
             for ours, theirs in pairs
             if ours and theirs and ours.value != theirs.value
         ]
@@ -183,7 +183,7 @@ class VariableReader:
     ) -> SourcedValue[T] | None:
         """Return the value as `parse` reads it; a value that is not `expected` is a violation."""
         if not self.has(name):
-            self.violations += [f"{name} is not set: {missing_hint}"] if missing_hint else []
+            self.violations += [f"{name} ({missing_hint}) is not set"] if missing_hint else []
             return None
         value = parse(self.get_text(name))
         if value is None:
@@ -224,7 +224,9 @@ def read_ascend_operator(env: VariableReader) -> Claim | None:
     per_node, world = env.read_count("LOCAL_WORLD_SIZE", 1), env.read_count("WORLD_SIZE", 1)
     listed = env.get_text("LOCAL_RANK").split(",")
     if per_node and len(listed) != per_node.value:
-        env.violations.append(f"LOCAL_RANK lists {len(listed)} of LOCAL_WORLD_SIZE={per_node.value} devices")
+        env.violations.append(
+            f"LOCAL_RANK lists {len(listed)} devices, but LOCAL_WORLD_SIZE={per_node.value}"
+        )
     return build_claim(
         "ascend-operator",
         "LOCAL_RANK is a list of devices: this process stands for a node",
@@ -240,7 +242,7 @@ def read_pet(env: VariableReader) -> Claim | None:
     """Return the claim of PET_*, torchrun's defaults, which Kubeflow sets: we stand for a node."""
     if not env.has("PET_NNODES"):
         return None
-    fixed = "one fixed number of nodes (elastic ranges cannot hold a parallel layout)"
+    fixed = "one fixed number of nodes (a parallel layout cannot use an elastic range)"
     nodes = env.read("PET_NNODES", parse_fixed_number, fixed)
     address, port = env.read_host("PET_MASTER_ADDR"), env.read_port("PET_MASTER_PORT")
     if endpoint := env.read("PET_RDZV_ENDPOINT", parse_host_and_port, "HOST:PORT"):
@@ -282,7 +284,7 @@ def read_slurm(env: VariableReader) -> Claim | None:
         or env.read(listed, parse_first_host, "a node list such as gpu[01-04]"),
         "port": env.read_port("MASTER_PORT") or _derive_job_port(env),
     }
-    expected = "the same number of tasks on every node: ask for it with --ntasks-per-node"
+    expected = "the same number of tasks on every node. Set one number with --ntasks-per-node"
     tasks = env.read(
         env.choose_name("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), parse_tasks_per_node, expected
     )

@@ -115,7 +115,7 @@ class TorchDistCheckpoint:
         num_values, size = sum(item.lengths.numel() for item in items), math.prod(rest)
         if num_values != size or any(_has_overlap(*two) for two in itertools.combinations(items, 2)):
             raise JobFailed(
-                f"{self.root}: {to_printable(key)}: its chunks do not cover its {size} values exactly once"
+                f"{self.root}: the shards of {to_printable(key)} do not cover its {size} values exactly once"
             )
         try:
             with unpickling.restrict_to_data():

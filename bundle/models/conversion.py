@@ -140,10 +140,12 @@ def find_places(checkpoint: TorchDistCheckpoint, table: Tensors) -> dict[str, Ch
             continue
         shape, _ = checkpoint.tensors[stored_place.key]
         if shape != (expected := (*stored_place.entries, *tensor.shape)):
-            violations.append(f"{stored_place.key} has shape {list(shape)}, the model's has {list(expected)}")
+            violations.append(f"{stored_place.key} has shape {list(shape)}, but needs {list(expected)}")
         places_by_name[tensor.name] = stored_place
     if violations:
-        raise UsageError(f"{checkpoint.root}: not weights of this model", limit_violations(violations))
+        raise UsageError(
+            f"{checkpoint.root}: the weights do not fit this model", limit_violations(violations)
+        )
     return places_by_name
 
 
@@ -179,9 +181,12 @@ class TensorDifference:
     relative: float | None = None
 
     def __str__(self) -> str:
-        against = f": {self.first} against {self.second}" if self.first else ""
-        apart = "" if self.largest is None else f"; largest {self.largest:.3g}, relative {self.relative:.3g}"
-        return f"{self.name}: {self.kind}{against}{apart}".replace(": values;", ": values differ,")
+        text = self.kind if self.kind.startswith("only") else f"{self.kind.removesuffix('s')}s differ"
+        if self.first:
+            text += f" ({self.first} and {self.second})"
+        if self.largest is not None:
+            text += f"; largest difference {self.largest:.3g}, relative difference {self.relative:.3g}"
+        return f"{self.name}: {text}"
 
 
 def find_differences(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:

@@ -48,7 +48,10 @@ class MappedFiles:
                 with path.open("rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, UsageError) as error:
-                raise JobFailed(f"{path}: the file cannot be read any more: {error}") from error
+                reason = "; ".join(error.violations) if isinstance(error, UsageError) else error
+                raise JobFailed(
+                    f"{path}: changed or removed after its header was checked ({reason})"
+                ) from error
             mapped.madvise(mmap.MADV_SEQUENTIAL)
             if len(self._mapped) == _MAX_MAPPED:  # tensors that somebody still looks at keep theirs
                 del self._mapped[next(iter(self._mapped))]

@@ -121,8 +121,8 @@ def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     norm_name = checkpoint_names.find_norm_name(name)
     if norm_name is None:
         raise JobFailed(
-            f"{name}: Transformer Engine fused a norm into a projection unknown to this version. Add its"
-            " name in megatron's own specs to bundle.architectures.checkpoint_names"
+            f"{name}: Transformer Engine fused a norm into a projection that this mcore-bundle does not know."
+            " Add the norm's name in megatron's local specs to bundle.architectures.checkpoint_names"
         )
     return checkpoint_names.find_expert_name(norm_name, groups.ep.rank * getattr(owner, "num_gemms", 0))
 

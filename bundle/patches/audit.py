@@ -16,7 +16,7 @@ from bundle.patches.source import SourceTree
 
 Entry = Patch | Trap
 ENTRIES: tuple[Entry, ...] = (*PATCHES, *TRAPS)
-_NOT_READ_NOTE = "whether that fixes the defect is unknown"
+_NOT_READ_NOTE = "Whether this fixes the defect is unknown"
 
 
 class DefectStatus(StrEnum):
@@ -172,7 +172,7 @@ def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedD
         return None
     status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN
     reason = "" if status is DefectStatus.PRESENT else decision.reason
-    reason = reason.removesuffix(f", or go on with --allow-drift {entry.id}")
+    reason = reason.removesuffix(f", or continue with --allow-drift {entry.id}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
     return AuditedDefect(entry=entry, status=status, reason=reason, proven=decision.proven)
@@ -205,32 +205,34 @@ def _build_framework_defect(
 
     if always_applied and unconditional is not unpatched:
         if unconditional is Presence.ABSENT:
-            return build_defect(DefectStatus.MENDED, ", whose code does not have the defect", always_applied)
+            return build_defect(
+                DefectStatus.MENDED, ". The replacement does not have the defect", always_applied
+            )
         if unconditional is Presence.PRESENT:
-            return build_defect(DefectStatus.PRESENT, ", whose code also has the defect", always_applied)
+            return build_defect(DefectStatus.PRESENT, ". The replacement also has the defect", always_applied)
         return build_defect(
-            DefectStatus.UNKNOWN, f", whose code is unfamiliar: {_NOT_READ_NOTE}", always_applied
+            DefectStatus.UNKNOWN, f". The replacement is unfamiliar. {_NOT_READ_NOTE}", always_applied
         )
     if always_applied and unconditional is Presence.PRESENT:
         return build_defect(DefectStatus.PRESENT, ", but the defect remains", always_applied)
     if unconditional is Presence.ABSENT and patched is Presence.ABSENT:
         return None
     if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in wrappers):
-        return build_defect(DefectStatus.MENDED, ", which was reviewed and fixes the defect", wrappers)
+        return build_defect(DefectStatus.MENDED, ". This wrapper was reviewed and fixes the defect", wrappers)
     if unconditional is Presence.PRESENT and any(not patch.conditions for patch in wrappers):
-        return build_defect(DefectStatus.UNKNOWN, f": {_NOT_READ_NOTE}", wrappers)
+        return build_defect(DefectStatus.UNKNOWN, f". {_NOT_READ_NOTE}", wrappers)
     if unconditional is not patched:
         if patched is Presence.ABSENT:
             return build_defect(
-                DefectStatus.CONDITIONAL, ", whose code does not have it; elsewhere it remains", touching
+                DefectStatus.CONDITIONAL,
+                ". The replacement does not have the defect. Where it is not in place, the defect remains",
+                touching,
             )
-        finding = (
-            "whose code also has the defect" if patched is Presence.PRESENT else "whose code is unfamiliar"
-        )
+        finding = "also has the defect" if patched is Presence.PRESENT else "is unfamiliar"
         status = DefectStatus.PRESENT if unconditional is Presence.PRESENT else DefectStatus.UNKNOWN
-        return build_defect(status, f", {finding}", touching)
+        return build_defect(status, f". The replacement {finding}", touching)
     if unconditional is Presence.PRESENT and wrappers:
-        return build_defect(DefectStatus.PRESENT, f": {_NOT_READ_NOTE}", wrappers)
+        return build_defect(DefectStatus.PRESENT, f". {_NOT_READ_NOTE}", wrappers)
     return None
 
 

@@ -112,9 +112,11 @@ def decide_trap(trap: Trap, reading: Reading, job: PatchContext) -> Decision | N
 
 def _explain_version_only(reading: Reading, job: PatchContext) -> str:
     """Return the note that a version number alone decided about a trap, because no source did."""
-    cause = "the code is unfamiliar" if reading.presence else "pass --mcore PATH to read its source"
-    number = f"By the version number {job.version} alone" if job.version else "Without a version number"
-    return f"({number}: {reading.read_error or cause}.)"
+    how = f"Decided by the version number {job.version} alone"
+    how = how if job.version else "Without a version number the defect is assumed"
+    if reading.presence or reading.read_error:
+        return f"({how}: {reading.read_error or 'the code is unfamiliar'}.)"
+    return f"({how}. Pass --mcore PATH to read the source.)"
 
 
 def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decision | None:
@@ -134,7 +136,7 @@ def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decis
     return Decision(
         id=seam.id,
         action=PatchAction.DRIFT,
-        reason=f"{reason}; {seam.use}. {seam.why}",
+        reason=f"{reason} (use: {seam.use}). {seam.why}",
         range=seam.range,
         presence=Presence.UNKNOWN,
         proven=True,
@@ -171,16 +173,19 @@ def mark_conflicts(decisions: Iterable[Decision], patches: Mapping[str, Patch]) 
 def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
     """Return why the job does not need the patch, whatever the source says; None where the job needs it."""
     if not job.runs_on(patch.backends):
-        return f"for {' and '.join(patch.backends)} only"
+        return f"needed only on {' and '.join(patch.backends)}"
     if job.trains_with_mindspeed and patch.backends == LOCAL_LAYERS:
-        return "for megatron's own layers; MindSpeed uses the names of Transformer Engine"
+        return (
+            "needed only for megatron's local layers; this job uses MindSpeed's layers under the names of"
+            " Transformer Engine's"
+        )
     if patch.opt_in and patch.id not in job.requested:
         return f"opt-in: request it with --request {patch.id}"
     if not job.uses(patch.when):
         return f"the recipe does not use {', '.join(sorted(patch.when - (job.features or frozenset())))}"
     for name, specifier in patch.requires:
         if name in job.packages and packages.is_within(job.packages[name], specifier) is False:
-            return f"only with {name}{specifier}; {name} {job.packages[name]} is installed"
+            return f"needed only with {name}{specifier}, but {name} {job.packages[name]} is installed"
     return None
 
 
@@ -193,7 +198,8 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
     if not is_proven and is_in_range is False:
         return _Proposal(
             PatchAction.SKIP,
-            f"{job.version} is outside {patch.range}; {reading.read_error or 'its code is unfamiliar'}",
+            f"megatron-core {job.version} is outside the patch's range {patch.range}, and"
+            f" {reading.read_error or 'its code is unfamiliar'}",
             False,
         )
     ownership = _explain_ownership(patch, job)
@@ -203,17 +209,18 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
     drift = _explain_drift(patch, reading) or _explain_unread_patcher(patch, job)
     if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
-        return _Proposal(PatchAction.DRIFT, f"{drift}, or go on with --allow-drift {patch.id}", is_proven)
+        reason = f"{'. '.join(drift)}, or continue with --allow-drift {patch.id}"
+        return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
-        return _Proposal(PatchAction.APPLY, f"allowed, although {drift}", is_proven)
+        return _Proposal(PatchAction.APPLY, f"allowed by the user: {drift[0]}", is_proven)
     reason = "this megatron-core has the defect"
     if is_in_range is False:
-        reason += f", although {job.version} is outside {patch.range}: the number is wrong"
+        reason += f", although its version {job.version} is outside {patch.range}: that number is wrong"
     for name, specifier in patch.requires:
         if name not in job.packages:
-            reason += f"; {name} is not installed here and assumed to be {specifier}"
+            reason += f"; {name}{specifier} is assumed, because {name} is not installed here"
     if job.features is not None and "attention-auto" in job.features and "attention-flash" in patch.when:
-        reason += "; attention: auto is assumed to be flash"
+        reason += "; model.attention: auto is assumed to be flash"
     return _Proposal(PatchAction.APPLY, reason)
 
 
@@ -242,28 +249,31 @@ def _explain_ownership(patch: Patch, job: PatchContext) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def _explain_unread_patcher(patch: Patch, job: PatchContext) -> str | None:
+def _explain_unread_patcher(patch: Patch, job: PatchContext) -> tuple[str, str] | None:
     if job.unread_patcher is None or not job.runs_on(("ascend",)):
         return None
     targets = ", ".join(replacement.target for replacement in patch.replacements)
-    return f"{job.unread_patcher} may replace {targets}, but was not reviewed; check it"
+    return f"{job.unread_patcher} was not reviewed and may replace {targets}", "Check whether it does"
 
 
-def _explain_drift(patch: Patch, reading: Reading) -> str | None:
+def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     """Return why the wrapper may not fit this tree, and what to do; None where the code was reviewed."""
     if reading.read_error:
-        return f"{reading.read_error}; check it"
+        return reading.read_error, "Check this megatron-core"
     if reading.presence is Presence.UNKNOWN:
-        return f"the code at the place of the defect is unfamiliar; read {', '.join(patch.evidence)}"
+        cause = "whether this megatron-core has the defect is unknown, because its code is unfamiliar"
+        return cause, f"Read {', '.join(patch.evidence)}"
     missing = _list_missing_targets(patch, reading)
     if missing:
         gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
-        return f"the defect is there, but its target is missing: {gone}; point the patch at the new name"
+        cause = f"the defect is present, but the patch's target is missing: {gone}"
+        return cause, "Point the patch at the new name"
     changed = [target for target in reading.fingerprints if not reading.references.get(target)]
     if changed:
         return (
-            f"the defect is there, but {', '.join(changed)} differs from the reviewed code; compare it with"
-            " a release and record it in a checkout: `python -m tools.patches.review PATH --write`"
+            f"the defect is present, but {', '.join(changed)} differs from the reviewed code",
+            "Compare the code with a release and record it in a checkout of mcore-bundle:"
+            " `python -m tools.patches.review PATH --write`",
         )
     return None
 

@@ -94,7 +94,7 @@ def normalize_features(raw_words: Iterable[str]) -> tuple[str, ...]:
         if word not in FEATURES
     ]
     if unknown:
-        raise UsageError(f"unknown features; choose from {', '.join(sorted(FEATURES))}:", unknown)
+        raise UsageError(f"unknown features (known: {', '.join(sorted(FEATURES))}):", unknown)
     return words
 
 

@@ -56,7 +56,11 @@ def enable(
     if patch_plan == patcher.get_active_plan():
         return patch_plan
     if early_imports := patcher.find_early_imports(patch_plan):
-        raise PatchError("Enable the patches before these are imported from megatron:", early_imports)
+        raise PatchError(
+            "These functions of megatron were imported before their patches were enabled. Enable the patches"
+            " first:",
+            early_imports,
+        )
     patcher.apply(patch_plan)
     _log_plan(patch_survey, resolve_features(features or ()))
     return patch_plan
@@ -129,7 +133,7 @@ def _defer_to_framework(
     if framework_defect is not None and framework_defect.status is DefectStatus.MENDED:
         reason = framework_defect.reason
     elif decision.action is PatchAction.APPLY and replacing:
-        reason = f"{audit.describe_replacements(replacing)}, and this patch was not reviewed with it"
+        reason = f"{audit.describe_replacements(replacing)}. This patch was not reviewed with the replacement"
     elif (
         decision.action is PatchAction.APPLY
         and framework_defect is not None

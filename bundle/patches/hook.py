@@ -185,7 +185,7 @@ def _parse_arguments(document: dict[str, object]) -> HookArguments | None:
 
 
 def _describe_foreign_file(hook: Hook) -> str:
-    return f"{hook.file}: a file with the hook's name, but {hook.fault}. Check it, and delete it yourself"
+    return f"{hook.file}: the file has the hook's name, but {hook.fault}. Check and delete it yourself"
 
 
 def _check_writable(directory: Path) -> None:

@@ -251,10 +251,10 @@ def find_installed_core(stack: InstalledPackages, table: ReviewTable) -> Megatro
     if core is not None:
         return _from_copy(core, table, stack.megatron.conflict)
     archive = stack.megatron.archive
-    origin = (
-        f"in a zip, which is not read: {files.to_printable(archive)}" if archive else "none is installed here"
-    )
-    return find_named_core(DEFAULT_RELEASE, table)._replace(origin=f"{origin}: the default release")
+    cause = "none is installed here"
+    if archive:
+        cause = f"the installed one is in a zip archive, which is not read: {files.to_printable(archive)}"
+    return find_named_core(DEFAULT_RELEASE, table)._replace(origin=f"default release, because {cause}")
 
 
 def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
@@ -266,8 +266,8 @@ def find_named_core(name: str, table: ReviewTable) -> MegatronCore:
     number = name.removeprefix("core_v")  # as Megatron-LM's tags have it
     version = packages.parse_version(number)
     if version is None:
-        no_tree = "holds no megatron/core" if files.is_directory(path) else "is not a directory"
-        raise UsageError(f"--mcore {files.to_printable(name[:200])}: not a version, and it {no_tree}")
+        no_tree = "a directory without megatron/core" if files.is_directory(path) else "not a directory"
+        raise UsageError(f"--mcore {files.to_printable(name[:200])}: not a version number, and {no_tree}")
     reference = next((ref for ref in table.references if packages.parse_version(ref) == version), None)
     return MegatronCore(number, version.local, None, "--mcore", reference)
 

@@ -20,7 +20,7 @@ REPLACING_BRANCHES: dict[str, frozenset[str]] = {
     target: frozenset(branches.split()) for target, branches in _DATA["replaces"].items()
 }
 
-_NOT_READ_NOTE = "and whether its code has the defect is unknown"
+_NOT_READ_NOTE = "Whether the replacement has the defect is unknown"
 
 
 class MindSpeedBranch(NamedTuple):
@@ -75,8 +75,11 @@ def explain_replacement(target: str, commit: str | None) -> str | None:
     if branch is None and branches:
         branch_names = ", ".join(sorted(branches))
         shown_commit = (commit or "")[:12] or "of an unknown commit"
-        return f"MindSpeed {shown_commit} was not reviewed; {branch_names} replace {target}, {_NOT_READ_NOTE}"
-    return f"MindSpeed {branch} replaces {target}, {_NOT_READ_NOTE}" if branch in branches else None
+        return (
+            f"MindSpeed {shown_commit} was not reviewed. It may replace {target}, as these branches do:"
+            f" {branch_names}. {_NOT_READ_NOTE}"
+        )
+    return f"MindSpeed {branch} replaces {target}. {_NOT_READ_NOTE}" if branch in branches else None
 
 
 def explain_job_replacement(target: str, commit: str | None) -> str | None:
@@ -87,4 +90,4 @@ def explain_job_replacement(target: str, commit: str | None) -> str | None:
     branch = next((candidate for candidate in TRAINING_BRANCHES if candidate.commit == commit), None)
     if branch is None or target not in branch.replaces:
         return None
-    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed), {_NOT_READ_NOTE}"
+    return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed). {_NOT_READ_NOTE}"

@@ -46,7 +46,7 @@ class MonkeyPatch:
     @property
     def when(self) -> str:
         """The words for when it is in place: "on import", or the calls and conditions that put it there."""
-        where = [f"where {', '.join(self.call_sites[:3])} calls it"] if self.call_sites else []
+        where = [f"called at {', '.join(self.call_sites[:3])}"] if self.call_sites else []
         conditions = [f"if {' and '.join(self.conditions)}"] if self.conditions else []
         return ", ".join(where + conditions) or "on import"
 
@@ -199,7 +199,7 @@ def _iter_file_patches(
             code = _find_code(function or value, statement.scope, source_file, package)
             conditions, call_sites = _trace_calls(statement, source_file, source_files)
             if function is not None:
-                conditions = (*conditions, f"this {target[1].partition('.')[0]} is given to it")
+                conditions = (*conditions, f"this {target[1].partition('.')[0]} is passed to the call")
             yield MonkeyPatch(
                 package.name,
                 *target,
@@ -372,7 +372,7 @@ def _trace_calls(
         decorators = [f"@{ast.unparse(decorator)}".partition(",")[0] for decorator in function.decorator_list]
         return (
             *conditions,
-            f"{decorators[0]}...) says so" if decorators else f"{function.name}() is called",
+            f"{decorators[0]}...) applies it" if decorators else f"{function.name}() is called",
         ), ()
     call_sites = tuple(f"{file.path}:{call.node.lineno}" for call, file in calls)
     for hop in range(_MAX_HOPS):

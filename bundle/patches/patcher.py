@@ -329,5 +329,5 @@ def _describe(value: Any) -> str:
         return "gone"
     function = inspect.unwrap(value) if callable(value) else value
     code = getattr(function, "__code__", None)
-    where = f" of {code.co_filename}" if code else ""
+    where = f" from {code.co_filename}" if code else ""
     return f"{getattr(function, '__qualname__', repr(function))}{where}"

@@ -210,7 +210,7 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
     """Return the plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
     try:
         if document["schema"] != 2:
-            raise ValueError(f"schema {document['schema']}")
+            raise ValueError(f"its schema is {document['schema']}, not 2")
         version_info = document["megatron-core"]
         decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
         steps = tuple(PatchStep(**step) for step in document["steps"])
@@ -224,7 +224,7 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
         module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
         return PatchPlan(version_info["version"], version_info["commit"], decisions, steps, module_digests)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PatchError(f"This is not a plan of patches: {type(error).__name__}: {error}") from None
+        raise PatchError(f"This is not a plan of patches ({type(error).__name__}: {error})") from None
 
 
 def _format_version(version: str | None, commit: str | None) -> str:
@@ -236,7 +236,8 @@ def build_patch_plan(patch_survey: Survey) -> PatchPlan:
     patch_survey.check()
     root = patch_survey.core.root
     if root is None:
-        raise PatchError(f"megatron-core {patch_survey.core.version} is only a version, not a tree to patch")
+        version = patch_survey.core.version
+        raise PatchError(f"megatron-core {version}: only the version is known, but patches need the source")
     applied_ids = {decision.id for decision in patch_survey.patches_to_apply}
     definitions = Definitions(SourceTree(root))
     steps = [

@@ -21,7 +21,7 @@ def create_patch_files(patch_id: str, checkout: Path) -> str:
     if patch_id in {patch.id for patch in PATCHES}:
         raise UsageError(f"{patch_id}: a patch has this id already")
     if not (checkout / "bundle/patches/catalogue").is_dir():
-        raise UsageError(f"{checkout} is not a checkout of mcore-bundle. Change to one")
+        raise UsageError(f"{checkout} is not a checkout of mcore-bundle. Run this command in one")
     module = patch_id.replace("-", "_")
     title = patch_id.replace("-", " ").capitalize()
     values = {"patch_id": patch_id, "module": module, "title": title, "having": DEFAULT_RELEASE}

@@ -61,7 +61,7 @@ class SourceTree:
         if len(self._sizes) > _MAX_MODULES or sum(self._sizes.values()) > _MAX_TREE_BYTES:
             limits = f"{_MAX_MODULES} modules or {_MAX_TREE_BYTES >> 20} MiB"
             raise UnreadableSource(
-                f"{file} is not read: its imports lead to more than {limits}, too many for megatron-core"
+                f"{file} is not read: the search for definitions exceeds its limit of {limits}"
             )
         return parse_module(name, file, source)
 

@@ -146,7 +146,7 @@ def _find_data_problems(recipe: Recipe) -> Iterator[Problem]:
                 yield from _find_package_problems("pyarrow", f"{key}: {sources[0].name}")
             kind = sources[0].kind if sources else "text"
             if data.source is None and (reason := explain_unfit_source(recipe.task, kind)):
-                yield to_recipe_problem(f"{key}: {reason}, and these are {kind} files")
+                yield to_recipe_problem(f"{key}: {reason}")
 
 
 def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -209,7 +209,7 @@ def _format_model(size: ModelSize) -> str:
 def _format_step(plan: Plan) -> str:
     """Return the tokens and FLOPs of a step, and its shortest time where the device's peak is known."""
     work = f"up to {plan.step_tokens:,} tokens, {_format_decimal(plan.step_flops, 'KMGTPEZY')}FLOPs"
-    work += " without the vision tower's" if plan.recipe.architecture.vision else ""
+    work += " (without the vision tower)" if plan.recipe.architecture.vision else ""
     if plan.peak is None or plan.recipe.model.dtype != "bf16" or plan.recipe.model.fp8 is not None:
         return work
     seconds = plan.step_flops / (plan.world * plan.peak.bf16)
@@ -220,7 +220,10 @@ def _format_step(plan: Plan) -> str:
 def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
     if layout is not None and layout.find_axis_size("pp") > 1:
         schedule = "1F1B" if len(layout.stages[0]) == 1 else "interleaved 1F1B"
-        yield f"pipeline bubble: stages wait {layout.bubble:.0%} of a step ({schedule}, even stages)"
+        yield (
+            f"pipeline bubble: stages are idle for {layout.bubble:.0%} of a step ({schedule}, if all stages"
+            " take equally long)"
+        )
 
 
 def _format_training_length(plan: Plan) -> str:
@@ -243,7 +246,7 @@ def _format_training_length(plan: Plan) -> str:
 def _format_checkpoint(plan: Plan) -> str:
     size, keep = plan.checkpoint_bytes, plan.recipe.checkpoint.keep
     total_size = format_bytes(size * plan.recipe.checkpoint.max_checkpoints)
-    return f"{format_bytes(size)} each; {keep} stay while one more is written: {total_size} of disk"
+    return f"{format_bytes(size)} each; {keep} are kept while the next is written: {total_size} of disk"
 
 
 def build_settings_json(recipe: Recipe) -> list[dict[str, Any]]:
@@ -276,7 +279,7 @@ def _format_exports(plan: Plan) -> Iterator[str]:
     count = (
         ""
         if train.epochs is not None
-        else f": {checkpoint.count_exports(train.steps):,} exports, which all stay"
+        else f": {checkpoint.count_exports(train.steps):,} exports, none is deleted"
     )
     yield f"{export_text}, every {checkpoint.export_interval:,} steps and at the end{count}"
 
@@ -333,7 +336,7 @@ def _format_experts(recipe: Recipe) -> Iterator[str]:
     elif moe.unused_aux_loss_coeff:
         yield (
             f"no balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
-            " output_router_logits true. Set model.moe.aux_loss_coeff to use one"
+            " output_router_logits: true. To use a loss, set model.moe.aux_loss_coeff"
         )
     else:
         yield "no balancing loss"
@@ -364,17 +367,17 @@ def _format_memory(plan: Plan) -> Iterator[str]:
             *([f"their FP8 copies {format_bytes(states.quantized)}"] if states.quantized else []),
             f"gradients {format_bytes(states.gradients)}",
             f"optimizer {format_bytes(states.master + states.moments + states.counters)}",
-            f"activations {format_bytes(activations.saved)} ({max(activations.in_flight)} in flight)",
-            f"passing {format_bytes(activations.transient)}",
+            f"activations {format_bytes(activations.saved)} (micro-batches in flight:"
+            f" {max(activations.in_flight)})",
+            f"temporary {format_bytes(activations.transient)}",
         ]
         rollout = [format_bytes(count) for count in stage.rollout]
         if plan.device_share is not None:
             parts.append("rollout server {0}, its overhead {2}, cache {1}".format(*rollout))
         elif stage.rollout.weights:
             parts.append("rollout engine {}, and {} more while answers are sampled".format(*rollout[:2]))
-        if states.host:
-            parts.append(f"offloaded to the host {format_bytes(states.host)}")
-        yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}"
+        host = f"; another {format_bytes(states.host)} offloaded to the host" if states.host else ""
+        yield f"{stage.stage}: {format_bytes(stage.total)} = {', '.join(parts)}{host}"
         if plan.device_share is not None:
             moments = format_bytes(stage.learning), format_bytes(stage.sampling)
             fraction = f"rl.rollout.mem_fraction_static {plan.device_share.chosen:g}"

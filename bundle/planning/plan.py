@@ -340,7 +340,7 @@ def _describe_mindspeed(recipe: Recipe, can: Capabilities, megatron: MegatronVer
     fp8 = "; its FP8 was never run" * (recipe.model.fp8 is not None)
     return (
         f"MindSpeed {branch.branch} ({branch.commit[:12]}) computes linear layers, experts and AdamW;"
-        " attention and norms are this package's. It trained on emulated"
+        " mcore-bundle computes attention and norms. This MindSpeed was tested only on emulated"
         f" {can.emulated_device.device}s{imports}{fp8}"
     )
 
@@ -382,7 +382,8 @@ def choose_hardware(
         )
     if backend is None and recipe_backend not in ("auto", hardware.backend):
         notes.append(
-            f"the recipe's backend {recipe_backend} is replaced by that of --hardware {hardware_name}"
+            f"--hardware {hardware_name} uses backend {hardware.backend}. The recipe's backend"
+            f" {recipe_backend} is ignored"
         )
     return hardware, tuple(notes)
 

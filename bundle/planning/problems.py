@@ -146,11 +146,11 @@ def find_stage_problems(recipe: Recipe, code: MegatronCode) -> Iterator[Problem]
     has_mtp = "m" in "".join(layout)
     for is_used, predicate, limitation in (
         (True, LAYOUT_STRING, "does not support it"),
-        (has_mtp, MTP_LAYOUT, "builds no MTP layers (m) from it"),
+        (has_mtp, MTP_LAYOUT, "does not support MTP layers (m) in it"),
         (
             has_mtp and not {"t", "m"} <= set(layout[-1]),
             STANDALONE_MTP,
-            "builds MTP layers (m) only in the stage of the last decoder layer (t) and the head (L)",
+            "supports MTP layers (m) only in the stage with the last decoder layer (t) and the head (L)",
         ),
     ):
         if is_used and not code.has(predicate):
@@ -188,8 +188,8 @@ def find_mindspeed_problems(
         yield from _check_installed_mindspeed(key, release, branch, installed, code.root)
     if recipe.architecture.moe is not None and recipe.model.dtype == "fp32":
         yield to_recipe_problem(
-            f"{key}: npu_grouped_matmul, which MindSpeed uses for experts, does not take one float32 tensor"
-            " for each expert. Set model.dtype to bf16"
+            f"{key}: MindSpeed computes experts with npu_grouped_matmul, which does not support a float32"
+            " tensor per expert. Set model.dtype to bf16"
         )
     for name, value in (
         ("model.lora", recipe.model.lora),
@@ -198,7 +198,7 @@ def find_mindspeed_problems(
     ):
         if value is not None:
             yield to_recipe_problem(
-                f"{key}: {name} is untested with MindSpeed's layers. Leave one of them out"
+                f"{key}: MindSpeed's layers are untested with {name}. Leave out one of these two keys"
             )
 
 
@@ -207,7 +207,7 @@ def _check_installed_mindspeed(
 ) -> Iterator[Problem]:
     """Yield why the installed MindSpeed does not fit this megatron-core or cannot be imported with it."""
     package = installed.find_package("mindspeed")
-    install = f"Install it at {branch.commit[:12]}, the head of {branch.branch}"
+    install = f"Install its commit {branch.commit[:12]}, the head of the branch {branch.branch}"
     if package is None:
         yield to_hardware_problem(f"{key}: MindSpeed is not installed. {install}")
     elif package.commit != branch.commit:
@@ -223,8 +223,8 @@ def _check_installed_mindspeed(
         and not (root / "megatron/training").is_dir()
     ):
         yield to_hardware_problem(
-            f"{key}: {branch.branch} imports megatron.training, which is not next to this megatron-core"
-            f" ({root}). Put Megatron-LM at the tag core_v{release} on the Python path instead of the package"
+            f"{key}: MindSpeed {branch.branch} imports megatron.training, which this megatron-core ({root})"
+            f" does not include. On the Python path, replace it by Megatron-LM at the tag core_v{release}"
         )
 
 
@@ -237,7 +237,8 @@ def _find_optimizer_problems(recipe: Recipe, can: Capabilities) -> Iterator[Prob
         )
     if optimizer.optimizer_cpu_offload and can.device == "cpu":
         yield to_hardware_problem(
-            "optimizer.optimizer_cpu_offload: backend cpu has the optimizer on the host. Set it to false"
+            "optimizer.optimizer_cpu_offload: with backend cpu the optimizer is on the host already. Set it"
+            " to false"
         )
 
 
@@ -302,8 +303,9 @@ def find_memory_problems(
     host, offloaded = hardware.host.memory.value, per_node * max(stage.states.host for stage in stages)
     if host is not None and offloaded > host:
         yield to_hardware_problem(
-            f"memory: {per_node} ranks offload {format_bytes(offloaded)} of optimizer state to a host with"
-            f" {format_bytes(host)}. Lower optimizer.optimizer_offload_fraction, or use more nodes"
+            f"memory: the {per_node} ranks of a node offload more optimizer state ({format_bytes(offloaded)})"
+            f" than the host has memory ({format_bytes(host)}). Lower optimizer.optimizer_offload_fraction,"
+            " or use more nodes"
         )
     size = hardware.device_memory.value
     for stage in stages:
@@ -404,25 +406,25 @@ def _find_fp8_row_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem
     multiple = recipe.alignment.total_multiple
     if rows * length % multiple:
         yield to_recipe_problem(
-            f"data.sequence_length: with {scaling} FP8 and this layout the tokens of a micro-batch must be"
-            f" a multiple of {multiple}, not {rows} x {length} ({SCALINGS[scaling].row_multiple} on every"
-            " rank). Change the length or train.micro_batch_size, or set data.packed"
+            f"data.sequence_length: a micro-batch has {rows} x {length} tokens, but {scaling} FP8 with this"
+            f" layout needs a multiple of {multiple} ({SCALINGS[scaling].row_multiple} on every rank). Change"
+            " the length or train.micro_batch_size, or set data.packed: true"
         )
 
 
 def _find_untrained_chunks(recipe: Recipe, can: Capabilities, layout: RankLayout) -> Iterator[Problem]:
     for chunk in layout.iterate_chunks():
         if not list_trained_parameters(recipe.architecture, recipe.parallel, chunk, can.layers, recipe.model):
-            where = f"a chunk of stage {chunk.stage}, so nothing would be trained there"
+            where = f"a model chunk of pipeline stage {chunk.stage}"
             if chunk.layers:
                 layers = ", ".join(map(str, chunk.layers))
                 yield to_recipe_problem(
-                    f"model.lora.targets: no target is in layers {layers}, which are all layers of {where}."
-                    " Add targets, or use fewer stages"
+                    f"model.lora.targets: {where} has no LoRA target in its layers ({layers}), so it would"
+                    " train nothing. Add targets, or use fewer stages"
                 )
             else:
                 yield to_recipe_problem(
-                    f"model.lora: there are no layers in {where}. Move a layer there in"
+                    f"model.lora: {where} has no layers, so it would train nothing. Give it a layer in"
                     " parallel.pipeline_model_parallel_layout"
                 )
 

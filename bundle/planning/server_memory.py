@@ -32,14 +32,14 @@ class DeviceShare(NamedTuple):
         key, states, device = "rl.rollout.mem_fraction_static", *map(format_bytes, (self.states, self.device))
         if self.least > self.most:
             yield to_hardware_problem(
-                f"{key}: a server of {format_bytes(self.server)} and a trainer of {states} do not fit a"
-                f" device of {device}. Divide the trainer over more devices, or serve elsewhere"
-                " (rl.rollout.urls)."
+                f"{key}: a device has {device}, too little for a trainer of {states} and a server with"
+                f" {format_bytes(self.server)} of weights, its cache and overhead. Divide the trainer over"
+                " more devices, or use servers elsewhere (rl.rollout.urls)."
             )
         elif not self.least <= self.chosen <= self.most:
             yield to_hardware_problem(
-                f"{key}: {self.chosen:g} does not fit next to a trainer of {states} on a device of"
-                f" {device}. Set a value from {self.least:g} to {self.most:g}."
+                f"{key}: {self.chosen:g} does not suit a device of {device} with a trainer of {states}. Set a"
+                f" value from {self.least:g} to {self.most:g}."
             )
 
 

@@ -34,7 +34,8 @@ def find_rollout_problems(recipe: Recipe) -> Iterator[Problem]:
             )
     elif rollout.python is not None and shutil.which(rollout.python) is None:
         yield to_hardware_problem(
-            f"rl.rollout.python: {rollout.python} is not a program. Name the Python of an environment."
+            f"rl.rollout.python: {rollout.python} is missing or not executable. Name the Python of an"
+            " environment with SGLang."
         )
     needed, folder = count_weights_folder_bytes(recipe), Path(rollout.weights_folder or ".")
     if (free := files.find_free_bytes(folder)) < needed:

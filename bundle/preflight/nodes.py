@@ -155,7 +155,7 @@ def _find_slow_nodes(reports: Mapping[int, Report], node_of_rank: Sequence[int])
     speeds = {number: min(ways.values()) for number, ways in best.items()}
     usual = statistics.median_high(speeds.values()) if speeds else 0.0
     return {
-        number: f"its links carry at most {speed:.3g} GB/s, those of the others {usual:.3g}"
+        number: f"its links reach at most {speed:.3g} GB/s, but other nodes reach {usual:.3g} GB/s"
         for number, speed in speeds.items()
         if speed < LEAST_BANDWIDTH_SHARE * usual
     }

@@ -34,11 +34,11 @@ def probe() -> ProbeResult:
         logging.getLogger().removeHandler(warnings)
     warning_text = "; ".join(warnings.lines)
     if not check.enabled:
-        return ProbeResult(skipped=warning_text or "its health check is disabled here")
+        return ProbeResult(skipped=warning_text or "the GPU health check is disabled here")
     return (
         ProbeResult()
         if healthy
-        else ProbeResult(wrong=warning_text or "its health check fails without a reason")
+        else ProbeResult(wrong=warning_text or "the GPU health check fails without a reason")
     )
 
 

@@ -133,9 +133,9 @@ def explain_tiktoken_tokenizer(directory: Path) -> str | None:
     if not paths or files.is_file(directory / "tokenizer.json"):
         return None
     return (
-        f"{paths[0]} is a tiktoken tokenizer, whose splitting rules are in the model's code, which is never"
-        " run. Convert it to a tokenizer.json, as docs/pretrained.md shows under"
-        ' "A tokenizer of tiktoken\'s", and name that directory.'
+        f"{paths[0]} is a tiktoken tokenizer. Its splitting rules are in the model's Python code, which"
+        " mcore-bundle never runs. Convert it to a tokenizer.json, as docs/pretrained.md shows under"
+        ' "A tokenizer of tiktoken\'s", and name the directory of that file.'
     )
 
 
@@ -200,8 +200,7 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
             begin, size = 8 + length, status.st_size
             if size < 8 or length > LARGEST_HEADER or begin > size:
                 raise ValueError(
-                    f"truncated, or not safetensors: the file has {size} bytes, its header alone needs"
-                    f" {length}"
+                    f"truncated, or not safetensors: the file has {size} bytes, but its header needs {length}"
                 )
             header = _parse_header(file.read(length))
     except OSError as error:

@@ -80,7 +80,7 @@ def find_model_weights(
         raise UsageError(f"{directory}: no weights in safetensors")
     table = Tensors(from_config(config, f"{directory / 'config.json'}"))
     failure = f"the weights do not fit this {architecture.model_type} model"
-    mtp_remedy = "--mtp-layers 0 leaves them out"
+    mtp_remedy = "Use --mtp-layers 0 to leave them out"
     return _match_weights(weights, config, table, architecture.mtp_layers, failure, mtp_remedy)
 
 
@@ -170,7 +170,7 @@ def _match_weights(
     table: Tensors,
     mtp_depths: int,
     failure: str,
-    mtp_remedy: str = "model.mtp.layers: 0 trains without them",
+    mtp_remedy: str = "Set model.mtp.layers: 0 to train without them",
     config_changes: Iterable[str] = (),
 ) -> PretrainedWeights:
     weights, violations = _with_quantization(weights, config)
@@ -207,9 +207,8 @@ def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str])
     ]
     if unequal:
         raise UsageError(
-            f"{weights.directory}: megatron-core has one tensor where these weights have two different"
-            " ones. Leave out MTP layers (model.mtp.layers: 0, --mtp-layers 0). For lm_head, set"
-            " tie_word_embeddings: false.",
+            f"{weights.directory}: tensors that share one parameter in megatron-core differ here. Leave out"
+            " MTP layers (model.mtp.layers: 0, --mtp-layers 0). For lm_head, set tie_word_embeddings: false.",
             unequal,
         )
 
@@ -265,7 +264,7 @@ def _find_mismatches(
         name for tensor in table if tensor.name.startswith("mtp.") for name in tensor.published_names
     }
     if missing and mtp_names.issuperset(missing):
-        yield f"only the layers of multi-token prediction (MTP) are missing: {mtp_remedy}"
+        yield f"only the multi-token prediction (MTP) layers are missing. {mtp_remedy}"
     known = set(expected)
     for name in expected:
         known |= {f"{name}{SCALE_SUFFIX}"} if weights.scale_block else set()
@@ -291,19 +290,19 @@ def _find_misfit(
     block: tuple[int, int] | None,
 ) -> Iterator[str]:
     if entry.shape != shape:
-        yield f"{name} has shape {list(entry.shape)}, the model's is {list(shape)}"
+        yield f"{name} has shape {list(entry.shape)}, but the model's is {list(shape)}"
     elif entry.dtype == FP8:
         if block is None or scale is None or len(shape) != 2:
             yield (
-                f"{name} is {FP8}, which needs two dimensions, {SCALE_SUFFIX} and"
-                " quantization_config.weight_block_size"
+                f"{name} is {FP8}, which needs two dimensions, a {SCALE_SUFFIX} tensor and"
+                " quantization_config.weight_block_size in config.json"
             )
             return
         expected_shape = count_blocks(shape, block)
         if scale.shape != expected_shape or scale.dtype not in FLOATS:
             actual = f"{scale.dtype} {list(scale.shape)}"
             yield (
-                f"{name}{SCALE_SUFFIX} is {actual}, must be {list(expected_shape)} floating-point"
+                f"{name}{SCALE_SUFFIX} is {actual}, but must be {list(expected_shape)} floating-point"
                 f" numbers, one per block of {list(block)}"
             )
     elif entry.dtype not in (*FLOATS, MXFP4):
@@ -362,12 +361,12 @@ def _with_quantization(
         return weights._replace(entries={**weights.entries, **stacks}), violations
     if not isinstance(quantization, dict) or method != "fp8":
         key = f"quantization_config.quant_method {format_value(method)}"
-        return weights, [f"{key}: only mxfp4, and fp8 with blocks, are read"]
+        return weights, [f"{key} is not supported, only mxfp4 and block-wise fp8 are"]
     block = quantization.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return weights._replace(scale_block=(block[0], block[1])), []
     return weights, [
-        f"quantization_config.weight_block_size {format_value(block)}: must be two sizes, as [128, 128]"
+        f"quantization_config.weight_block_size {format_value(block)} is not two sizes, such as [128, 128]"
     ]
 
 
@@ -436,7 +435,7 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
             if name not in optional:
                 yield f"{name} is missing"
         elif tensors[name].shape != shape:
-            yield f"{name} has shape {list(tensors[name].shape)}, the model's is {list(shape)}"
+            yield f"{name} has shape {list(tensors[name].shape)}, but the model's is {list(shape)}"
         elif tensors[name].dtype not in FLOATS:
             yield f"{name} holds {tensors[name].dtype}: only {', '.join(FLOATS)} are read"
     yield from (

@@ -26,13 +26,14 @@ def refuse_overwrite(directory: Path, sources: Iterable[Path], *, force: bool) -
         source_path = source.resolve()
         if destination.is_relative_to(source_path) or source_path.is_relative_to(destination):
             raise UsageError(
-                f"{directory}: is, holds or lies in {source}, which is read. Name another directory."
+                f"{directory}: this output directory overlaps the input {source}. Name another directory."
             )
     if not force and destination.exists() and (foreign_files := _list_foreign_files(destination)):
         more = f" and {len(foreign_files) - 1} more" if len(foreign_files) > 1 else ""
         raise UsageError(
-            f"{directory}: holds {files.to_printable(foreign_files[0])}{more}, which no export or import"
-            " wrote. Name another directory, or replace everything in it with --force."
+            f"{directory}: has files that mcore-bundle did not write"
+            f" ({files.to_printable(foreign_files[0])}{more}). Name another directory, or replace this one"
+            " with --force."
         )
 
 

@@ -113,7 +113,7 @@ class Alignment(NamedTuple):
         if extent < used:
             subject = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
             raise JobFailed(
-                f"A {self.layout} micro-batch does not fit: {subject} {used} rows, but the forced length is"
+                f"A {self.layout} micro-batch does not fit: {subject} {used} tokens, but the fixed length is"
                 f" {extent}. Raise that length, or put fewer or shorter sequences into a micro-batch."
             )
         return extent

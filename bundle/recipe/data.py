@@ -35,7 +35,7 @@ class Fields(Section):
     response: str = Field(
         default="response",
         description="SFT: the expected answer, a text or messages; only these tokens have a loss. TRL's"
-        " name, `completion`, is also found.",
+        " name, `completion`, is also recognised.",
     )
     messages: str = Field(
         default="messages",
@@ -47,7 +47,7 @@ class Fields(Section):
     label: str | None = Field(
         default="label",
         description="SFT of KTO rows: true for a good answer, false for a bad one (`kto_tag` is also"
-        " found). Rows with false are corrupt, because they must not be learned. null: not read.",
+        " recognised). Rows with false are corrupt, because they must not be learned. null: not read.",
     )
     system: str | None = Field(
         default="system", description="SFT: the system message, if a row has one; null: not read."
@@ -77,7 +77,7 @@ class ImagesSection(Section):
     min_pixels: Count | None = Field(
         default=None,
         description="Smallest size that an image is scaled to [pixels]; null: from processor_config.json"
-        " or preprocessor_config.json of the model or its tokenizer, else from transformers' class.",
+        " or preprocessor_config.json of the model or its tokenizer, else transformers' default.",
     )
     max_pixels: Count | None = Field(
         default=None, description="Largest size that an image is scaled to [pixels]; null: as min_pixels."
@@ -172,8 +172,8 @@ class Data(Section):
     )
     sequence_length: Count = Field(
         description="Tokens of a sample; packed: tokens of a pack, which may exceed the model's positions,"
-        " because each sequence has its own. DPO: tokens of an answer with its prompt; packed: of a pack"
-        " of whole pairs, where an answer may have half of them."
+        " because each sequence has its own. DPO: tokens of a prompt with one answer; packed: tokens of a"
+        " pack of pairs, of which a prompt with one answer may have half."
     )
     packed: bool = Field(
         default=False, description="Pack whole documents into each sample, without attention between them."
@@ -191,8 +191,8 @@ class Data(Section):
     cache: str | None = Field(
         default=None,
         min_length=1,
-        description="Directory of token caches, which runs with the same data share; null: .tokens beside"
-        " the run directory, or data inside it if that is not writable.",
+        description="Directory of token caches, which runs with the same data share; null: the folder .tokens"
+        " next to the run directory; if that is not writable, the folder data in the run directory.",
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
@@ -201,7 +201,8 @@ class Data(Section):
     )
     truncation: Literal["error", "delete", "right", "left"] = Field(
         default="error",
-        description="SFT, DPO: rows longer than a sample: error, leave out (delete), or cut that side.",
+        description="Rows longer than a sample. error: corrupt, see on_error; delete: leave out; right, left:"
+        " cut that side (SFT, DPO).",
     )
     fields: Fields = make_default_section("Names of the fields of a row.")
     images: ImagesSection = make_default_section("How images of rows are read.")
@@ -210,13 +211,14 @@ class Data(Section):
         default=PLAIN_TEMPLATE,
         min_length=1,
         description="SFT, DPO, RL: `plain`: roles as headings; `none`: only the texts; `chat`: the"
-        " tokenizer's chat template; `chatml`; or FILE.jinja, whose text becomes part of the job and is"
-        " exported with the tokenizer. Default: chat, if the tokenizer has a template.",
+        " tokenizer's chat template; `chatml`: ChatML; or FILE.jinja, whose text becomes part of the job and"
+        " is exported with the tokenizer. Default: chat, if the tokenizer has a template.",
     )
     date: str | None = Field(
         default=None,
         pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
-        description="Date (YYYY-MM-DD) for a chat template that writes today's date, on whatever day.",
+        description="Date (YYYY-MM-DD) that a chat template writes as today's date. A template that writes"
+        " one needs it.",
     )
     template_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
@@ -225,7 +227,7 @@ class Data(Section):
     learn: Literal["all_turns", "last_turn"] = Field(
         default="all_turns",
         description="SFT: learn the assistant's text in every turn, or only in the last. If a chat"
-        " template rewrites earlier turns, such as without thoughts, a row becomes a sample for each turn.",
+        " template rewrites earlier turns, such as without reasoning, a row becomes a sample for each turn.",
     )
 
     @property

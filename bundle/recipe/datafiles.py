@@ -87,7 +87,7 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
         if not sources:
             has_ending = files.is_directory(Path(path)) and kind != "text"
             ending = f" ending in {_format_endings(kind)}" if has_ending else ""
-            violations.append(f"{key} {path}: no such file, or no files{ending}")
+            violations.append(f"{key} {path}: no file{ending} was found")
         for source in sources:
             data_files.setdefault(source.path.resolve(), source)
     kinds = {source.kind: source.name for source in reversed(data_files.values())}

@@ -137,7 +137,8 @@ class _NodeReader:
             name = str(self._read_text(key, path))
             key_path = (*path, name)
             if name in values:
-                self._refuse(key, key_path, f"is repeated, first at {self._document.find_location(key_path)}")
+                first = self._document.find_location(key_path)
+                self._refuse(key, key_path, f"this key is set twice. Remove it here or at {first}")
                 continue
             self._document.locations[key_path] = self._locate(key)
             values[name] = self.read_value(item, key_path)

@@ -27,6 +27,7 @@ _REPLACED_WORDS = {
     " after validation": "",
     "tuple": "list",
     "dictionary": "mapping",
+    "item, not 0": "item",
 }
 
 # In a checkout a link to launch/recipes; a wheel holds the files themselves.
@@ -83,7 +84,7 @@ def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
         return recipe
     values, steps = recipe.dump(), recipe.train.count_steps(epochs, samples)
     values["train"] |= {"epochs": None, "steps": steps}
-    return from_mapping(values, f"recipe {recipe.name}, {epochs:g} epochs of {samples:,} samples: the recipe")
+    return from_mapping(values, f"recipe {recipe.name} with {epochs:g} epochs of {samples:,} samples")
 
 
 def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
@@ -96,7 +97,7 @@ def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
         return DIRECTORY / f"{text}.yaml"
     raise UsageError(
         f"no recipe named {text!r}{format_suggestion(find_nearest(text, names))}",
-        [f"built in: {', '.join(names)}", "write a file with its path: ./mine.yaml"],
+        [f"built in: {', '.join(names)}", "to name a file, give its path, such as ./mine.yaml"],
     )
 
 
@@ -356,12 +357,12 @@ def _explain_errors(error: ValidationError, document: YamlDocument) -> Iterator[
             case "value_error":
                 reason = detail["msg"].removeprefix("Value error, ")
             case "model_type":
-                reason = f"must be a section of keys, is {format_value(detail['input'])}"
+                reason = f"must be a section with keys, but is {format_value(detail['input'])}"
             case _:
                 message = detail["msg"]
                 for pydantic_words, recipe_words in _REPLACED_WORDS.items():
                     message = message.replace(pydantic_words, recipe_words)
-                reason = f"{message[:1].lower()}{message[1:]}, is {format_value(detail['input'])}"
+                reason = f"{message[:1].lower()}{message[1:]}, but is {format_value(detail['input'])}"
         yield _format_violation(document, path, reason)
 
 

@@ -63,12 +63,14 @@ class FP8(CompletedSection):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
-        description="Source of the scales: past steps, each tensor, each block, or 32 values (Blackwell)."
+        description="Values that share a scale. delayed: a tensor, by past steps;"
+        " tensorwise: a tensor; blockwise: a block; mxfp8: 32 values (Blackwell)."
     )
     format: Format = Field(
         default="hybrid",
         json_schema_extra=add_null,
-        description="Number format; hybrid: e5m2 for gradients. Default: hybrid; blockwise, mxfp8: e4m3.",
+        description="Number format. hybrid: e4m3, but e5m2 for gradients. Default: hybrid; e4m3 with"
+        " blockwise and mxfp8.",
     )
 
     @classmethod
@@ -84,7 +86,8 @@ class Recompute(CompletedSection):
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
     method: Literal["uniform", "block"] | None = Field(
         default=None,
-        description="full: recompute uniform chunks, or the first layers of a stage. Default: uniform.",
+        description="full: which layers. uniform: all, in chunks of `layers`; block: the first `layers` of"
+        " each stage. Default: uniform.",
     )
     layers: Count | None = Field(
         default=None, description="full: layers per chunk (uniform) or per stage (block). Default: 1."
@@ -111,13 +114,15 @@ class MTP(Section):
         description="Prediction depth; null: num_nextn_predict_layers of the config.",
     )
     loss_scale: NotNegative = Field(
-        default=0.1, description="Weight of the MTP losses in the total loss, shared by the depths."
+        default=0.1,
+        description="Weight of all MTP losses together in the loss, divided equally among the layers.",
     )
     detach_trunk: bool = Field(
         default=False, description="Keep the gradient of the MTP losses out of the layers below."
     )
     detach_embeddings: bool = Field(
-        default=False, description="Keep this gradient out of the word embedding and the output layer."
+        default=False,
+        description="Keep the gradient of the MTP losses out of the word embedding and the output layer.",
     )
 
     @property
@@ -139,8 +144,8 @@ class Experts(Section):
     )
     bias_update_rate: NotNegative = Field(
         default=1e-3,
-        description="Change of a steering bias (noaux_tc) per step, independent of the learning rate; 0:"
-        " no change, the default in SFT and DPO of published weights.",
+        description="Change of a router's expert bias (noaux_tc) per step, independent of the learning rate."
+        " 0: no change, which is the default in SFT, DPO and RL of published weights.",
     )
 
 
@@ -153,8 +158,8 @@ class LoRA(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="PEFT directory to start from, or one of the Hub as in model.path; it sets all other"
-        " keys, and only dropout may differ. null: new adapters.",
+        description="Adapters to start from: a PEFT directory, or ORG/NAME@REVISION of the Hub. Their config"
+        " sets all other keys; only dropout may differ. null: new adapters.",
     )
     rank: Count = Field(default=_LORA_VALUES["rank"], description="Rows of A and columns of B.")
     alpha: Positive = Field(default=_LORA_VALUES["alpha"], description="Scale of adapters: alpha / rank.")
@@ -226,15 +231,15 @@ class Model(Section):
         default_factory=dict, description="Keys of a Hugging Face config.json; model_type names the family."
     )
     dtype: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="Arithmetic; master weights are fp32 either way."
+        default="bf16", description="Number format of the computation. The master weights are always fp32."
     )
     attention: Literal["auto", "flash", "fused", "unfused"] = Field(
         default="auto", description="Attention kernel; auto: the backend's choice."
     )
     operators: Names | None = Field(
         default=None,
-        description="Operations with the accelerator's own operators (ascend: rms_norm, swiglu, rotary,"
-        " permute, grouped_experts, adamw); others use torch. null: all of the backend.",
+        description="Operations that run with operators of the accelerator (ascend: rms_norm, swiglu, rotary,"
+        " permute, grouped_experts, adamw). All others run with torch. null: all that the backend has.",
     )
     fp8: FP8 | None = Field(default=None, description="FP8 matrix products; null: none.")
     recompute: Recompute | None = Field(default=None, description="Activation recomputation; null: none.")
@@ -320,8 +325,8 @@ class Recipe(CompletedSection):
     )
     task: Literal["pretrain", "sft", "dpo", "rl"] = Field(
         default="pretrain",
-        description="Learn every token, only the responses, which of 2 responses is better, or from"
-        " rewards of sampled answers.",
+        description="What is learned. pretrain: every token; sft: the responses; dpo: which of two responses"
+        " is better; rl: from rewards of sampled answers.",
     )
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: the one that the machine has."
@@ -338,14 +343,14 @@ class Recipe(CompletedSection):
     optimizer: Optimizer = make_default_section("The optimizer and its schedule.")
     distributed: Distributed = make_default_section("How ranks exchange gradients and weights.")
     dpo: DPO | None = Field(
-        default=None, description="The loss of pairs of responses; null: none, or the defaults with task dpo."
+        default=None, description="The loss of pairs of responses; null: none, or the defaults for task dpo."
     )
     rl: RL | None = Field(default=None, description="Reinforcement learning; null: none. Task rl needs it.")
     checkpoint: Checkpoint = make_default_section("When to save, and how much to keep.")
     environment: dict[VariableName, VariableValue | None] = Field(
         default={},
-        description="Variables of the ranks, such as NCCL_DEBUG, which override or extend those of the"
-        " plan; null: as in the environment that starts the ranks. No variable may name a file.",
+        description="Environment variables of the ranks, such as NCCL_DEBUG. They override or extend those of"
+        " the plan. null: the value in the environment that starts the ranks. No variable may name a file.",
     )
     metrics: MetricsSection = make_default_section("Where metrics are written.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")
@@ -490,7 +495,7 @@ class Recipe(CompletedSection):
         fewer = (ep for ep in range(min(p.ep - 1, moe.num_experts), 0, -1) if not moe.num_experts % ep)
         fitting_ep = next((ep for ep in fewer if p.model_copy(update={"ep": ep}).fits(world)), None)
         experts = f"experts: etp {p.etp} x ep {p.ep} x pp {p.pp}"
-        instead = f". parallel.ep={fitting_ep} fits" if fitting_ep else ""
+        instead = f". Set parallel.ep={fitting_ep}, which fits" if fitting_ep else ""
         return f"{p.minimal_world} ranks ({layout_text}, {experts}), but there are {world}{instead}"
 
     def find_layout_violations(self, world: int) -> list[str]:
@@ -511,7 +516,7 @@ class Recipe(CompletedSection):
         if parallel.vpp is not None and microbatches % parallel.pp:
             return [
                 f"train.global_batch_size: {train.global_batch_size} gives {microbatches} micro-batches per"
-                f" rank; an interleaved pipeline needs a multiple of pp {parallel.pp}"
+                f" rank, but an interleaved pipeline (vpp) needs a multiple of pp {parallel.pp}"
             ]
         return []
 

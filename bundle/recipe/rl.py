@@ -34,7 +34,7 @@ class RLRollout(Section):
 
     engine: Literal["transformers", "sglang"] = Field(
         default="transformers",
-        description="Source of answers. transformers: its class, in a rank's process; sglang: servers.",
+        description="Source of answers. transformers: its model class, in a rank's process; sglang: servers.",
     )
     temperature: Positive = Field(default=1.0, description="Divides the logits before an answer is sampled.")
     top_p: float = Field(
@@ -76,13 +76,13 @@ class RLRollout(Section):
     weights_folder: str | None = Field(
         default=None,
         min_length=1,
-        description="sglang: folder of the weights for the servers, two versions at once; null: /dev/shm"
-        " if it has room, else the run directory.",
+        description="sglang: folder of the weights for the servers, which holds up to two versions; null:"
+        " /dev/shm if it has room, else the run directory.",
     )
     transport: Literal["files", "ipc"] | None = Field(
         default=None,
         description="sglang: how servers that the run starts get weights. files: from files; ipc: from the"
-        " memory of their GPU, if the first version has the same checksums in both ways. null: ipc for one"
+        " memory of their GPU, if checksums of the first weights equal those from files. null: ipc for one"
         " server on one GPU, else files.",
     )
     verify: Literal["always", "first"] = Field(
@@ -104,7 +104,7 @@ class RLRollout(Section):
 
 
 class RLEvaluation(Section):
-    """Questions that are never learned, for evaluations, of which one precedes the first step."""
+    """Questions for evaluations, which are never learned. One evaluation precedes the first step."""
 
     path: Names = Field(min_length=1, description="As data.path.")
     source: DataKind | None = Field(default=None, description="Kind of the files; null: data.source.")
@@ -205,7 +205,8 @@ class RLLoss(CompletedSection):
 
     kind: Literal["ppo", "gspo", "cispo"] = Field(
         default="ppo",
-        description="Clip the ratio of each token (ppo), of each answer (gspo), or the weight alone (cispo).",
+        description="What is clipped. ppo: the ratio of each token; gspo: the ratio of each answer; cispo:"
+        " only the weight.",
     )
     clip: Pair = Field(
         default=CLIPS["ppo"],
@@ -262,7 +263,7 @@ class RL(Section):
     """Reinforcement learning from rewards, for task rl. A step has questions, answers and updates."""
 
     prompts_per_step: Count = Field(description="Questions of one step.")
-    num_generations: Count = Field(description="Answers to each question: a group. At least 2.")
+    num_generations: Count = Field(description="Answers to each question, which form a group. At least 2.")
     num_iterations: Count = Field(
         default=1,
         description="Passes over all answers of a step, in updates of train.global_batch_size.",
@@ -286,7 +287,8 @@ class RL(Section):
     )
     dynamic_sampling: CountOrZero = Field(
         default=0,
-        description="Most rounds in which a step samples further questions to replace flat groups (DAPO).",
+        description="Most rounds in which a step samples further questions, to replace groups with equal"
+        " rewards (DAPO); 0: none.",
     )
     overlong_buffer: CountOrZero = Field(
         default=0,

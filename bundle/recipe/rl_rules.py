@@ -24,7 +24,7 @@ _KINDS_OF_KEYS = {
 _NEEDED_KEYS = {
     "function": "FILE.py:NAME",
     "url": "the address of a server",
-    "tests": "the field with the tests",
+    "tests": "the name of the field with the tests",
 }
 _URL = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
 # Keys of rl.rollout for an engine with servers; _START_KEYS are only for servers that the run starts.
@@ -77,12 +77,12 @@ def find_violations(recipe: Recipe) -> Iterator[Violation]:
 
 def _check_sampling(rl: RL) -> Iterator[Violation]:
     if rl.num_generations < 2:
-        yield "rl.num_generations", f"{rl.num_generations} is not a group to compare. Set it to 2 or more."
+        yield "rl.num_generations", "1 answer per question leaves nothing to compare. Set it to 2 or more."
     if rl.rollout.top_p < 1:
         yield (
             "rl.rollout.top_p",
-            f"{rl.rollout.top_p:g} is not allowed: the loss needs the probabilities of all tokens, so its"
-            " ratios would be biased. Set it to 1.",
+            f"{rl.rollout.top_p:g} would bias the ratios of the loss, which needs the probabilities of all"
+            " tokens. Set it to 1.",
         )
     longest = rl.rollout.max_completion_length
     if rl.overlong_buffer > longest:
@@ -93,17 +93,21 @@ def _check_sampling(rl: RL) -> Iterator[Violation]:
     if rl.discount != 1 and rl.advantage != "reinforce_plus_plus":
         yield (
             "rl.discount",
-            f"{rl.discount:g} is not read with rl.advantage {rl.advantage}. Set it to 1, or set"
-            " reinforce_plus_plus.",
+            f"{rl.discount:g} has no effect with rl.advantage {rl.advantage}. Set it to 1, or set"
+            " rl.advantage to reinforce_plus_plus.",
         )
     if rl.dynamic_sampling and rl.advantage == "reinforce_plus_plus":
         yield (
             "rl.dynamic_sampling",
-            f"{rl.dynamic_sampling} is not read with rl.advantage reinforce_plus_plus, which learns from flat"
-            " groups. Set it to 0.",
+            f"{rl.dynamic_sampling} has no effect with rl.advantage reinforce_plus_plus, which also learns"
+            " from groups with equal rewards. Set it to 0.",
         )
     if rl.loss.mean != "constant" and rl.loss.divisor is not None:
-        yield "rl.loss.divisor", f"{rl.loss.divisor:g} is not read with rl.loss.mean {rl.loss.mean}."
+        yield (
+            "rl.loss.divisor",
+            f"{rl.loss.divisor:g} has no effect with rl.loss.mean {rl.loss.mean}. Remove it, or set"
+            " rl.loss.mean to constant.",
+        )
 
 
 def _check_servers(rollout: RLRollout) -> Iterator[Violation]:
@@ -146,8 +150,8 @@ def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if limit == "tokens":
         yield (
             "data.sequence_length",
-            f"{length} gives a {unit} of {room} tokens, but an answer may have {longest} tokens and follows"
-            f" its question. Set it above {longest}, or lower rl.rollout.max_completion_length.",
+            f"{length} is too small. A {unit} of {room} tokens must hold a question and an answer of up to"
+            f" {longest} tokens. Raise it, or lower rl.rollout.max_completion_length.",
         )
     else:
         yield (
@@ -167,21 +171,22 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if train.epochs is None and rl.warm_start_steps >= train.steps:
         yield (
             "rl.warm_start_steps",
-            f"{rl.warm_start_steps} of {train.steps} updates leave none for rewards. Raise train.steps.",
+            f"{rl.warm_start_steps} is not less than train.steps {train.steps}, so no step learns from"
+            " rewards. Lower it, or raise train.steps.",
         )
     if rl.warm_start_steps and rl.loss.kl and recipe.model.lora is None:
         yield (
             "rl.loss.kl",
-            f"{rl.loss.kl:g} measures the KL divergence from the model before the {rl.warm_start_steps}"
-            " updates of rl.warm_start_steps. Set one of them to 0.",
+            f"{rl.loss.kl:g} pulls the policy back to the model before the {rl.warm_start_steps} updates of"
+            " rl.warm_start_steps. Set one of the two keys to 0.",
         )
     if train.epochs is not None:
-        yield "train.epochs", f"{train.epochs:g} is not read by task rl. Set train.steps instead."
+        yield "train.epochs", f"{train.epochs:g} has no effect with task rl. Set train.steps instead."
     if rl.old_log_probs == "trainer" and rl.loss_temperature != rl.rollout.temperature:
         yield (
             "rl.loss.temperature",
-            f"{rl.loss_temperature:g} is not rl.rollout.temperature {rl.rollout.temperature:g}, which"
-            " rl.old_log_probs: trainer requires. Leave it out.",
+            f"{rl.loss_temperature:g} differs from rl.rollout.temperature {rl.rollout.temperature:g}, but"
+            " rl.old_log_probs: trainer needs equal temperatures. Leave it out.",
         )
     if checkpoint.keep_best is not None and rl.evaluation is None:
         yield (
@@ -193,10 +198,13 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
 def _check_data(recipe: Recipe) -> Iterator[Violation]:
     data = recipe.data
     if data.validation:
-        yield "data.validation", f"{data.validation:g} is not read by task rl. Set 0 and rl.evaluation.path."
+        yield (
+            "data.validation",
+            f"{data.validation:g} has no effect with task rl. Set it to 0, and use rl.evaluation instead.",
+        )
     if data.validation_sets:
         names = ", ".join(data.validation_sets)
-        yield "data.validation_sets", f"{names}: not read by task rl. Set rl.evaluation.path."
+        yield "data.validation_sets", f"task rl ignores these sets ({names}). Use rl.evaluation instead."
     if data.truncation in ("left", "right"):
         yield (
             "data.truncation",
@@ -213,13 +221,16 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
 def _check_reward(reward: RLReward) -> Iterator[Violation]:
     """Yield what is wrong with a reward, by its own keys."""
     if reward.weight == 0:
-        yield "weight", "0 has no effect in the sum. Remove the reward, or set another weight."
+        yield "weight", "0 gives this reward no effect. Remove the reward, or set another weight."
     for key, kinds in _KINDS_OF_KEYS.items():
         value = getattr(reward, key)
         if value is not None and reward.kind not in kinds:
             shown = redact_url(value) if key == "url" else value
-            owner = " and ".join(kinds)
-            yield key, f"{format_value(shown)} is read only by {owner}, but kind is {reward.kind}. Remove it."
+            owner = " or ".join(kinds)
+            yield (
+                key,
+                f"{format_value(shown)} applies only to kind {owner}, but kind is {reward.kind}. Remove it.",
+            )
         elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
             yield key, f"missing. Kind {reward.kind} needs {_NEEDED_KEYS[key]}."
     if reward.kind == "python" and reward.function is not None:
@@ -230,8 +241,8 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
     if reward.kind == "http" and reward.url is not None and not _is_address(reward.url):
         yield (
             "url",
-            f"{format_value(redact_url(reward.url))} is not an address. Write it as http://HOST:PORT/PATH, or"
-            " with https, without spaces and #.",
+            f"{format_value(redact_url(reward.url))} is not a web address. Write http://HOST:PORT/PATH or"
+            " https://HOST:PORT/PATH, without spaces or #.",
         )
     if reward.pattern is not None and reward.kind in _KINDS_OF_KEYS["pattern"]:
         yield from _check_pattern(reward.pattern)
@@ -271,17 +282,23 @@ def _check_loss(rl: RL) -> Iterator[Violation]:
     loss = rl.loss
     low, high = loss.clip
     if not (0 <= low <= 1 and high >= 0):
-        yield "rl.loss.clip", f"[{low:g}, {high:g}] must be distances from 1: first 0 to 1, second from 0."
+        yield (
+            "rl.loss.clip",
+            f"[{low:g}, {high:g}] is out of range. The first must be from 0 to 1, the second at least 0.",
+        )
     if loss.kind == "gspo" and loss.mean != "sequence":
-        yield "rl.loss.mean", f"{loss.mean} does not fit gspo, which weights answers. Set it to sequence."
+        yield (
+            "rl.loss.mean",
+            f"{loss.mean} does not fit rl.loss.kind gspo, whose ratio is per answer. Set it to sequence.",
+        )
     if loss.kind == "cispo" and loss.dual_clip is not None:
-        yield "rl.loss.dual_clip", f"{loss.dual_clip:g} is not read by cispo. Remove it."
+        yield "rl.loss.dual_clip", f"{loss.dual_clip:g} has no effect with rl.loss.kind cispo. Remove it."
     if loss.correction is not None:
         if rl.old_log_probs != "trainer":
             yield (
                 "rl.loss.correction",
-                "compares the log-probabilities of trainer and rollout engine, but rl.old_log_probs is"
-                f" {rl.old_log_probs}. Set that to trainer.",
+                f"needs the trainer's log-probabilities, but rl.old_log_probs is {rl.old_log_probs}. Set"
+                " rl.old_log_probs to trainer.",
             )
         for key, reason in _check_correction(loss.correction):
             yield f"rl.loss.correction.{key}", reason
@@ -289,9 +306,9 @@ def _check_loss(rl: RL) -> Iterator[Violation]:
 
 def _check_correction(correction: RLCorrection) -> Iterator[Violation]:
     if correction.low >= correction.high:
-        yield "low", f"{correction.low:g} is not below high {correction.high:g}."
+        yield "low", f"{correction.low:g} must be less than high ({correction.high:g})."
     if correction.kind == "truncate":
         if correction.low:
-            yield "low", f"{correction.low:g} is read only with kind mask. Set it to 0."
+            yield "low", f"{correction.low:g} applies only to kind mask, but kind is truncate. Set it to 0."
         if correction.level == "geometric":
-            yield "level", "geometric is read only with kind mask. Set kind: mask."
+            yield "level", "geometric applies only to kind mask, but kind is truncate. Set kind: mask."

@@ -69,8 +69,8 @@ def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
         elif a.mla is not None:
             yield (
                 key,
-                "false with latent attention and tp > 1 fails in megatron-core before 0.14; later it"
-                " leaves gradients of rotary keys and of the weights below incomplete. Set it to true.",
+                "false fails with latent attention and tp > 1 in megatron-core before 0.14. Later versions"
+                " leave gradients of rotary keys and of the weights below incomplete. Set it to true.",
             )
     if recipe.parallel.sequence_parallel and tp == 1:
         yield "parallel.sequence_parallel", "true needs tp > 1. Leave it out."
@@ -79,20 +79,20 @@ def _check_tensor_parallel(recipe: Recipe) -> Iterator[Violation]:
 def _check_experts(recipe: Recipe) -> Iterator[Violation]:
     parallel, moe, balancing = recipe.parallel, recipe.architecture.moe, recipe.model.moe
     if moe is None:
-        for key, value in (
-            ("aux_loss_coeff", balancing.aux_loss_coeff),
-            ("z_loss_coeff", balancing.z_loss_coeff),
+        default_rate = type(balancing).model_fields["bias_update_rate"].default
+        for key, value, unset in (
+            ("aux_loss_coeff", balancing.aux_loss_coeff, None),
+            ("z_loss_coeff", balancing.z_loss_coeff, 0),
+            ("bias_update_rate", balancing.bias_update_rate, default_rate),
         ):
-            if value:
-                yield f"model.moe.{key}", "balances experts, but the model has none"
-        if balancing.bias_update_rate not in (0, type(balancing).model_fields["bias_update_rate"].default):
-            yield "model.moe.bias_update_rate", "balances experts, but the model has none"
+            if value and value != unset:
+                yield f"model.moe.{key}", f"{value:g} balances experts, but the model has none. Leave it out."
         if recipe.model.router_replay:
             yield "model.router_replay", "true needs experts, but the model has none. Set it to false."
         if parallel.ep > 1:
-            yield "parallel.ep", f"{parallel.ep} divides experts, but the model has none. Set it to 1."
+            yield "parallel.ep", f"{parallel.ep} needs experts, but the model has none. Set it to 1."
         if parallel.etp != parallel.tp:
-            yield "parallel.etp", f"{parallel.etp} divides experts, but the model has none. Leave it out."
+            yield "parallel.etp", f"{parallel.etp} is for experts, but the model has none. Leave it out."
         return
     layers = sum(moe.layer_pattern) + recipe.architecture.mtp_layers
     if layers * moe.num_experts > MOST_EXPERTS * parallel.ep:
@@ -104,13 +104,18 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
     if moe.num_experts % parallel.ep:
         yield "parallel.ep", f"{parallel.ep} does not divide the {moe.num_experts} experts"
     if recipe.architecture.linear_bias and parallel.etp > 1:
-        yield "parallel.etp", "megatron-core adds the experts' biases on each of these ranks. Set it to 1."
+        yield (
+            "parallel.etp",
+            f"{parallel.etp} is not supported for experts with biases, because megatron-core adds each bias"
+            " on every one of these ranks. Set it to 1.",
+        )
     if moe.ffn_hidden_size % parallel.etp:
         yield "parallel.etp", f"{parallel.etp} does not divide moe_intermediate_size {moe.ffn_hidden_size}"
 
 
 _END_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _LAYOUT_KEY = "parallel.pipeline_model_parallel_layout"
+_ONE_STAGE = "needs several pipeline stages, but parallel.pp is 1. Raise parallel.pp, or leave this key out."
 
 
 def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
@@ -123,21 +128,21 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     ends = {key: length for key in _END_KEYS if (length := getattr(parallel, key)) is not None}
     if has_layout:
         for key in ends:
-            yield f"parallel.{key}", f"{_LAYOUT_KEY} sets every stage. Leave one of them out."
+            yield f"parallel.{key}", f"{_LAYOUT_KEY} already sets every stage. Leave one of the two keys out."
         yield from _check_pipeline_layout(recipe)
     elif parallel.pp == 1:
         for key in ends:
-            yield f"parallel.{key}", "there is one stage: needs pp > 1"
+            yield f"parallel.{key}", _ONE_STAGE
     elif _list_stages(recipe) is not None:
         return
     elif ends:
-        lengths = " and ".join(f"{length} in the {key.split('_')[3]}" for key, length in ends.items())
-        rest = f"{layers - sum(ends.values())} to the other {parallel.pp - len(ends)}"
-        chunks_text = f" of {parallel.vpp} chunks" if parallel.vpp else ""
+        lengths = ", ".join(f"{length} in the {key.split('_')[3]} stage" for key, length in ends.items())
+        rest = f"{layers - sum(ends.values())} in the other {parallel.pp - len(ends)}"
+        chunks_text = f" into {parallel.vpp} chunks per stage" if parallel.vpp else ""
         for key in ends:
             yield (
                 f"parallel.{key}",
-                f"{lengths} of {parallel.pp} stages{chunks_text} leave {rest}, which is impossible",
+                f"{layers} layers cannot be divided evenly{chunks_text}: {lengths}, {rest}",
             )
     else:
         yield "parallel.pp", _explain_uneven_stages(parallel, layers)
@@ -147,7 +152,7 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     """Yield what is wrong with a layout string, and what is not computed in its stages."""
     parallel, architecture = recipe.parallel, recipe.architecture
     if parallel.pp == 1:
-        yield _LAYOUT_KEY, "there is one stage: needs pp > 1"
+        yield _LAYOUT_KEY, _ONE_STAGE
         return
     try:
         layout = parallel.layout
@@ -163,15 +168,16 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     if chunks is not None and (parallel.vpp or 1) != chunks:
         yield (
             "parallel.vpp",
-            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has {chunks} for each of pp {parallel.pp}.",
+            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has {chunks} stages per pipeline rank"
+            f" (pp {parallel.pp}). Leave this key out.",
         )
     if "m" not in "".join(layout) or "m" in layout[-1]:
         return
-    where = "with the MTP layers (m) in a stage before that of the head (L)"
+    where = "if the MTP layers (m) are in an earlier stage than the head (L). Put both into one stage."
     if architecture.tied_embeddings:
-        yield _LAYOUT_KEY, f"{where} megatron-core cannot build a tied head. Put both into one stage."
+        yield _LAYOUT_KEY, f"megatron-core cannot tie the head to the embedding {where}"
     if recipe.model.mtp.detach_embeddings:
-        yield "model.mtp.detach_embeddings", f"true is not supported {where}. Put both into one stage."
+        yield "model.mtp.detach_embeddings", f"true is not supported {where}"
 
 
 def _list_stages(recipe: Recipe) -> tuple[tuple[ChunkContents, ...], ...] | None:
@@ -218,9 +224,13 @@ def _check_mtp(recipe: Recipe) -> Iterator[Violation]:
     depth = recipe.architecture.mtp_layers
     for key in ("detach_trunk", "detach_embeddings"):
         if getattr(recipe.model.mtp, key) and not depth:
-            yield f"model.mtp.{key}", "the model has no MTP layers to detach"
+            yield f"model.mtp.{key}", "true needs MTP layers, but the model has none. Set it to false."
     if depth and recipe.architecture.windows:
-        yield "model.mtp.layers", "the config does not say whether MTP layers have windows. Set it to 0."
+        yield (
+            "model.mtp.layers",
+            "the model has sliding windows, but its config does not say whether MTP layers have them. Set it"
+            " to 0.",
+        )
     if depth >= recipe.data.sequence_length:
         yield (
             "model.mtp.layers",
@@ -234,7 +244,7 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
     if recipe.architecture.vision is None:
         for key, value in model.vision:
             if value:
-                yield f"model.vision.{key}", "the model has no vision tower"
+                yield f"model.vision.{key}", "needs a vision tower, but the model has none. Leave it out."
         return
     for part in ("tower", "projector"):
         if getattr(model.vision, f"freeze_{part}") and getattr(model.vision, f"{part}_lr"):
@@ -244,7 +254,7 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
             if value:
                 yield (
                     f"model.vision.{key}",
-                    "model.lora freezes all weights. Choose with model.lora.targets.",
+                    "model.lora freezes all weights, so this has no effect. Use model.lora.targets instead.",
                 )
     if model.fp8 is not None:
         yield "model.fp8", "FP8 is not supported for models with a vision tower. Leave it out."
@@ -255,12 +265,14 @@ def _check_vision(recipe: Recipe) -> Iterator[Violation]:
     stages = _list_stages(recipe)
     deepest = len(recipe.architecture.vision.deepstack)
     if stages and (first := stages[0][0].layers) < deepest:
-        has_layout = recipe.parallel.pipeline_model_parallel_layout is not None
-        more = "t before the first |" if has_layout else "parallel.num_layers_in_first_pipeline_stage"
+        vpp, key = recipe.parallel.vpp, "parallel.pp"
+        remedy = f"Lower parallel.pp, or set parallel.{_END_KEYS[0]} to {deepest * (vpp or 1)} or more"
+        if recipe.parallel.pipeline_model_parallel_layout is not None:
+            key, remedy = _LAYOUT_KEY, f"Write t {deepest} times or more before the first |"
         yield (
-            _LAYOUT_KEY if has_layout else "parallel.pp",
-            f"the vision tower adds embeddings to the first {deepest} decoder layers, but the first stage"
-            f" has {first} of them. Give it more ({more}).",
+            key,
+            f"the vision tower adds embeddings to the first {deepest} decoder layers, but the first"
+            f" {'chunk of the first stage' if vpp else 'stage'} has {first} of them. {remedy}.",
         )
     if recipe.architecture.vision.channels != 3:
         yield "model.config.vision_config", "in_channels must be 3, because images are read in 3 colours."
@@ -273,14 +285,14 @@ def _check_delta_nets(recipe: Recipe) -> Iterator[Violation]:
     if recipe.data.packed:
         yield (
             "data.packed",
-            "true is not supported with gated delta nets: megatron-core packs them from 0.18 on, with"
-            " flash-linear-attention, which this package does not call. Set it to false.",
+            "true is not supported with gated delta nets: mcore-bundle does not use flash-linear-attention,"
+            " with which megatron-core 0.18 and newer supports packs. Set it to false.",
         )
     if recipe.parallel.cp > 1:
         yield (
             "parallel.cp",
-            f"{recipe.parallel.cp} is not supported with gated delta nets, which need the whole sequence"
-            " (megatron-core divides it from 0.18 on; this package does not). Set it to 1.",
+            f"{recipe.parallel.cp} is not supported with gated delta nets: each rank needs the whole sequence"
+            " (megatron-core 0.18 and newer can divide it; mcore-bundle does not). Set it to 1.",
         )
     if recipe.architecture.mtp_layers:
         yield "model.mtp.layers", "multi-token prediction does not support gated delta nets. Set it to 0."
@@ -301,7 +313,8 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     if recompute.granularity == "full":
         if recompute.modules:
-            yield "model.recompute.modules", "is not read with granularity full. Leave it out."
+            names = ", ".join(recompute.modules)
+            yield "model.recompute.modules", f"granularity full ignores {names}. Leave this key out."
         most_layers = max(
             (sum(chunk.layers for chunk in stage) for stage in _list_stages(recipe) or ()), default=None
         )
@@ -310,7 +323,7 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:
-            yield f"model.recompute.{key}", f"{value} is read only with granularity full. Leave it out."
+            yield f"model.recompute.{key}", f"{value} has no effect with granularity selective. Leave it out."
     if unknown := sorted(set(recompute.modules) - RECOMPUTED_MODULES):
         yield (
             "model.recompute.modules",
@@ -321,11 +334,11 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
     if architecture.moe is None and (
         experts := {"moe", "moe_act", "shared_experts"} & set(recompute.modules)
     ):
-        yield "model.recompute.modules", f"{', '.join(sorted(experts))}: the model has no experts. Remove it."
+        yield "model.recompute.modules", f"the model has no experts. Remove {', '.join(sorted(experts))}."
     elif "shared_experts" in recompute.modules and not (
         architecture.moe and architecture.moe.shared_ffn_hidden_size
     ):
-        yield "model.recompute.modules", "shared_experts is listed, but the model has none. Remove it."
+        yield "model.recompute.modules", "the model has no shared experts. Remove shared_experts."
     if "mlp" in recompute.modules and 0 not in architecture.layer_pattern:
         yield "model.recompute.modules", "mlp is listed, but the model has no dense layers. Remove it."
 
@@ -335,9 +348,12 @@ def _check_precision_and_export(recipe: Recipe) -> Iterator[Violation]:
         yield "model.dtype", "fp32 is not allowed with model.fp8. Set it to bf16."
     family = recipe.architecture.model_type
     if recipe.checkpoint.export == "hf-fp8" and PUBLISHED_NAMES[family].stacked_experts:
-        yield "checkpoint.export", f"no library loads {family} in FP8 blocks. Set it to hf."
+        yield (
+            "checkpoint.export",
+            f"hf-fp8 is not supported, because no library loads {family} in FP8 blocks. Set it to hf.",
+        )
     if recipe.checkpoint.export_interval and recipe.checkpoint.export is None:
-        yield "checkpoint.export_interval", "needs checkpoint.export. Set that to hf, hf-fp8 or peft."
+        yield "checkpoint.export_interval", "needs checkpoint.export: hf, hf-fp8 or peft."
 
 
 def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
@@ -384,16 +400,22 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
         if reason := explain_unfit_source(recipe.task, source):
             yield key, reason
     if data.weights is not None and len(data.weights) != len(data.path):
-        yield "data.weights", f"{len(data.weights)} weights for {len(data.path)} paths: give one for each"
+        yield (
+            "data.weights",
+            f"{len(data.weights)} weights do not match {len(data.path)} paths. Give one weight per path.",
+        )
     if data.has_template and data.tokenizer == "bytes":
-        yield "data.template", "bytes has no chat template. Set it to plain, or set data.tokenizer to hf:DIR."
+        yield (
+            "data.template",
+            "the tokenizer bytes has no chat template. Set data.template: plain, or data.tokenizer: hf:DIR.",
+        )
     if data.template_text is not None and (reason := chat_template.find_defect(data.template_text)):
         yield "data.template", reason
     if data.template_arguments and not data.has_template:
-        yield "data.template_arguments", "is read only by a chat template. Set data.template: chat."
+        yield "data.template_arguments", "needs a chat template. Set data.template: chat."
     if data.date is not None:
         if not data.has_template:
-            yield "data.date", f"{data.date} is read only by a chat template. Set data.template: chat."
+            yield "data.date", f"{data.date} needs a chat template. Set data.template: chat."
         try:
             date.fromisoformat(data.date)
         except ValueError as error:
@@ -410,7 +432,10 @@ def explain_unfit_source(task: str, kind: DataKind) -> str | None:
     """Return why a task cannot be learned from files of a kind; None where it can."""
     if kind not in ("text", "megatron") or TASKS[task].reads_text:
         return None
-    return f"{task} needs rows with {TASKS[task].row_fields}, in jsonl, parquet or arrow files"
+    return (
+        f"{kind} files have no fields, but task {task} needs rows with {TASKS[task].row_fields}. Use jsonl,"
+        " parquet or arrow files."
+    )
 
 
 def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
@@ -425,24 +450,28 @@ def _list_sources(recipe: Recipe) -> Iterator[tuple[str, DataKind]]:
 def _check_training(recipe: Recipe) -> Iterator[Violation]:
     train, optimizer, distributed = recipe.train, recipe.optimizer, recipe.distributed
     if recipe.checkpoint.keep_best is not None and not recipe.task_traits.samples_answers:
-        yield "checkpoint.keep_best", f"only task rl measures it, but task is {recipe.task}. Leave it out."
+        yield (
+            "checkpoint.keep_best",
+            f"{recipe.checkpoint.keep_best} is measured only by task rl, but task is {recipe.task}. Leave it"
+            " out.",
+        )
     for name, task in TASKS.items():
         if task.section and name != recipe.task and getattr(recipe, task.section) is not None:
             yield (
                 task.section,
-                f"is read only by task {name}, but task is {recipe.task}. Remove it, or set task: {name}.",
+                f"applies only to task {name}, but task is {recipe.task}. Remove it, or set task: {name}.",
             )
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"{optimizer.min_lr:g} exceeds lr {optimizer.lr:g}"
     if optimizer.warmup_ratio is not None and optimizer.warmup_steps:
         yield (
             "optimizer.warmup_ratio",
-            f"{optimizer.warmup_ratio:g} excludes warmup_steps {optimizer.warmup_steps}. Give one of them.",
+            f"{optimizer.warmup_ratio:g} and warmup_steps {optimizer.warmup_steps} are both set. Keep one.",
         )
     elif train.steps is not None and optimizer.count_warmup(train.steps) >= train.steps:
         yield (
             "optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} warm-up steps are not fewer than {train.steps} steps. Shorten the"
+            f"{optimizer.warmup_steps} is not less than the {train.steps} steps of the run. Shorten the"
             f" warm-up, such as --set optimizer.warmup_steps={train.steps // 10}",
         )
     yield from _check_wsd(recipe)
@@ -453,9 +482,9 @@ def _check_training(recipe: Recipe) -> Iterator[Violation]:
         key = "train.eval_interval" if has_evaluation else "data.validation"
         yield "train.early_stop", f"needs evaluations on held-out data, but {key} is 0. Raise {key}."
     if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield "optimizer.betas", f"{list(optimizer.betas)}: both must be at least 0 and below 1"
+        yield "optimizer.betas", f"{list(optimizer.betas)} must be two numbers from 0 to below 1."
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
-        yield "distributed.overlap_param_gather", "megatron-core needs overlap_grad_reduce: true for it."
+        yield "distributed.overlap_param_gather", "true needs overlap_grad_reduce: true in megatron-core."
     if train.global_batch_size % train.micro_batch_size:
         yield (
             "train.global_batch_size",
@@ -478,7 +507,11 @@ def _check_distributed_optimizer(recipe: Recipe) -> Iterator[Violation]:
             )
     elif optimizer.name != "adam":
         key = "optimizer.use_distributed_optimizer"
-        yield key, f"megatron-core does not divide the state of {optimizer.name}. Set it to false or null."
+        yield (
+            key,
+            f"true is not possible, because megatron-core cannot shard the state of {optimizer.name}. Set it"
+            " to false or null.",
+        )
 
 
 def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
@@ -487,19 +520,20 @@ def _check_precision_aware(recipe: Recipe) -> Iterator[Violation]:
     typed_keys = [f"optimizer.{name}" for name, dtype in optimizer.moment_types.items() if dtype != "fp32"]
     if optimizer.use_precision_aware_optimizer:
         if optimizer.name != "adam" or not optimizer.use_distributed_optimizer:
-            yield key, "megatron-core needs adam with use_distributed_optimizer: true for it."
+            yield key, "true needs name: adam and use_distributed_optimizer: true in megatron-core."
         if recipe.model.dtype != "bf16":
             yield key, "true needs model.dtype: bf16."
     else:
         for name in typed_keys:
-            yield name, f"is read only with {key}. Set that to true."
+            yield name, f"bf16 needs {key}: true."
         if offload:
             yield "optimizer.optimizer_cpu_offload", f"true needs {key}: true in megatron-core."
     if offload:
         for name in typed_keys:
-            yield name, "the host's Adam keeps moments in fp32. Leave it out, or the offload."
+            yield name, "bf16 does not fit optimizer_cpu_offload, which needs fp32. Leave one of them out."
     elif optimizer.optimizer_offload_fraction != 1:
-        yield "optimizer.optimizer_offload_fraction", "is read only with optimizer_cpu_offload: true."
+        fraction = optimizer.optimizer_offload_fraction
+        yield "optimizer.optimizer_offload_fraction", f"{fraction:g} needs optimizer_cpu_offload: true."
 
 
 def _check_profile(recipe: Recipe) -> Iterator[Violation]:
@@ -516,8 +550,12 @@ def _check_wsd(recipe: Recipe) -> Iterator[Violation]:
     if optimizer.schedule != "WSD":
         for key, value in (("wsd_decay_steps", decay), ("wsd_decay_style", optimizer.wsd_decay_style)):
             if value is not None:
-                yield f"optimizer.{key}", f"{value} is read only with optimizer.schedule: WSD. Leave it out."
+                reason = f"{value} has no effect with schedule {optimizer.schedule}. Leave it out."
+                yield f"optimizer.{key}", reason
     elif decay is None:
-        yield "optimizer.wsd_decay_steps", "missing. WSD needs the number of steps in which it falls."
+        yield "optimizer.wsd_decay_steps", "missing. WSD needs the number of steps of its final decay."
     elif steps is not None and (warmup := optimizer.count_warmup(steps)) + decay > steps:
-        yield "optimizer.wsd_decay_steps", f"{decay} and the warm-up of {warmup} exceed {steps} steps."
+        yield (
+            "optimizer.wsd_decay_steps",
+            f"{decay} steps of decay and {warmup} steps of warm-up exceed the {steps} steps of the run.",
+        )

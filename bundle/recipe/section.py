@@ -100,12 +100,13 @@ def _check_variable(name: str) -> str:
     """Return the name of a variable that a job may set. Raise ValueError for any other."""
     if not _VARIABLE_PATTERN.fullmatch(name):
         raise ValueError(
-            f"begins with none of {', '.join(_VARIABLE_PREFIXES.split())}. Set it in the environment that"
-            " starts the ranks"
+            "a recipe cannot set this variable, because its name begins with none of"
+            f" {', '.join(_VARIABLE_PREFIXES.split())}. Set it in the environment that starts the ranks"
         )
     if _FILE_PATTERN.search(name):
         raise ValueError(
-            "names devices, or a file that may contain code. Set it in the environment that starts the ranks"
+            "a recipe cannot set this variable, because it names devices, or a file that may contain code."
+            " Set it in the environment that starts the ranks"
         )
     return name
 

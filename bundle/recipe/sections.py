@@ -63,7 +63,7 @@ class Parallel(CompletedSection):
         default=None,
         min_length=1,
         max_length=10_000,
-        description="Contents of each stage, instead of these lengths, as megatron-core writes it (from"
+        description="Contents of each stage, instead of the two keys above, as megatron-core writes it (from"
         " 0.13): `Et*3|(tt|)*29,m|L`. E: embedding; t: decoder layer; m: MTP layer (from 0.14); L: head"
         " with the losses; |: end of a stage; *29: factor of a letter or a group. Each of the pp ranks"
         " gets one stage, then a second one, and so on (vpp). An m without a t in its stage, or before the"
@@ -177,7 +177,7 @@ class Train(Section):
         default=None,
         json_schema_extra=add_null,
         description="Optimizer steps; null or left out: computed from samples or epochs. --resume may"
-        " raise them, and the schedule then has the new length.",
+        " raise this number, and the schedule then has the new length.",
     )
     samples: Count | None = Field(
         default=None,
@@ -211,8 +211,8 @@ class Train(Section):
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description=(
-            "A gradient that is not finite: stop, or skip that update. A loss that is not finite, as in a"
-            " report without learned tokens: stop, or continue."
+            "If a gradient is not finite: stop, or skip that update. If a loss is not finite, as in a report"
+            " without learned tokens: stop, or continue."
         ),
     )
 
@@ -231,13 +231,13 @@ class Train(Section):
     @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.epochs is not None and (self.steps is not None or self.samples is not None):
-            raise ValueError("set only one of steps, samples and epochs, and null for the others")
+            raise ValueError("set only one of steps, samples and epochs, and set the others to null")
         if self.steps is None and self.epochs is None:
             raise ValueError("set steps, samples or epochs")
         if self.samples is not None and self.steps != (computed_steps := self.count_steps(1, self.samples)):
             raise ValueError(
-                f"samples {self.samples} make {computed_steps} steps of {self.global_batch_size}, but steps"
-                f" is {self.steps}. Set one of them, and null for the other"
+                f"samples {self.samples} in batches of {self.global_batch_size} make {computed_steps} steps,"
+                f" but steps is {self.steps}. Set one of the two keys, and set the other to null"
             )
         return self
 
@@ -266,7 +266,7 @@ class Optimizer(CompletedSection):
     )
     use_precision_aware_optimizer: bool = Field(
         default=False,
-        description="adam with bf16: Transformer Engine's FusedAdam, with moments of the types below.",
+        description="adam with bf16: Transformer Engine's FusedAdam, with the moments' types below.",
     )
     # Not fp16: a step makes fp32 of all of it at once, which takes what was won (seen on an H200).
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
@@ -277,7 +277,7 @@ class Optimizer(CompletedSection):
     )
     optimizer_cpu_offload: bool = Field(
         default=False,
-        description="Keep and update the state on the host; needs use_precision_aware_optimizer.",
+        description="Keep and update the optimizer state on the host; needs use_precision_aware_optimizer.",
     )
     optimizer_offload_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Offload: share of the weights whose state is on the host."
@@ -294,7 +294,7 @@ class Optimizer(CompletedSection):
         default=None,
         ge=0,
         lt=1,
-        description="Instead of warmup_steps: share of all steps, rounded up, but never the last.",
+        description="Instead of warmup_steps: share of all steps, rounded up, at most all but the last.",
     )
     schedule: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = Field(
         default="cosine",
@@ -366,8 +366,8 @@ class Checkpoint(Section):
     export: Literal["hf", "hf-fp8", "peft"] | None = Field(
         default=None,
         description="hf: at the end, write the model into hf/ of the run directory for transformers, with"
-        " adapters merged. hf-fp8: with linear layers in FP8, one scale per block of 128 x 128, as"
-        " DeepSeek-V3. peft: only the adapters of model.lora, for PEFT, into peft/.",
+        " adapters merged. hf-fp8: the same with linear layers in FP8, one scale per block of 128 x 128, as"
+        " in DeepSeek-V3. peft: only the adapters of model.lora, for PEFT, into peft/. null: no export.",
     )
     export_interval: CountOrZero = Field(
         default=0,

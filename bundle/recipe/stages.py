@@ -47,7 +47,7 @@ def parse_layout(layout: str) -> tuple[str, ...]:
     if position < len(layout):
         raise ValueError(
             f"from character {position + 1} on, {layout[position : position + 12]!r} is not part of a layout."
-            " Use the letters E, t, m, L and |, alone or with a factor (t*3), and groups with one, (tt|)*29"
+            " Write E, t, m, L and |, each with or without a factor (t*3), or groups with a factor ((tt|)*29)"
         )
     return tuple("".join(parts).split("|"))
 
@@ -127,5 +127,5 @@ def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_la
     if is_even and mtp_stages and (mtp_stages[0] < len(stages) - pp or mtp_stages[0] % pp == 0):
         yield (
             f"stage {mtp_stages[0] + 1} of {len(stages)} has MTP layers (m), but megatron-core builds them"
-            f" only in the last {pp} stages (the last round), and not on the first rank"
+            f" only in the last {pp} stages, and not on the first pipeline rank"
         )

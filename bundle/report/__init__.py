@@ -86,7 +86,7 @@ def read_run(directory: Path) -> RunReport:
     run = RunReport(directory.resolve().name, curves, planned, versions, result, tuple(unread), samples)
     if _is_drawable(run):
         return run
-    return replace(run, plan={}, unread=(*unread, "job.json: not in the form that a launcher writes"))
+    return replace(run, plan={}, unread=(*unread, "job.json: not in the format of a job file"))
 
 
 def _is_drawable(run: RunReport) -> bool:
@@ -174,7 +174,7 @@ def render_page(runs: Sequence[RunReport]) -> str:
         import plotly.graph_objects  # noqa: F401  `_draw_charts` needs it
     except ModuleNotFoundError as error:
         raise EnvironmentUnfit(
-            f"{str(error.name).partition('.')[0]} is not installed; it draws the page. Install it:"
+            f"{str(error.name).partition('.')[0]}, which draws the page, is not installed. Install it with"
             " pip install 'mcore-bundle[report]'."
         ) from error
     environment = jinja2.Environment(

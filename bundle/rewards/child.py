@@ -90,7 +90,7 @@ def call_function(function: Callable[..., Any], answers: list[str], rows: list[A
             return [failure] * len(answers)
         values = list(islice(iter(returned), len(answers) + 1))
         if len(values) != len(answers):
-            count = "more" if len(values) > len(answers) else len(values)
+            count = f"more than {len(answers)}" if len(values) > len(answers) else len(values)
             failure = ["wrong_count", f"returned {count} rewards for {len(answers)} answers"]
             return [failure] * len(answers)
         return [to_verdict(value) for value in values]

@@ -131,7 +131,9 @@ class CodeJudge:
             try:
                 self._check()
             except SandboxError as error:
-                raise SandboxError(f"without namespaces: {error}; with namespaces: {refusal}") from None
+                raise SandboxError(
+                    f"no program can run, neither with namespaces ({refusal}) nor without ({error})"
+                ) from None
 
     def _check(self) -> None:
         if self.judge("value = 6 * 7", ["assert value == 42"]) != 1:

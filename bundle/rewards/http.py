@@ -19,6 +19,10 @@ REPLY_BYTES = 2**23
 FIRST_DELAY = 0.25
 
 
+class BadRequest(Exception):
+    """Why rows are not sent."""
+
+
 class BadReply(Exception):
     """Why a reply of the server is not used."""
 
@@ -61,9 +65,15 @@ class HttpReward:
     def judge(self, answers: list[str], rows: list[Any]) -> Any:
         """Return what the server says under "rewards".
 
-        Raise BadReply, OSError or HTTPException where there is no such reply.
+        Raise BadRequest for rows that JSON cannot hold. Raise BadReply, OSError or HTTPException where there
+        is no such reply.
         """
-        body = json.dumps({"answers": answers, "rows": rows}, allow_nan=False).encode()
+        try:
+            body = json.dumps({"answers": answers, "rows": rows}, allow_nan=False).encode()
+        except TypeError as error:
+            raise BadRequest(f"a row has a value that JSON cannot hold ({error})") from None
+        except ValueError:
+            raise BadRequest("a row has NaN or infinity, which JSON cannot hold") from None
         deadline, delay = time.monotonic() + self._timeout, FIRST_DELAY
         while True:
             try:
@@ -88,5 +98,5 @@ class HttpReward:
         except ValueError as error:
             raise BadReply(f"the reply is not JSON ({error})") from None
         if not isinstance(reply, dict) or "rewards" not in reply:
-            raise BadReply('the reply is not an object with "rewards"')
+            raise BadReply('the reply is not a JSON object with the key "rewards"')
         return reply["rewards"]

@@ -101,8 +101,8 @@ def check_failed_share(failed: int, answers: int, limit: float, first_reason: st
     """Raise JobFailed where rewards failed on more than a share `limit` of the answers of a step."""
     if failed > limit * answers:
         raise JobFailed(
-            f"rl.max_failed: rewards failed on {failed} of {answers} answers (a share of"
-            f" {failed / answers:.3g}), more than {limit:g}. The first reason: {first_reason}."
+            f"rl.max_failed: rewards failed on {failed} of {answers} answers. The share"
+            f" {failed / answers:.3g} exceeds the limit {limit:g}. The first failure: {first_reason}."
             " Correct the reward."
         )
 

@@ -25,7 +25,7 @@ def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str |
     if isinstance(value, bool | int | float):
         value = json.dumps(value)
     if not isinstance(value, str):
-        raise MissingReference(f"field {name}: must be text or a number, is {format_value(value)}")
+        raise MissingReference(f"field {name}: must be text or a number, but is {format_value(value)}")
     if pattern is not None:
         match = None
         for match in re.finditer(pattern, value):  # noqa: B007  # the last one counts
@@ -47,9 +47,11 @@ def find_tests(row: Mapping[str, Any], field: str) -> list[str]:
     value = _find_field(row, (field,))[1]
     tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, list) or not all(isinstance(test, str) and test.strip() for test in tests):
-        raise MissingReference(f"field {field}: must be text or a list of texts, is {format_value(value)}")
+        raise MissingReference(
+            f"field {field}: must be text or a list of texts, but is {format_value(value)}"
+        )
     if not tests:
-        raise MissingReference(f"field {field}: has no tests")
+        raise MissingReference(f"field {field}: the list of tests is empty")
     return tests
 
 
@@ -61,5 +63,5 @@ def _find_field(row: Mapping[str, Any], fields: Sequence[str]) -> tuple[str, Any
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
             return name, value
-    columns = ", ".join(map(str, row))[:200] or "no fields"
-    raise MissingReference(f"field {' or '.join(fields)}: missing; the row has {columns}")
+    columns = f"fields of the row: {', '.join(map(str, row))[:200]}" if row else "the row has no fields"
+    raise MissingReference(f"field {' or '.join(fields)}: missing or null ({columns})")

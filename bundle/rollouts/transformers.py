@@ -95,7 +95,7 @@ class TransformersRollout:
         """Raise UsageError with the questions that hold no token, or one that the model has not."""
         empty = [f"question {request.question}: it has no tokens" for request in requests if not request.ids]
         foreign = [
-            f"question {request.question}: token {token} is not below the vocabulary size {self._vocab_size}"
+            f"question {request.question}: token {token} is outside the vocabulary (size {self._vocab_size})"
             for request in requests
             for token in sorted({min(request.ids, default=0), max(request.ids, default=0)})
             if not 0 <= token < self._vocab_size

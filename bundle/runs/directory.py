@@ -43,7 +43,7 @@ class Origin(NamedTuple):
         return cls(start.origin.absolute(), start.weights_only) if start.origin else None
 
     def __str__(self) -> str:
-        return f"the weights of {self.checkpoint}" if self.weights_only else str(self.checkpoint)
+        return f"{'--weights-only ' if self.weights_only else ''}--from {self.checkpoint}"
 
 
 class RunDirectory:
@@ -122,8 +122,8 @@ class RunDirectory:
             return False
         if self.is_finished(recipe) and not start.resume:
             raise UsageError(
-                f"{self.root}: this run is finished. --fresh overwrites it. --resume continues it, with"
-                " more train.steps or with another train.early_stop if that ended it"
+                f"{self.root}: this run is finished. --fresh overwrites it. To continue it with --resume,"
+                " raise train.steps, or change train.early_stop if an early stop ended it"
             )
         self._refuse_other_recipe(recipe, longer=start.resume)
         self._refuse_other_origin(Origin.from_start(start))
@@ -169,8 +169,8 @@ class RunDirectory:
     def describe_finished(self) -> str:
         """Return the message for a user who resumes a finished run."""
         return (
-            f"{self.root}: this run is finished. --resume continues it, with more train.steps or with"
-            " another train.early_stop if that ended it"
+            f"{self.root}: this run is finished. To continue it with --resume, raise train.steps, or change"
+            " train.early_stop if an early stop ended it"
         )
 
     def find_initial_weights(self, recipe: Recipe, start: Start) -> InitialWeights:
@@ -192,7 +192,7 @@ class RunDirectory:
         except UsageError as error:
             return InitialWeights("", (*base.problems, *to_problems(error)))
         if start.weights_only:
-            description = f"the weights of {checkpoint}; optimizer, schedule and data start anew, at step 0"
+            description = f"{checkpoint}: only the weights; optimizer, schedule and data start at step 0"
         else:
             description = f"{checkpoint}: weights, optimizer and progress, to continue with the same data"
         return base._replace(description=description)
@@ -294,8 +294,9 @@ class RunDirectory:
                 raise UsageError(f"{self.root}: another run is using it ({file.read()})") from None
             except OSError as error:
                 raise UsageError(
-                    f"{self.root}: no file locks on its file system ({error.strerror}), so two runs could"
-                    " use it at once. Mount it with flock, or name another place with --run-directory"
+                    f"{self.root}: the file system has no file locks ({error.strerror}), so two runs could"
+                    " use this directory at the same time. Mount the file system with flock, or name another"
+                    " directory with --run-directory"
                 ) from error
             # A fork shares the lock and may outlive this process, so it closes the file at once.
             os.register_at_fork(after_in_child=file.close)
@@ -343,9 +344,9 @@ class RunDirectory:
                 else ""
             )
             raise UsageError(
-                f"--run-directory {self.root}: contains"
-                f" {', '.join(foreign_names[:_MAX_NAMED_FILES])}{more}, but no recipe.yaml written by a"
-                " run. Name an empty or a new directory, or restore the run's recipe.yaml"
+                f"--run-directory {self.root}: has files"
+                f" ({', '.join(foreign_names[:_MAX_NAMED_FILES])}{more}), but no recipe.yaml that a"
+                " run wrote. Name an empty or a new directory, or restore the run's recipe.yaml"
             )
 
     def _refuse_own_export(self, model_paths: Mapping[str, str | None]) -> None:
@@ -355,8 +356,8 @@ class RunDirectory:
         for key, path in model_paths.items():
             if path is not None and any(Path(path).resolve().is_relative_to(place) for place in export_paths):
                 raise UsageError(
-                    f"{key} {path} is where this run would export to. Name another directory with"
-                    " --run-directory"
+                    f"{key} {path}: this run would overwrite this input with its export. Name another run"
+                    " directory with --run-directory"
                 )
 
     def _refuse_to_remove(self, start_from: Path | None) -> None:
@@ -374,7 +375,7 @@ class RunDirectory:
         if changed:
             raise UsageError(
                 f"{self.root} has a run of another recipe. Change the recipe back, use another run"
-                " directory, or overwrite the run with --fresh (--resume takes more train.steps)",
+                " directory, or overwrite the run with --fresh. For more train.steps, use --resume",
                 [str(change) for change in changed],
             )
 
@@ -382,9 +383,9 @@ class RunDirectory:
         before = self.read_origin()
         if origin is not None and origin != before:
             raise UsageError(
-                f"{self.root} has a run that started {f'with {before}' if before else 'anew'}, not with"
-                f" {origin}. Leave out --from to continue it, use another run directory, or overwrite the"
-                " run with --fresh"
+                f"{self.root} has a run that started {f'with {before}' if before else 'without --from'}, not"
+                f" with {origin}. Leave out --from to continue it, use another run directory, or overwrite"
+                " the run with --fresh"
             )
 
     def _write_recipe(self, recipe: Recipe) -> None:
@@ -447,7 +448,7 @@ def _refuse_misfit(checkpoint: Path, recipe: Recipe, base: InitialWeights, *, we
     try:
         saved = state.read(checkpoint)
     except ValueError as error:
-        raise UsageError(f"--from {checkpoint}: this checkpoint cannot be used: {error}") from error
+        raise UsageError(f"--from {checkpoint}: this checkpoint cannot be used ({error})") from error
     state.refuse_another_model(checkpoint, saved, recipe, loaded=base.is_loaded)
     if not weights_only:
         state.refuse_another_optimizer(checkpoint, saved, recipe.optimizer)

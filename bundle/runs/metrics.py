@@ -225,8 +225,8 @@ def start_trackers(recipe: Recipe, directory: RunDirectory) -> list[Sink]:
             sink = kind(recipe, directory, runs.get(name))
         except ModuleNotFoundError as error:
             raise EnvironmentUnfit(
-                f"metrics.{name}: {error.name} is not installed. Install it: pip install"
-                f" 'mcore-bundle[{name}]', or leave it out of the recipe"
+                f"metrics.{name}: {error.name} is not installed. Install it with pip install"
+                f" 'mcore-bundle[{name}]', or leave metrics.{name} out of the recipe"
             ) from error
         except Exception as error:
             raise EnvironmentUnfit(
@@ -328,7 +328,7 @@ class TolerantSink:
         except Exception as error:  # noqa: BLE001  whatever a foreign service raises
             self._works = False
             reason = f"{type(error).__name__}: {error}"
-            print(f"metrics.{self._name}: stopped for this run: {reason}", file=sys.stderr, flush=True)
+            print(f"metrics.{self._name}: stopped for this run ({reason})", file=sys.stderr, flush=True)
 
 
 class MetricsWriter:

@@ -200,11 +200,11 @@ class Session:
         last = self.progress.step
         first = last - self.progress.unreported_steps + 1
         reason = (
-            "although every gradient was" if losses.tokens else "because none of their tokens are learned"
+            "although every gradient was" if losses.tokens else "because no token of these steps is learned"
         )
         raise JobFailed(
-            f"the loss of steps {first} to {last} is not finite, {reason}. No checkpoint has these steps."
-            " Check which parts of the rows are learned (mcore-bundle check)."
+            f"the loss of steps {first} to {last} is not finite, {reason}. No checkpoint includes these"
+            " steps. See with `mcore-bundle check` which tokens of the rows are learned."
         )
 
     def _write_result(self, values: Mapping[str, Any]) -> None:

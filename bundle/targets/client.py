@@ -20,7 +20,7 @@ def run_client(*command: str, seconds: float | None = TIMEOUT_SECONDS, include_s
     Raise ClientTimeout where it does not answer within `seconds`.
     """
     if shutil.which(command[0]) is None:
-        raise LaunchUnavailable(f"{command[0]} is not on the PATH: run this where it is installed")
+        raise LaunchUnavailable(f"{command[0]} is not on the PATH. Run this where {command[0]} is installed")
     try:
         completed = subprocess.run(
             command,

@@ -49,7 +49,7 @@ class DockerOptions:
     image: str = ""
     mounts: Annotated[
         tuple[str, ...],
-        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="Mount a path besides those of the job."),
+        typer.Option("--mount", metavar="SRC[:DST[:ro]]", help="Mount another path in the container."),
     ] = ()
     environment: Annotated[
         tuple[str, ...],
@@ -60,7 +60,7 @@ class DockerOptions:
     ] = ""
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="Add this group. Default: the NPUs' group."),
+        typer.Option("--group", min=0, metavar="GID", help="Run with this group. Default: the NPUs' group."),
     ] = ()
     shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Set the size of /dev/shm.")] = "64g"
     rdma: Rdma = False
@@ -79,7 +79,10 @@ class DockerOptions:
                 yield f"--mount {format_value(mount)}: must be /SRC, /SRC:/DST or /SRC:/DST:ro"
         for name in self.environment:
             if not _VARIABLE.fullmatch(name):
-                yield (f"--env {format_value(name)}: must be a variable's name; its value is taken from here")
+                yield (
+                    f"--env {format_value(name)}: must be a variable name. Its value is read from your"
+                    " environment"
+                )
         if not _SIZE.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
 
@@ -102,13 +105,13 @@ def build_command(
     paths = (workdir, job.directory.absolute())
     wrong = list(options.find_violations())
     wrong += [
-        f"{format_value(str(p))}: docker reads : as a separator"
+        f"{format_value(str(p))}: docker cannot mount a path that contains a colon"
         for p in dict.fromkeys(paths)
         if ":" in str(p)
     ]
     wrong += job_file.find_rendezvous_problems(job, rendezvous)
     if wrong:
-        raise UsageError("the docker command cannot be written", wrong)
+        raise UsageError("the docker command cannot be generated", wrong)
     arguments = (
         *("docker", "run", "--detach"),
         f"--name={build_container_name(job, node_rank)}",

@@ -35,10 +35,10 @@ def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:
         for image in candidates:
             if normalize(image.megatron) == normalize(job.megatron):
                 return f"{registry}/{image.tag}"
-    chip = f", {job.generation}" if job.generation else ""
+    chip = f" (device generation {job.generation})" if job.generation else ""
     raise UsageError(
-        f"mcore-bundle has no image for {job.backend}{chip} and megatron-core {job.megatron}. Name one"
-        " with --image. The images are",
+        f"mcore-bundle has no image for {job.backend}{chip} and megatron-core {job.megatron}. Name an image"
+        f" with --image. The images for {job.backend} are",
         [f"{image.tag} has megatron-core {image.megatron}" for image in images],
     )
 

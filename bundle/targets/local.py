@@ -52,7 +52,7 @@ def build_command(
     Raise UsageError where the job has several machines and no rendezvous.
     """
     if wrong := job_file.find_rendezvous_problems(job, rendezvous):
-        raise UsageError("the command cannot be written", wrong)
+        raise UsageError("the command cannot be generated", wrong)
     arguments = job_file.build_arguments(
         job, folder / FILE_NAME, node_rank, rendezvous, options.restarts, preflight=options.preflight
     )
@@ -124,7 +124,7 @@ def stop(name: str) -> None:
         return
     group, _, host = (files.read_text(Path(name) / _GROUP_NAME) or "").partition(" ")
     if host != socket.gethostname():
-        raise LaunchUnavailable(f"local:{name}: runs on {host or 'another machine'}; stop it there")
+        raise LaunchUnavailable(f"local:{name}: the job runs on {host or 'another machine'}. Stop it there")
     os.killpg(int(group), signal.SIGTERM)
 
 
@@ -163,7 +163,7 @@ def _create_folder(folder: Path) -> bool:
 def _require_folder(name: str) -> Path:
     folder = Path(name)
     if not files.is_file(folder / _LOCK_NAME):
-        raise LaunchUnavailable(f"local:{name}: no job was launched there from this machine")
+        raise LaunchUnavailable(f"local:{name}: this machine has launched no job in this folder")
     return folder
 
 

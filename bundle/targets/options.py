@@ -12,7 +12,7 @@ Restarts = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Restart the ranks where that may help: at most N times without a new checkpoint.",
+        help="Restart failed ranks where that may help, at most N times without a new checkpoint.",
     ),
 ]
 Spares = Annotated[
@@ -32,7 +32,7 @@ Grace = Annotated[
         "--grace",
         min=1,
         metavar="SECONDS",
-        help="Allow this time from the request to save to the end. Default: the estimated time of a save.",
+        help="Allow this time for a save before the job is killed. Default: the estimated time of a save.",
     ),
 ]
 Rdma = Annotated[bool, typer.Option("--rdma", help="Give the job the RDMA devices and pinned memory.")]

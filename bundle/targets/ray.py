@@ -54,7 +54,10 @@ class RayOptions:
         """Yield a message for each option that Ray would refuse."""
         host, _, rest = self.address.partition("://")
         if self.address and (host not in ("http", "https") or not rest or not rest.isprintable()):
-            yield f"--address {format_value(self.address)}: not a dashboard, such as http://127.0.0.1:8265"
+            yield (
+                f"--address {format_value(self.address)}: must be the URL of a Ray dashboard, such as"
+                " http://127.0.0.1:8265"
+            )
 
 
 def get_job_directory(job: Job) -> Path:
@@ -81,7 +84,7 @@ def build_start_options(bundle: Mapping[str, float]) -> dict[str, str]:
 def build_request(job: Job, options: RayOptions, workdir: Path) -> dict[str, Any]:
     """Return the arguments of `submit_job`. Raise UsageError with everything that is wrong."""
     if wrong := list(options.find_violations()):
-        raise UsageError("the Ray job cannot be written", wrong)
+        raise UsageError("the Ray job cannot be generated", wrong)
     arguments = [
         options.python,
         "-m",

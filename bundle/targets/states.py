@@ -55,7 +55,7 @@ def poll_states(
             if not has_answered or silent_seconds >= patience_seconds:
                 raise
             if not silent_seconds:
-                _log.warning("%s; asking again for %d s", error, patience_seconds)
+                _log.warning("%s. Retrying for up to %d s", error, patience_seconds)
             silent_seconds += seconds
         else:
             has_answered, silent_seconds = True, 0.0

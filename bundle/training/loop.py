@@ -151,7 +151,9 @@ def train(session: Session, batches: Batches, early_stopping: EarlyStopping) -> 
     engine, recipe, progress = session.engine, session.recipe, session.progress
     validation = batches.build_validation_batches()
     if early_stopping.rule is not None and not validation:
-        raise UsageError("train.early_stop: too little data is held out for an evaluation")
+        raise UsageError(
+            "train.early_stop: too little data is held out for an evaluation. Raise data.validation"
+        )
     while not session.is_last_step and not early_stopping.reason:
         session.export_if_due()
         result = session.make_update(

@@ -134,7 +134,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
     ),
     "mla-thd-value-padding": build_check(
         "attention:measure_narrow_values",
-        Raises("UsageError", "flash attention needs thd heads of one size"),
+        Raises("UsageError", "flash attention with thd input needs heads of equal size"),
         needs=("mla-packed-qkv",),
     ),
     "mla-uncompressed-query-norm": build_check(

@@ -67,9 +67,9 @@ class Manifest:
         violations = list(self._find_differences(declared))
         if violations:
             raise JobFailed(
-                f"rl.rollout.engine: the {len(self.tensors)} tensors of version {self.version} differ from"
-                f" those in the checkpoint of the server ({len(violations)} differ). Serve the model that"
-                " is trained.",
+                f"rl.rollout.engine: the checkpoint of the server does not match version {self.version} of"
+                f" the weights ({len(self.tensors)} tensors, {len(violations)} differences). Serve the model"
+                " that is trained.",
                 limit_violations(violations),
             )
 
@@ -84,13 +84,13 @@ class Manifest:
                 continue
             if missing.pop(name, None) != describe_tensor(name, tensor):
                 raise JobFailed(
-                    f"rollout: {name} is not a tensor of version {self.version}, or was sent twice. Send"
-                    " the tensors of one model."
+                    f"rollout: {name} was sent twice, or differs from version {self.version} of the weights"
+                    " in its name, shape or dtype. Send the tensors of one model."
                 )
             yield name, tensor
         if missing:
             raise JobFailed(
-                f"rollout: a later version lacks tensors of version {self.version} ({len(missing)} missing).",
+                f"rollout: new weights lack {len(missing)} tensors of weights version {self.version}.",
                 limit_violations(list(missing)),
             )
 
@@ -98,12 +98,12 @@ class Manifest:
         accounted = {*self.tensors, *self.left_out}
         for name in declared:
             if name not in accounted and self.copies.get(name) not in accounted:
-                yield f"missing: {name}"
+                yield f"missing: {name} is only in the checkpoint of the server"
         for name, tensor in self.tensors.items():
             server = declared.get(name)
             if server is None:
                 if name not in self.copies:
-                    yield f"unknown: {name}"
+                    yield f"unknown: {name} is only in the trained weights"
                 continue
             if server.shape != tensor.stored.shape:
                 yield f"shape: {name} is {list(tensor.stored.shape)}, not {list(server.shape)}"

@@ -69,8 +69,8 @@ class SyncFailed(JobFailed):
         self.replica, self.step = replica, step
         reason, _, _ = str(cause).partition("\n")
         super().__init__(
-            f"rollout: {replica} is not {step}, so it gives no answers until the next whole sync:"
-            f" {reason or type(cause).__name__}",
+            f"rollout: {replica} failed (not {step}). It gives no answers until the next full weight sync."
+            f" The reason: {reason or type(cause).__name__}",
             cause.violations if isinstance(cause, BundleError) else (),
         )
 
@@ -95,7 +95,7 @@ class FreeMemoryWait(NamedTuple):
         while (free := self.read()) < self.needed:
             if time.monotonic() > deadline:
                 raise JobFailed(
-                    f"only {format_bytes(free)} of the device are free after the release of the KV cache,"
+                    f"only {format_bytes(free)} of device memory are free without the KV cache,"
                     f" but the trainer needs {format_bytes(self.needed)}. Lower train.micro_batch_size, or"
                     " serve on other devices (rl.rollout.urls)."
                 )
@@ -221,8 +221,8 @@ class ReplicaSync(Generic[R]):
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             raise JobFailed(
-                f"a sync does not replace {len(changed)} of its {len(after)} tensors. Serve the model that is"
-                " trained, with its draft.",
+                f"a weight sync does not replace {len(changed)} of the server's {len(after)} tensors. Serve"
+                " the model that is trained, with its draft model.",
                 limit_violations(changed),
             )
         self._is_covered = True

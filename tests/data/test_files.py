@@ -110,7 +110,7 @@ def test_an_array_is_read_in_parts_of_any_size(tmp_path, monkeypatch, block):
         ('[{"text": "x"},\n', 1, 2, "not JSON"),
         ('[{"text": "x"}\n', 1, 1, "no end"),
         ('[{"text": "x"}]\n{"text": "y"}', 1, 2, "more follows"),
-        ('[{"text": "x"},\n7]', 1, 2, "is int"),
+        ('[{"text": "x"},\n7]', 1, 2, "int"),
         ('[\n' + '{"a":' * 100_000, 0, 2, "nested"),
         ('[{"text": "x"},]', 1, 1, "not JSON"),
     ],

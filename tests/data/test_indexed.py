@@ -62,13 +62,13 @@ INDEX = {  # what is done to the index of two documents of 3 and 2 ids of int32:
     "type": (17, b"\x63", "type 99"),
     "floats": (17, b"\x07", "type 7"),
     "more sequences": (18, b"\xff", "is truncated"),
-    "a longer sequence": (34, b"\x04", "names sequences"),
-    "a place": (42 + 8, b"\x10", "names sequences"),
-    "a negative length": (34 + 7, b"\xff", "names sequences"),
-    "documents": (58 + 8, b"\x05", "names documents"),
-    "the first document": (58, b"\x01", "names documents"),
-    "the last document": (58 + 16, b"\x01", "names documents"),
-    "no documents": (26, b"\x00", "names documents"),
+    "a longer sequence": (34, b"\x04", "sequences"),
+    "a place": (42 + 8, b"\x10", "sequences"),
+    "a negative length": (34 + 7, b"\xff", "sequences"),
+    "documents": (58 + 8, b"\x05", "documents"),
+    "the first document": (58, b"\x01", "documents"),
+    "the last document": (58 + 16, b"\x01", "documents"),
+    "no documents": (26, b"\x00", "documents"),
 }
 
 

@@ -58,7 +58,7 @@ def test_rows_that_are_too_long_are_told_when_training_starts(rows, messages):
     assert " 4 are deleted" in told and " 2 cut" in told
     (places,) = list_places([deleted])
     assert places.startswith(f"{FILE}:1 (37 tokens), {FILE}:3 (39 tokens), ")
-    assert places.endswith(" and 1 more") and deleted.endswith(": deleted")
+    assert places.endswith(" and 1 more") and deleted.endswith(" deleted")
     assert list_places([cut]) == [f"{FILE}:6 (33 tokens), {FILE}:8 (35 tokens)"]
     assert "sets.own has 5 " in of_own
     assert list_places(corrupt[:-1]) == [f"{OWN}:5, {OWN}:6", f"{OWN}:7", f"{OWN}:8"]

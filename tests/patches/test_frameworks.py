@@ -74,7 +74,7 @@ PLACES = {
             "a.py": inside(MENDED),
             "b.py": "def train():\n    from verl.a import apply_patch\n    apply_patch()\n",
         },
-        "where verl/b.py:3 calls it",
+        "verl/b.py:3",
     ),
     "for a class of models": (
         {
@@ -86,7 +86,7 @@ PLACES = {
                         apply_patch()
             """,
         },
-        "where verl/b.py:5 calls it",
+        "verl/b.py:5",
     ),
     "once only": (
         {

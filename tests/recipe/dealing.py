@@ -101,7 +101,7 @@ def what_we_take_megatron_deals_out_alike(drawn: tuple[str, int, int, int]) -> N
     made = takes(layout, pp, layers, depth)
     if refused:
         # Megatron takes these, and fails or trains wrongly later.
-        known = ("is empty", "must occur once, as the", "not on the first rank")
+        known = ("is empty", "must occur once, as the", "not on the first pipeline rank")
         assert made is None or all(any(word in why for word in known) for why in refused), (layout, refused)
         SEEN.add("refused")
         return

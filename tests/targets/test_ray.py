@@ -178,7 +178,7 @@ def test_what_contradicts_itself_is_refused(tmp_path):
         (("ray", "demo", "--detach"), "name the cluster"),
         (("ray", "demo", "--start"), "--start: needs --job FILE"),
         (("ray", "--job=j.json", "--start", "--address=http://h:1"), "--start: needs --job FILE"),
-        (("status", "ray:raysubmit_1"), "not the handle of a job"),
+        (("status", "ray:raysubmit_1"), "ray:raysubmit_1"),
     ):
         done = launched(*words, folder=tmp_path)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr

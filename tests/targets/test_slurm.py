@@ -225,7 +225,7 @@ def test_a_path_that_a_container_would_read_as_two_is_refused(job, container, me
     options = SlurmOptions(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))
     text = refused(job, options, "/wo:rk")
     violations = text.splitlines()[1:]
-    named = {"/wo:rk": " :", "/runs/x,y:z": " ,:", "/data/a,b": " ,"}
+    named = {"/wo:rk": " ':'", "/runs/x,y:z": " ',' or ':'", "/data/a,b": " ','"}
     for line, (path, characters) in zip(violations, named.items(), strict=True):
         assert f"'{path}'" in line and line.endswith(characters)
     messages(text)

@@ -274,7 +274,7 @@ BROKEN = [
     ("../a.webp", "outside of the folder"),
     (["images/0.png", "images/none.png"], "video 'images/none.png': No such file"),
     (["images/0.png", "images/wide.png"], "frames of 16 x 16 and 24 x 16 pixels: all must be alike"),
-    (["images/0.png", "images/cut.webp"], "no image in JPEG, PNG, WEBP"),
+    (["images/0.png", "images/cut.webp"], "JPEG, PNG or WEBP"),
     (["images/0.png"], "1 of 1 frames of a video: a patch has 2"),
     ([], "a video without frames"),
     (LISTED * 4, "a video of 12 frames exceeds data.videos.limit_frames"),

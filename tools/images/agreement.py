@@ -46,7 +46,7 @@ def _of_lock(root: Path, definition: Definition, project: Project, name: str) ->
             yield f"images/locks/{name}.txt has {has}, pyproject.toml asks for {wanted}: {remedy}"
     for part, content in locks.part_texts(definition, project, name, kept).items():
         if locks.read(root, part) != content:
-            yield f"images/locks/{part} is not the part of {name}.txt that it should be: {remedy}"
+            yield f"images/locks/{part} differs from its part of {name}.txt: {remedy}"
     for package, block in locks.blocks(kept):
         if "--hash=sha256:" not in block:
             yield f"images/locks/{name}.txt has no hash of {package}: {remedy}"
@@ -101,13 +101,13 @@ def _of_arguments(name: str, target: Planned, root: Path) -> Iterator[str]:
     declared = dict(re.findall(r"^ARG (\w+)=?(.*)$", files.read_text(root / file) or "", re.MULTILINE))
     given = set(target.args)
     for unknown in sorted(given - set(declared)):
-        yield f"{name}: bake gives {unknown}, which {file} does not declare"
+        yield f"{name}: bake sets ARG {unknown}, but {file} does not declare it"
     for argument, default in declared.items():
         if argument not in OPTIONAL and re.search(r"[0-9]", default):
-            yield f"{file}: ARG {argument} has a version of its own ({default}): put it in docker-bake.json"
+            yield f"{file}: ARG {argument} sets a version ({default}). Set it in docker-bake.json instead"
     if target.tags:
         for missing in sorted(set(declared) - given - OPTIONAL):
-            yield f"{name}: {file} declares {missing}, which bake does not give"
+            yield f"{name}: {file} declares ARG {missing}, but bake does not set it"
 
 
 def unfilled(definition: Definition) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Project:
 
     def _extra(self, name: str) -> Iterator[str]:
         if name not in self.extras:
-            raise UsageError(f"pyproject.toml has no extra {name!r}; there are {', '.join(self.extras)}")
+            raise UsageError(f"pyproject.toml has no extra {name!r}. Choose one of {', '.join(self.extras)}")
         for entry in self.extras[name]:
             requirement = Requirement(entry)
             if requirement.name == self.name:

@@ -23,11 +23,11 @@ _INTRODUCTION = """\
 | `CI=true docker buildx bake ...` | for every platform, with provenance and SBOM; writes to `CACHE` |
 
 `FABRIC=ib|efa|none` chooses the RDMA user libraries of the CUDA images. An NPU has its own network.
-`TORCH_INDEX` is where the CPU builds of torch come from, in the images without CUDA.
+`TORCH_INDEX` is the index of torch's CPU builds, which the images without CUDA use.
 
-`docker-bake.json` is the only place of every version, each with its reason. bake reads it beside
-`docker-bake.hcl`. The locks, the labels and this page are made from it too. `python -m tools.images page`
-makes this page, and a test compares the two.
+`docker-bake.json` has every version and its reason; no other file sets a version. bake reads this file
+together with `docker-bake.hcl`. The locks, the labels and this page are made from `docker-bake.json` too.
+`python -m tools.images page` makes this page, and a test compares the two.
 """
 
 _CHANGING = """\
@@ -56,8 +56,8 @@ docker run --rm --shm-size 16g --group-add "$(stat -c %g /dev/davinci0)" \\
   -v runs:/home/bundle IMAGE train demo
 ```
 
-[images/README.md](../images/README.md) has what every image promises. `launch docker` writes these lines
-itself. On Ascend:
+[images/README.md](../images/README.md) lists what every image guarantees. `launch docker` makes such a
+command itself. On Ascend:
 
 - The device nodes belong to a group of the host. The user of the image is not in that group. Add the group by
   `--group-add`, in Kubernetes by `supplementalGroups`.
@@ -65,7 +65,7 @@ itself. On Ascend:
 - With Ascend's own container runtime, `ASCEND_VISIBLE_DEVICES` takes the place of `--device` and of the
   driver's `--volume`.
 
-Which image for which megatron-core, on Ascend:
+On Ascend, choose the image by the megatron-core:
 
 - `ascend-a2` and `ascend-a3` train with every supported megatron-core, without MindSpeed. For another release
   than the image's, give the folder of its source: `train --mcore DIRECTORY`.
@@ -82,17 +82,18 @@ Which image for which megatron-core, on Ascend:
 
 - The digest is the label `mcore-bundle.inputs`. bake gets it as
   `INPUTS="$(python -m tools.images fingerprint --json)"`.
-- The build ends with `python -m tools.images stamp`. It fails unless the installed versions are those of the
-  stack. It writes `/opt/bundle/build-info.json`.
-- `mcore-bundle doctor` compares that record with what is installed now, and names every difference.
+- The build ends with `python -m tools.images stamp`. This command writes `/opt/bundle/build-info.json`. It
+  fails unless the installed versions are those of the stack.
+- `mcore-bundle doctor` compares this file with what is installed now, and names every difference.
 - The ranks of a job compare the digest of the inputs before they start. Nodes with different images are found
   in this way.
 
 ## Built in CI
 
 `.github/workflows/images.yml` makes its jobs from bake's plan (`python -m tools.images matrix`). There is one
-job for each image and each platform, on a machine of that platform. An image whose fingerprint is that of the
-previous commit has no job. A pull request pushes nothing. A tag is refused while `check --release` fails.
+job for each image and each platform, on a machine of that platform. An image with the same fingerprint as at
+the previous commit has no job. A pull request pushes no image. A tag is refused while `check --release`
+fails.
 
 ## Wheels that take hours
 

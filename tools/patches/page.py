@@ -15,7 +15,8 @@ from tools.markdown import table
 _INTRODUCTION = """\
 # Patches
 
-Made from the patch list by `python -m tools.patches.page > docs/patches.md`; a test compares.
+`python -m tools.patches.page > docs/patches.md` makes this page from the list of patches, and a test compares
+the two.
 
 This page lists every patch, with the releases that need it. A patch is data in `bundle/patches/catalogue` and
 a small function in `bundle/replacements`. The function calls upstream's code and does not copy it.
@@ -46,28 +47,28 @@ The entry of a patch says what the patch assumes of the target's callers ("assum
 definitions whose source decides. "Upstream" lists issues and pull requests, or how we found the defect.
 
 A review compares the whole code of a target. For some targets it compares only the signature (parameters,
-defaults, decorators), because the replacement does not depend on the body. The source decides about a trap
-too. The version number decides about a trap only without a source, or if the source is not recognised; the
-line then says so.
+defaults, decorators), because the replacement does not depend on the body. The source also decides about a
+trap. If there is no source, or the source is not recognised, the version number decides about the trap. The
+output then says so.
 
 No recipe uses the features `megatron-balancing`, `megatron-mtp-loss` and `megatron-tied-head`: our engine
 computes these losses and the tied head itself. Their patches and traps are for other programs, in which
 megatron computes them. `mcore-bundle patches plan` without a recipe includes them.
 
 Patches are applied when megatron is imported, before other code sees the module, and only to the source file
-that the decision was made for. Removing a patch restores the original object. Modules that were built
-meanwhile keep the hooks of a patch (mla-thd-value-padding). `tests/patches` puts a wrapper on every target of
-every release and removes it.
+that the decision was made for. Removing a patch restores the original object. A module that was built while
+the patch was applied keeps the patch's hooks (mla-thd-value-padding). `tests/patches` puts a wrapper on every
+target of every release and removes it.
 """
 
 
 _SENDING = """\
 ## Sending one
 
-`mcore-bundle patches new ID`, in a checkout after `make lint`, writes the files that a patch starts from, and
-prints the steps from them to a passing test: the evidence, the releases with the defect, the check, the
-replacement, this page. A patch is sent as one pull request with exactly these files and the lines that the
-steps name. The pull request says:
+Run `mcore-bundle patches new ID` in a checkout, after `make lint`. The command writes the first files of a
+patch, and prints the steps from these files to a passing test: the evidence, the releases with the defect,
+the check, the replacement, this page. Send a patch as one pull request with exactly these files and the lines
+that the steps name. The pull request says:
 
 - what a user sees, with the smallest program or recipe that shows it, and in which release
 - the upstream issue or commit, or how the defect was found, and the first release without it
@@ -75,8 +76,9 @@ steps name. The pull request says:
 - what the patch assumes of its caller, if anything: the loss function, the labels, what has been summed
 
 The replacement calls the original, and does not copy its code. If no narrow replacement is possible, the
-defect is a `Trap` instead, with what to do. A defect without a measurement is not accepted. The check of a
-defect that only an accelerator shows raises `NotProvable`; send what the check printed there.
+defect is a `Trap` that says what to do instead. A defect without a measurement is not accepted. If only an
+accelerator shows the defect, its check raises `NotProvable` elsewhere. Send what the check printed on the
+accelerator.
 """
 
 
@@ -115,7 +117,8 @@ def markdown() -> str:
             ("seam", "releases", "names", "use"),
             ((s.id, s.range or "all", _code(s.targets), f"{s.use}. {s.why}") for s in SEAMS),
         ),
-        "## MindSpeed\n\nTargets of ours that MindSpeed may replace, read at these commits: "
+        "## MindSpeed\n\nTargets of our patches that MindSpeed may replace. Its source was read at these"
+        " commits: "
         + ", ".join(f"{branch} (`{commit[:8]}`)" for commit, branch in mindspeed.BRANCH_BY_COMMIT.items())
         + ".\n",
         table(
@@ -123,8 +126,8 @@ def markdown() -> str:
             ((f"`{t}`", ", ".join(sorted(b))) for t, b in mindspeed.REPLACING_BRANCHES.items()),
         ),
         "A job of ours imports MindSpeed where its recipe says so (`backend_options.mindspeed`), at the head"
-        " of the branch for its megatron-core. The job tells MindSpeed to do little. MindSpeed then"
-        " replaces:\n",
+        " of the branch for its megatron-core. The job leaves most features of MindSpeed off. MindSpeed"
+        " then replaces:\n",
         table(
             ("branch", "megatron-core", "targets of ours"),
             (

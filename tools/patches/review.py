@@ -161,11 +161,12 @@ def main(
         reference = reference_of(copy) if copy else None
         if copy is None or reference is None:
             raise UsageError(
-                f"{path}: " + ("no megatron/core" if copy is None else "no version or no commit")
+                f"{path}: "
+                + ("it has no megatron/core" if copy is None else "its version or commit is unknown")
             )
         trees[reference] = copy.root
     before, new = load_review_table(), read(trees)
-    print("\n".join(changes(before, new)) or "Nothing that was not reviewed.")
+    print("\n".join(changes(before, new)) or "Everything is reviewed.")
     if write:
         record(combined(before, new), RELEASES_FILE)
 

@@ -34,9 +34,9 @@ def load_torch_npu() -> None:
     """
     if imported := [name for name in _ADAPTORS if name in sys.modules]:
         raise EnvironmentUnfit(
-            f"backend ascend: {imported[0]} was imported in this process and has replaced targets of our"
-            " layers and patches, which can have only one owner. Do not import it; set"
-            " backend_options.mindspeed, which imports it in time"
+            f"backend ascend: {imported[0]} was imported in this process. It has replaced functions that our"
+            " layers and patches replace, too. Do not import it. Set backend_options.mindspeed instead, which"
+            " imports it at the right time"
         )
     try:
         import torch

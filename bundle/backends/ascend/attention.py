@@ -127,13 +127,13 @@ def _find_mask_mistakes(mask: Tensor | None, rows: AttentionCallShape) -> list[s
     expected = f"bool [{rows.batch} or 1, 1, {rows.queries}, {rows.keys}], True = hidden"
     if mask.dim() == 2:
         return [
-            f"{_format_mask(mask)}: the kernel does not support a mask of valid tokens. If padding is at"
-            " the end, pass no mask and keep it for post-processing (sequences.masks.Masks); else pass"
-            f" {expected}"
+            f"{_format_mask(mask)}: the kernel does not support a mask of valid tokens. If all padding is at"
+            " the end, use this mask only in post-processing (sequences.masks.Masks) and pass none here."
+            f" Otherwise pass {expected}"
         ]
     fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
     if mask.dtype != torch.bool or not fits or tuple(mask.shape[1:]) != (1, rows.queries, rows.keys):
-        return [f"{_format_mask(mask)}: the operator broadcasts only the batch. Pass {expected}"]
+        return [f"{_format_mask(mask)} must be {expected}. Only the batch dimension can be broadcast"]
     return []
 
 
@@ -141,8 +141,9 @@ def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
     if mask is None:
         return []
     return [
-        f"{_format_mask(mask)}: packed attention uses only boundaries. Use a mask of valid tokens in a"
-        " model that packs by itself and in post-processing (sequences.masks.Masks)"
+        f"{_format_mask(mask)}: packed attention needs the boundaries of sequences, not a mask. Pass no mask"
+        " here. Only post-processing (sequences.masks.Masks) and models that pack their input themselves use"
+        " a mask of valid tokens"
     ]
 
 
@@ -159,18 +160,20 @@ def _find_boundary_mistakes(rows: AttentionCallShape, causal: bool) -> list[str]
         if len(ends) < 2 or ends[0] != 0 or lengths[-1].min() < 0:
             wrong.append(f"{label} must begin with 0 and never decrease (ends of sequences, not lengths)")
         elif ends[-1] != total:
-            wrong.append(f"{label} do not end at row {total}. Padding must be a sequence too")
+            wrong.append(f"{label} do not end at row {total}. Add padding rows as one more sequence")
         if len(ends) - 1 > MOST_SEQUENCES:
-            wrong.append(f"{len(ends) - 1} sequences in one pack exceed the operator's {MOST_SEQUENCES}")
+            wrong.append(
+                f"a pack of {len(ends) - 1} sequences exceeds the operator's limit of {MOST_SEQUENCES}"
+            )
     if len(lengths[0]) != len(lengths[1]):
-        return [*wrong, f"{len(lengths[0])} sequences of queries, but {len(lengths[1])} of keys"]
+        return [*wrong, f"the pack has {len(lengths[0])} sequences of queries, but {len(lengths[1])} of keys"]
     return wrong or _find_blind_queries(causal, *lengths)
 
 
 def _find_blind_queries(causal: bool, queries: Ints, keys: Ints) -> list[str]:
     blind = (queries > keys) if causal else (keys == 0)
     first = np.flatnonzero(blind & (queries > 0))[:1]
-    return [f"{queries[i]} queries of a sequence with {keys[i]} keys: some queries see no key" for i in first]
+    return [f"a sequence has {queries[i]} queries and {keys[i]} keys: some queries see no key" for i in first]
 
 
 def _format_mask(mask: Tensor) -> str:
@@ -260,7 +263,7 @@ def _read_boundaries(packed: Any, *, causal: bool) -> tuple[tuple[int, ...], tup
         if not causal and boundaries[-1] != to_host(real):
             raise UsageError(
                 "packed sequences with padding between them need a causal mask on ascend, because the"
-                " kernel treats padding as keys. Pack without it (context parallel size 1)"
+                " kernel treats padding as keys. Pack without padding (context parallel size 1)"
             )
     return boundaries[0], boundaries[1]
 

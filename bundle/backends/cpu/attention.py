@@ -119,8 +119,8 @@ def _read_lengths(queries: Tensor, keys: Tensor | None) -> tuple[int, ...]:
     ends = queries.tolist()
     if keys is not None and keys is not queries and keys.tolist() != ends:
         raise JobFailed(
-            f"packed queries end at {ends} but packed keys at {keys.tolist()}; the cpu's core attention"
-            " supports only self-attention"
+            f"cu_seqlens of the queries {ends} differ from those of the keys {keys.tolist()}, but the cpu's"
+            " core attention supports only self-attention"
         )
     return tuple(np.diff(ends).tolist())
 
@@ -140,8 +140,8 @@ def build_hidden_key_mask(mask: Tensor, layout: AttentionLayout, group: dist.Pro
         return mask
     if layout.order is None or group is None or (mask.shape[2], mask.shape[3]) != (1, rows):
         raise JobFailed(
-            f"an attention mask {list(mask.shape)} does not fit {keys} keys. Give one column for each key"
-            " or, with context parallelism, one row with this rank's keys"
+            f"an attention mask {list(mask.shape)} does not fit {keys} keys. Give one column for each key."
+            " With context parallelism, one row for the keys of this rank is also allowed"
         )
     return gather_in_order(mask.movedim(-1, 0), layout.order, group).movedim(0, -1)
 
@@ -212,8 +212,8 @@ def _check_lengths(lengths: Sequence[int], padded: Sequence[int], *, rows: int, 
         )
     elif sum(padded) != rows * cp:
         wrong.append(
-            f"the sequences have {sum(padded)} rows, but the ranks ({cp}) hold {rows} each. Padding at the"
-            " end of a pack must be one more sequence in cu_seqlens"
+            f"cu_seqlens give {sum(padded)} rows, but the pack has {rows * cp} (context parallel size {cp})."
+            " If the pack ends with padding, add the padding to cu_seqlens as one more sequence"
         )
     if wrong:
         raise JobFailed("Attention does not support these packed sequences (see recipe.alignment):", wrong)

@@ -101,14 +101,14 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise EnvironmentUnfit(
-            "backend cpu: torch sees a CUDA device, which the facade would only partly hide. Set"
+            "backend cpu: torch sees a CUDA device, which this backend can hide only in part. Set"
             " CUDA_VISIBLE_DEVICES to the empty string before torch is imported"
         )
     jit = sys.modules.get("megatron.core.jit")
     if jit is not None and jit.jit_fuser is not _build_replacements()["torch:compile"]:
         raise EnvironmentUnfit(
-            "backend cpu: megatron.core was imported before the facade and already uses torch.compile and"
-            " parts of torch.cuda. Install the facade first"
+            "backend cpu: megatron.core was imported before this backend replaced torch.compile and parts of"
+            " torch.cuda. Prepare the backend first"
         )
     # Dynamo (every optimizer imports it) copies torch.cuda's classes at import: let it see the real ones.
     from torch import _dynamo  # noqa: F401
@@ -129,8 +129,8 @@ def uninstall() -> None:
     ]
     if foreign:
         raise EnvironmentUnfit(
-            "the facade cannot be removed from torch.cuda, because other code has replaced these"
-            " attributes since. Undo that first",
+            "backend cpu: its replacements in torch.cuda cannot be undone, because other code has replaced"
+            " these attributes since. Undo those replacements first:",
             foreign,
         )
     for target, original in _originals.items():
@@ -148,6 +148,6 @@ def hide_gpu_libraries() -> None:
     if imported:
         raise EnvironmentUnfit(
             f"backend cpu: {' and '.join(imported)} was imported already, and megatron would use it. Choose"
-            " the cpu before anything for GPUs is imported"
+            " backend cpu before any library for GPUs is imported"
         )
     sys.modules.update(dict.fromkeys(_GPU_LIBRARIES))  # type: ignore[arg-type]

@@ -137,8 +137,8 @@ def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:
         raise UsageError(f"model.fp8: {refusal}")
     if fp8.scaling not in Fp8Recipe.__members__:
         raise EnvironmentUnfit(
-            f"model.fp8.scaling: this megatron-core has no {fp8.scaling}, only"
-            f" {', '.join(Fp8Recipe.__members__)}. Install a newer one or choose another scaling"
+            f"model.fp8.scaling: this megatron-core does not support {fp8.scaling}, only"
+            f" {', '.join(Fp8Recipe.__members__)}. Choose one of these, or install a newer megatron-core"
         )
     fields: dict[str, Any] = {"fp8": fp8.format, "fp8_recipe": fp8.scaling}
     if fp8.scaling == "delayed":

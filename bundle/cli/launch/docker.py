@@ -31,7 +31,7 @@ def docker(
     container_image: ContainerImage,
     docker_options: engine.DockerOptions,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print a command for each node, and stop.")
+        bool, typer.Option("--dry-run", help="Print a command for each node and exit.")
     ] = False,
     detach: Detach = False,
 ) -> None:

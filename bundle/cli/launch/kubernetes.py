@@ -35,7 +35,7 @@ def kubernetes(
     container_image: ContainerImage,
     kubernetes_options: KubernetesOptions,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Create the objects, follow the job, and end with its code.")
+        bool, typer.Option("--apply", help="Create the objects, follow the job, and exit with its code.")
     ] = False,
     detach: Detach = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the objects.")] = False,
@@ -48,7 +48,8 @@ def kubernetes(
     job = decide_job(request.load_recipe(recipe), request, machines, image_record)
     if job.backend == "cpu" and job.recipe.backend == "auto" and not (machines.hardware or request.backend):
         _log.warning(
-            "planned for cpu, as this machine has no accelerator. If the nodes have one, set --hardware"
+            "the plan is for cpu, because this machine has no accelerator. If the nodes have accelerators,"
+            " set --hardware"
         )
     kubernetes_options = replace(kubernetes_options, image=container_image.choose_name(job))
     warn_unknown_steps(job, recipe)

@@ -26,7 +26,7 @@ def local(
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
     local_options: machine.LocalOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and exit.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job here, where it goes on without this command; shows what it writes and ends as it does."""

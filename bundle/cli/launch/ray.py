@@ -35,11 +35,11 @@ def ray(
     start: Annotated[
         bool,
         typer.Option(
-            "--start", help="With --job: first make a cluster of the machines where Slurm starts this."
+            "--start", help="With --job: first start a Ray cluster on the machines of this Slurm job."
         ),
     ] = False,
     ray_options: cluster.RayOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request to Ray, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the request to Ray and exit.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job on a Ray cluster, a machine for each node; shows what it writes and ends as it does."""

@@ -27,7 +27,7 @@ def slurm(
     *,
     record: options.ImageRecordOrNone = "",
     slurm_options: SlurmOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script and exit.")] = False,
     detach: Detach = False,
 ) -> None:
     """Run a job under Slurm, one task a node; shows what it writes and ends as it does."""

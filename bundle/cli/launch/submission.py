@@ -36,9 +36,9 @@ Handle = Annotated[
         " ray:NUMBER@URL."
     ),
 ]
-Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job, and stop.")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Print the handle of the job and exit.")]
 NodeRank = Annotated[int, typer.Option(min=0, help="Set the rank of this machine.")]
-Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set where nodes meet: node 0.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set the address of node 0.")]
 
 
 # The targets by the first part of a handle, with the pattern of the second part.
@@ -56,9 +56,9 @@ class ContainerImage:
     """The image of a job, with the record of its packages; the default is our image for the job."""
 
     image: Annotated[str, typer.Option(help="Run in this image. Default: mcore-bundle's image.")] = ""
-    registry: Annotated[str, typer.Option(metavar="REGISTRY", help="Set where the images are.")] = (
-        images.DEFAULT_REGISTRY
-    )
+    registry: Annotated[
+        str, typer.Option(metavar="REGISTRY", help="Set the registry of mcore-bundle's images.")
+    ] = images.DEFAULT_REGISTRY
     record: options.ImageRecordOrNone = ""
 
     def choose_name(self, job: Job) -> str:
@@ -73,7 +73,7 @@ class ContainerImage:
             return image.read_record(Path(self.record))
         if not self.image:
             raise UsageError(
-                "--image-record none: name the foreign image with --image. The images of mcore-bundle are",
+                "--image-record none: name an image of your own with --image. The images of mcore-bundle are",
                 [f"REGISTRY/{built_image.tag}" for built_image in images.load_images()],
             )
         return None
@@ -83,7 +83,8 @@ def read_optional_record(container_image: str, record_name: str) -> ImageContent
     """Return the contents of the image, None without one. Raise UsageError for a record of no image."""
     if record_name and not container_image:
         raise UsageError(
-            f"--image-record {format_value(record_name)}: name its image with --image, or leave it out"
+            f"--image-record {format_value(record_name)}: needs --image. Set --image, or leave out"
+            " --image-record"
         )
     return ContainerImage(container_image, record=record_name).read_record() if container_image else None
 
@@ -102,8 +103,9 @@ def decide_job(
     planned.plan.refuse()
     if record == UNDECIDED:
         _log.warning(
-            "packages of the image are unknown: planned with megatron-core %s, and the first rank decides"
-            " its patches. To set them: `docker run IMAGE doctor --json > FILE`, and --image-record FILE",
+            "the package versions in the image are unknown. The plan assumes megatron-core %s; the first rank"
+            " decides at its start which patches apply. To plan with the image's versions, run"
+            " `docker run IMAGE doctor --json > FILE` and set --image-record FILE",
             planned.plan.megatron.version,
         )
     return planned.decide()
@@ -159,8 +161,8 @@ def warn_unknown_steps(job: Job, recipe: str) -> None:
     """
     if (epochs := job.recipe.train.epochs) is not None:
         _log.warning(
-            "train.epochs: %g: the number of steps is not known before the data is read. Check warm-up and"
-            " intervals with `mcore-bundle check %s`",
+            "train.epochs: %g is converted to steps when the job has read the data. Check warm-up and"
+            " intervals before that with `mcore-bundle check %s`",
             epochs,
             recipe,
         )
@@ -184,5 +186,5 @@ def find_target(handle: str) -> tuple[Target, str]:
     kind, _, name = handle.partition(":")
     target, pattern = _TARGETS.get(kind, (slurm, ""))
     if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
-        raise UsageError(f"{format_value(handle)}: not the handle of a job, such as slurm:1234")
+        raise UsageError(f"{format_value(handle)}: must be a job handle, such as slurm:1234")
     return target, name

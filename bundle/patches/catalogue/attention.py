@@ -212,9 +212,9 @@ PATCHES = (
         id="packed-rotary-host-reads",
         replacements=(Replacement(_ROTARY_OF_PACKS, "attention:rotate_packed_by_gather"),),
         why=(
-            "If rotary positions are not one kernel (latent attention without YaRN), every layer reads the"
-            " lengths of packed sequences back from the device, twice. It computes the sequences one by"
-            " one: the host waits, and falls behind with many short sequences."
+            "If no single kernel computes rotary positions (latent attention without YaRN), every layer"
+            " reads the lengths of packed sequences back from the device, twice. The layer computes the"
+            " sequences one by one: the host waits, and falls behind with many short sequences."
         ),
         kind=DefectKind.SLOW,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",

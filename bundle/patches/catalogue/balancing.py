@@ -204,8 +204,9 @@ PATCHES = (
         id="balancing-per-token-ranks",
         replacements=_replace_loss_scale("scale_token_losses_over_ranks"),
         why=(
-            "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided by "
-            "tensor and context parallel ranks: half of the coefficient at TP2 or CP2, silently."
+            "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided"
+            " by the number of tensor- and context-parallel ranks: half of the coefficient at TP2 or CP2,"
+            " silently."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
@@ -222,7 +223,7 @@ PATCHES = (
         replacements=_replace_loss_scale("scale_mean_losses_over_context"),
         why=(
             "Under a mean loss the gradients of the experts' balancing loss and z-loss are divided by "
-            "context parallel ranks: half of the coefficient at CP2, silently."
+            "the number of context-parallel ranks: half of the coefficient at CP2, silently."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
@@ -235,8 +236,8 @@ PATCHES = (
         id="balancing-per-token-rows",
         replacements=(Replacement(_SEQ_AUX_LOSS, "moe:scale_by_sequences"),),
         why=(
-            "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the rows "
-            "of a micro-batch, silently."
+            "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the "
+            "number of rows of a micro-batch, silently."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",

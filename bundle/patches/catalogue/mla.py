@@ -210,9 +210,9 @@ PATCHES = (
             ),
         ),
         why=(
-            "With q_lora_rank null and qk_layernorm, which the norm of keys and values needs, the query "
-            "projection gets a norm of its own. DeepSeek-V2-Lite and Moonlight do not have this norm. "
-            "Megatron's own local spec is refused."
+            "The norm of keys and values needs qk_layernorm. With q_lora_rank null, qk_layernorm also adds a"
+            " norm to the query projection. DeepSeek-V2-Lite and Moonlight do not have this norm. Megatron's"
+            " own local spec is refused."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing releases with transformers",
@@ -241,8 +241,8 @@ PATCHES = (
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:divide_query_norm_gradient"),),
         why=(
             "Without sequence parallelism the gradient of the norm of compressed queries is too large by"
-            " the number of tensor-parallel ranks. Each rank has all of it, but it is summed because of"
-            " its name."
+            " the number of tensor-parallel ranks. Each rank already has the full gradient, but the"
+            " gradients are summed over the ranks because of the parameter's name."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing TP2 with one process (gradient off by 1e+0)",

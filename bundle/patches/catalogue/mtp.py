@@ -314,8 +314,8 @@ PATCHES = (
         replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
         why=(
             "Under a loss per token the weight of multi-token prediction is too small, in short sequences"
-            " much too small. Its sum has one token less for each roll, but is divided by the tokens of"
-            " the main loss."
+            " much too small. The sum of its loss has one token less for each roll, but is divided by the"
+            " tokens of the main loss."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",
@@ -343,8 +343,8 @@ PATCHES = (
         id="mtp-without-labels",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Logits without labels, as in reinforcement learning, are an error up to 0.16. In 0.17 and"
-            " 0.18 the prediction layers run without use."
+            "A call of the model without labels, as in reinforcement learning, ends in an error up to 0.16."
+            " In 0.17 and 0.18 the prediction layers run, but nothing uses their output."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#4549; measured in every release",
@@ -357,8 +357,9 @@ PATCHES = (
         id="mtp-labels-from-input",
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
-            "Reinforcement learning needs logits without labels. The prediction layers are nevertheless"
-            " trained on the input, also on prompts, and evaluation logs their loss."
+            "Reinforcement learning calls the model without labels to get logits. megatron-core then derives"
+            " labels from the input and trains the prediction layers on them, also on the prompts."
+            " Evaluation logs the loss of these layers."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#3457 adds this intentionally in 0.19; measured there",

@@ -124,8 +124,8 @@ PATCHES = (
         ),
         why=(
             "After a recomputation the input of every MoE layer and its gradient stay in memory until the"
-            " layer runs again. Its token dispatcher keeps probabilities that refer to leaves of the"
-            " graph."
+            " layer runs again. The layer's token dispatcher keeps probabilities that refer to leaves of"
+            " the graph."
         ),
         kind=DefectKind.SLOW,
         upstream=(

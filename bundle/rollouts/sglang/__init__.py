@@ -130,8 +130,8 @@ class SGLangRollout:
         for request in requests:
             if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < self._model.vocab_size:
                 problems.append(
-                    f"question {request.question}: it is empty, or has a token that is not below the"
-                    f" vocabulary size {self._model.vocab_size}"
+                    f"question {request.question}: it has no tokens, or a token outside the vocabulary"
+                    f" (size {self._model.vocab_size})"
                 )
             if len(request.ids) > limit:
                 problems.append(

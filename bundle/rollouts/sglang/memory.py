@@ -54,7 +54,7 @@ class TrainerMemory(NamedTuple):
         if self.server_part * total > free:
             part = format_bytes(int(self.server_part * total))
             raise JobFailed(
-                f"rl.rollout.mem_fraction_static: the server needs {part} of the device, but"
-                f" {format_bytes(free)} are free. End other processes on the device, or lower it."
+                f"rl.rollout.mem_fraction_static: the server needs {part} of device memory, but only"
+                f" {format_bytes(free)} are free. End other processes on the device, or lower this fraction."
             )
         return float(min(self.server_part * total / free, _MOST))

@@ -190,7 +190,7 @@ class Replicas:
     def _build_error(self, version: int) -> JobFailed:
         failures = [sync.failure for sync in self.all if sync.failure is not None]
         lines = [line for failure in failures for line in failure.list_lines()]
-        return JobFailed(f"rollout: no server loaded version {version}.", lines)
+        return JobFailed(f"rollout: no server loaded version {version} of the weights.", lines)
 
     def _count_sync(self, version: int, taking_seconds: float = 0.0) -> None:
         """Count a successful sync; ask for no more checksums where they take too long."""

@@ -204,7 +204,7 @@ class ServerReplica(Client):
         """Start the server, and return when it generates. Raise JobFailed where it does not, or too often."""
         if self._starts > _RESTARTS:
             raise JobFailed(
-                f"it was started {self._starts} times. Look at its log.", self._launcher.read_tail()
+                f"the server was started {self._starts} times. Look at its log.", self._launcher.read_tail()
             )
         self._launcher.stop()
         if self._starts:

@@ -71,8 +71,8 @@ def explain_missing_extra(form: str) -> str:
     """Return the message about a form that none of our images can run; empty where ours can run it."""
     extra = FORMS[form].extra
     return extra and (
-        f"--form {form}: the images of mcore-bundle have no {extra}. Build an image from one of them with"
-        f" `pip install 'mcore-bundle[{extra}]'`, and name it with --image"
+        f"--form {form}: the images of mcore-bundle do not contain {extra}. Build a new image from one of"
+        f" them with `pip install 'mcore-bundle[{extra}]'`, and name the new image with --image"
     )
 
 
@@ -89,7 +89,7 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
     if (size := len(job_text.encode())) > _LARGEST_FILE:
         wrong.append(f"the job file has {size} bytes, more than a ConfigMap holds: shorten the recipe")
     if wrong:
-        raise UsageError("the Kubernetes objects cannot be written", wrong)
+        raise UsageError("the Kubernetes objects cannot be generated", wrong)
     file = workload.build_object("v1", "ConfigMap", workload.config_map)
     file |= {"immutable": True, "data": {FILE_NAME: LiteralScalarString(job_text)}}
     return [file, *FORMS[options.form].render(workload)]
@@ -118,14 +118,16 @@ def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
     name = options.name or build_workload_name(job)
     if len(name) > form.most_characters:
         yield (
-            f"--name {format_value(name)}: --form {options.form} takes at most"
+            f"--name {format_value(name)}: --form {options.form} allows at most"
             f" {form.most_characters} characters"
         )
     if form.backends and job.backend not in form.backends:
-        yield f"--form {options.form}: supports {', '.join(form.backends)}, but the job is for {job.backend}"
+        backends = ", ".join(form.backends)
+        yield f"--form {options.form}: supports only {backends}, but the job is for {job.backend}"
     if options.device and capabilities.find_capabilities(job.backend).find_resource(job.generation) is None:
         yield f"--device {format_value(options.device)}: the job is for {job.backend}, which needs no device"
     if options.topology and form.topology is None:
         yield f"--topology {format_value(options.topology)}: not supported by --form {options.form}"
     elif options.topology and form.topology and not re.fullmatch(form.topology, options.topology):
-        yield f"--topology {format_value(options.topology)}: --form {options.form} needs the number of a tier"
+        topology = format_value(options.topology)
+        yield f"--topology {topology}: --form {options.form} needs a tier number, such as 2"

@@ -118,7 +118,8 @@ def find_objection(manifest: dict[str, Any]) -> str | None:
         if existing is not None and not is_from_job(existing, metadata["labels"][INSTANCE_LABEL]):
             return f"{manifest['kind']} {metadata['name']}: belongs to another job. Choose another --name"
     except NotFoundException:
-        return f"{manifest['kind']} of {manifest['apiVersion']}: is not installed in the cluster"
+        kind = f"{manifest['kind']} of {manifest['apiVersion']}"
+        return f"{kind}: the cluster does not have this resource type, or the namespace does not exist"
     except ApiException as error:
         return f"{manifest['kind']}: {_read_error(error)}"
     return None

@@ -58,7 +58,8 @@ def submit(job: Job, options: KubernetesOptions) -> str:
         try:
             client.set_owner(manifest, owner)
         except LaunchUnavailable as error:
-            _log.warning("%s: %s stays after the job is deleted: %s", name, _format_object(manifest), error)
+            text = "%s: deleting the job will not delete %s, because setting its owner failed: %s"
+            _log.warning(text, name, _format_object(manifest), error)
     return name
 
 
@@ -217,8 +218,10 @@ def _make_workload(workload: dict[str, Any], name: str) -> dict[str, Any]:
         try:
             created = client.find_object(workload)  # the answer or the request was lost
         except LaunchUnavailable:
-            status = f"`mcore-bundle launch status kubernetes:{name}` says whether it was created"
-            raise _UnknownOutcome(f"{error}; {status}, and the same command creates it if not") from error
+            raise _UnknownOutcome(
+                f"{error}; it is unknown whether the job was created. Check `mcore-bundle launch status"
+                f" kubernetes:{name}`. If the job does not exist, run the same launch command again"
+            ) from error
         if created is None:
             raise
     if created is None:

@@ -78,7 +78,7 @@ class KubernetesOptions:
     ] = ()
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="Add this group: that of the NPUs' device files."),
+        typer.Option("--group", min=0, metavar="GID", help="Run with this group, which may open the NPUs."),
     ] = ()
     shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Set the size of /dev/shm.")] = "64Gi"
     rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False
@@ -109,9 +109,9 @@ class KubernetesOptions:
             if (value or option == "claim") and not _NAME.fullmatch(value):
                 yield f"--{option} {format_value(value)}: not the name of a Kubernetes object"
         if self.device and not _DEVICE.fullmatch(self.device):
-            yield f"--device {format_value(self.device)}: not the name of a resource, such as nvidia.com/gpu"
+            yield f"--device {format_value(self.device)}: must be a device resource, such as nvidia.com/gpu"
         lists = (
-            ("mount", self.mounts, _MOUNT, "CLAIM:/PATH"),
+            ("mount", self.mounts, _MOUNT, "CLAIM:/PATH with a normalized path, such as data:/mnt/data"),
             ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi or rdma/ib=8"),
             ("selector", self.selectors, _SELECTOR, "KEY=VALUE, a label of nodes"),
             ("annotation", self.annotations, _ANNOTATION, "KEY=VALUE"),

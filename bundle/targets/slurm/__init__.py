@@ -37,7 +37,7 @@ def submit(job: Job, options: SlurmOptions, workdir: Path) -> str:
     """Submit a job to Slurm and return its number. Raise LaunchUnavailable where Slurm refuses it."""
     text, directory = build_script(job, options, workdir), get_job_directory(job)
     if wrong := list(find_overriding_variables(os.environ)):
-        raise UsageError("environment variables override the batch script. Unset them", wrong)
+        raise UsageError("environment variables would override the batch script. Unset them", wrong)
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())
     files.write_text(directory / SCRIPT_NAME, text)
@@ -118,9 +118,9 @@ def stop(number: str) -> None:
             (directory / f"stopped-{number}").touch()
         except OSError as error:
             raise LaunchUnavailable(
-                f"slurm:{number}: Slurm would queue it again, because {directory} cannot be written here"
-                f" ({error.strerror}). Stop it on a machine that sees its run directory, or run `scancel"
-                f" {number}`"
+                f"slurm:{number}: the job was not stopped. Slurm would queue it again, because {directory} is"
+                f" not writable here ({error.strerror}). Stop it on a machine that has its run directory, or"
+                f" run `scancel {number}`"
             ) from error
         # Signal the step, as the script must write the exit code. With Ray, the script requests the save.
         batch = ["--batch"] if files.is_file(directory / ray.TOKEN_NAME) else []

@@ -59,11 +59,13 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     wrong = [*options.find_violations(), *resources.find_violations(job, options)]
     wrong += containers.find_violations(job, options, workdir)
     texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(directory))
-    wrong += [f"{format_value(text)}: has a control character" for text in texts if not text.isprintable()]
+    unprintable = (text for text in texts if not text.isprintable())
+    wrong += [f"{format_value(text)}: contains a control character" for text in unprintable]
     if "%" in str(directory):
-        wrong.append(f"--run-directory {format_value(str(job.directory))}: Slurm would replace the %")
+        path = format_value(str(job.directory))
+        wrong.append(f"--run-directory {path}: must not contain %, which Slurm would replace")
     if wrong := [*wrong, *find_short_limits(sbatch_options, sbatch_options["signal"])]:
-        raise UsageError("the batch script cannot be written", wrong)
+        raise UsageError("the batch script cannot be generated", wrong)
     directives = "\n".join(f"#SBATCH {_format_option(name, value)}" for name, value in sbatch_options.items())
     # Tasks that lose another one end by themselves with a telling code; tasks that Slurm ends have none.
     step = ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0", *(["--no-kill"] if options.spares else [])]

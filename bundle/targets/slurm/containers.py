@@ -33,8 +33,8 @@ def find_violations(job: Job, options: SlurmOptions, workdir: Path) -> Iterator[
     special = _MOUNT_SEPARATOR + _SPECIAL_CHARACTERS.get(options.container, "")
     texts = [(str(path), special + _PATH_SEPARATOR) for path in _list_paths(job, workdir)]
     for text, forbidden in texts + [(mount, special) for mount in options.mounts]:
-        if characters := "".join(character for character in forbidden if character in text):
-            yield f"{format_value(text)}: a mount of {options.container} must not contain any of {characters}"
+        if characters := " or ".join(f"'{character}'" for character in forbidden if character in text):
+            yield f"{format_value(text)}: {options.container} cannot mount a path that contains {characters}"
 
 
 def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequence[str]:

@@ -13,15 +13,15 @@ from bundle.targets.options import Preflight, Rdma, Restarts, Spares, allow_only
 
 CONTAINERS = ("pyxis", "apptainer")
 _OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
-_LAYOUT_REASON = "the job sets this (--nodes, --devices-per-node)"
-_SCRIPT_REASON = "a job is one batch script, queued once"
+_LAYOUT_REASON = "the job sets this from --nodes and --devices-per-node"
+_SCRIPT_REASON = "a job is one batch script that is queued once"
 _LOG_PATH_REASON = "`launch stop` and `launch logs` find a job by its log in the run directory"
-_SUBMISSION_REASON = "sbatch must queue the job, print its number and end"
-_CLUSTER_REASON = "a handle names no cluster: set SLURM_CLUSTERS, which all clients of Slurm read"
+_SUBMISSION_REASON = "sbatch must queue the job, print the job number and exit"
+_CLUSTER_REASON = "a job handle names no cluster. Set SLURM_CLUSTERS, which all Slurm commands read"
 _TIME_LIMIT_REASON = (
-    "a limit is compared with the time of a save: use --sbatch time=... or --sbatch signal=..."
+    "the time limit must leave time for a save. Use --sbatch time=... or --sbatch signal=... instead"
 )
-_UNCHECKED_REASON = "it was not checked: unset it, or use --sbatch"
+_UNCHECKED_REASON = "`launch` does not check this variable. Use --sbatch instead"
 # Options that the user may not set, with the reason: another value would start an unchecked job.
 _RESERVED_OPTIONS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), _LAYOUT_REASON),
@@ -61,7 +61,7 @@ class SlurmOptions:
     sbatch: Annotated[
         tuple[str, ...],
         typer.Option(
-            metavar="OPTION[=VALUE]", help="Pass to sbatch: partition=gpu, account=us, time=4:00:00, ..."
+            metavar="OPTION[=VALUE]", help="Pass this to sbatch: partition=gpu, account=us, time=4:00:00, ..."
         ),
     ] = ()
     image: Annotated[str, typer.Option(help="Run the job in this image. Default: this environment.")] = ""
@@ -70,14 +70,14 @@ class SlurmOptions:
     ] = CONTAINERS[0]
     mounts: Annotated[
         tuple[str, ...],
-        typer.Option("--mount", metavar="SRC[:DST]", help="Mount a path besides those of the job."),
+        typer.Option("--mount", metavar="SRC[:DST]", help="Mount another path in the container."),
     ] = ()
     rdma: Rdma = False
     restarts: Restarts = 0
     preflight: Preflight = False
     spares: Spares = 0
     ray: Annotated[
-        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster, made for this job.")
+        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster that is made for this job.")
     ] = False
     python: str = sys.executable
 
@@ -85,16 +85,17 @@ class SlurmOptions:
         """Yield a message for each option that cannot be written into a batch script."""
         for option in self.sbatch:
             if not _OPTION.fullmatch(option):
-                yield f"--sbatch {format_value(option)}: not an option of sbatch, such as partition=gpu"
+                yield f"--sbatch {format_value(option)}: must be OPTION[=VALUE], such as partition=gpu"
             elif reserved := _find_reserved(name := split_option(option)[0]):
-                short = "" if name == reserved else f"sbatch may read it as --{reserved}: "
-                yield f"--sbatch {format_value(option)}: {short}{_RESERVED_OPTIONS[reserved]}"
+                short = "" if name == reserved else f"sbatch may read this as --{reserved}, which is "
+                reason = _RESERVED_OPTIONS[reserved]
+                yield f"--sbatch {format_value(option)}: {short}not allowed, because {reason}"
         if self.container not in CONTAINERS:
             yield f"--container {format_value(self.container)}: must be one of {', '.join(CONTAINERS)}"
         if self.mounts and not self.image:
             yield "--mount: only a container has mounts. Set --image too"
         if self.ray and self.spares:
-            yield "--ray: leave out --spares, because Slurm itself must start spare nodes"
+            yield "--ray: conflicts with --spares, as Slurm must start spare nodes. Leave out one of them"
 
 
 def split_option(option: str) -> tuple[str, str]:
@@ -107,7 +108,7 @@ def find_overriding_variables(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each variable that would make sbatch ignore an option of the script."""
     for name, reason in _RESERVED_VARIABLES.items():
         if name in environ:
-            yield f"{name} is set and overrides the batch script: {reason}"
+            yield f"{name}: not allowed, because {reason}"
 
 
 def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterator[str]:
@@ -122,8 +123,8 @@ def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterato
         limit = parse_time_limit(sbatch_options.get(name, ""))
         if limit is not None and limit <= lead_seconds:
             yield (
-                f"--sbatch {name}={sbatch_options[name]}: the job is asked to save up to {lead_seconds} s"
-                f" before this limit, so right at its start. Set more than {lead_seconds // 60} minutes"
+                f"--sbatch {name}={sbatch_options[name]}: the request to save comes up to {lead_seconds} s"
+                f" before this limit, so the job would only save. Set more than {lead_seconds // 60} minutes"
             )
 
 

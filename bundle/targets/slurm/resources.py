@@ -27,10 +27,10 @@ def find_violations(job: Job, options: SlurmOptions) -> Iterator[str]:
         if full_names and name not in full_names:
             yield f"--sbatch {format_value(option)}: sbatch may read it as --{full_names[0]}. Write it out"
         elif name in _OTHER_OPTIONS:
-            yield f"--sbatch {format_value(option)}: the job asks for {ours}. Set their type with {typed}"
+            yield f"--sbatch {format_value(option)}: the job requests {ours}. Set a device type with {typed}"
         elif count not in (None, job.per_node):
             yield (
-                f"--sbatch {format_value(option)}: asks for {count} per node, but the job has"
+                f"--sbatch {format_value(option)}: requests {count} per node, but the job has"
                 f" {job.per_node} (--devices-per-node)"
             )
 

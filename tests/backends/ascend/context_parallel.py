@@ -81,9 +81,7 @@ def refused(rank):
 
     attention = core_attention(context_parallel_size=CP)
     attention.groups = groups()
-    with pytest.raises(
-        JobFailed, match=r"a mask bool \[1, 1, 8, 16\]: packed attention uses only boundaries"
-    ):
+    with pytest.raises(JobFailed, match=r"a mask bool \[1, 1, 8, 16\]: .*boundaries"):
         attention(*inputs(8, 1, dtype=torch.float32), torch.zeros(1, 1, 8, 16, dtype=torch.bool))
 
 

@@ -163,7 +163,7 @@ def test_flash_refuses_packed_heads_of_two_sizes_and_arbitrary_masks(messages):
     messages(error.value)
     padded = torch.nn.functional.pad(v, (0, 8))
     assert attention(q, k, padded, None, packed_seq_params=pack([8, 4])).shape == (12, 4 * 24)
-    with pytest.raises(UsageError, match="arbitrary mask") as error:
+    with pytest.raises(UsageError, match="arbitrary") as error:
         core_attention("arbitrary", kernel="flash")(*inputs(4, 1), None)
     messages(error.value)
     assert core_attention("causal", kernel="fused")(q, k, v, None, packed_seq_params=pack([8, 4])).shape == (

@@ -63,7 +63,7 @@ def _patch_megatron(arguments: list[str]) -> None:
     if "megatron.core" in sys.modules:
         raise EnvironmentUnfit(
             "backend ascend: megatron.core was imported before MindSpeed and already uses what MindSpeed"
-            " replaces. Prepare MindSpeed first, in a process of its own"
+            " replaces. Start a new process and prepare MindSpeed first"
         )
     try:
         with _replace_command_line(arguments), _keep_log_format(), warnings.catch_warnings(record=True):
@@ -71,8 +71,8 @@ def _patch_megatron(arguments: list[str]) -> None:
             from mindspeed.patch_utils import MindSpeedPatchesManager
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise EnvironmentUnfit(
-            "backend ascend: MindSpeed cannot be imported (backend_options.mindspeed). Install the commit"
-            " that `mcore-bundle plan` names for its megatron-core, and its requirements",
+            "backend ascend: MindSpeed cannot be imported (backend_options.mindspeed). Install its"
+            " requirements and the commit that `mcore-bundle plan` names for the job's megatron-core",
             [f"{type(error).__name__}: {error}"],
         ) from error
     for target in RESTORED_FUNCTIONS:
