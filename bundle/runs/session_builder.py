@@ -16,7 +16,7 @@ from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.distributed.world import StopRequest, run_on_all_ranks, run_on_rank_0
 from bundle.engine import Engine, Objective
 from bundle.environment import packages
-from bundle.errors import UsageError
+from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.files import digest_json
 from bundle.launch import events, outcomes
 from bundle.launch.job import Job
@@ -216,7 +216,10 @@ class SessionBuilder:
             sinks.append(TensorBoard(self.directory.tensorboard, step))
         if (prometheus := recipe.metrics.prometheus) is not None:
             name = self.directory.root.absolute().name
-            sinks.append(PrometheusSink(prometheus, name, outcomes.count_earlier_launches()))
+            try:
+                sinks.append(PrometheusSink(prometheus, name, outcomes.count_earlier_launches()))
+            except EnvironmentUnfit as error:  # a port that another program has taken ends no training
+                _log.warning("%s. The run continues without the endpoint.", error)
         sinks += start_trackers(recipe, self.directory)
         return MetricsWriter([*sinks, build_terminal_sink(recipe.train.steps, step)])
 

@@ -98,6 +98,17 @@ def test_it_listens_where_only_this_machine_can_ask_unless_told_otherwise_and_a_
             PrometheusSink(PrometheusSection(port=port), "demo", restarts=0)
 
 
+@pytest.mark.world
+def test_a_run_goes_on_where_another_program_has_the_port(tmp_path):
+    pytest.importorskip("megatron.core")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        keys = (*TINY, f"metrics.prometheus={{port: {port}}}")
+        output = command.finish(command.start_training("demo", tmp_path / "run", keys))
+    assert (tmp_path / "run" / "result.json").exists()
+    assert "metrics.prometheus" in output and str(port) in output
+
+
 def test_each_metric_of_the_dashboard_is_one_that_a_run_reports():
     from bundle.runs.progress import Progress
     from tests.training.test_loop import Slow, recipe, run
