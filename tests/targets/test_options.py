@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,13 +46,17 @@ WORDS: dict[type, tuple[str, dict[str, Any]]] = {
         "--claim=c --form=job --name=n --namespace=s --mount=a:/a --mount=b:/b --resource=cpu=1"
         " --resource=memory=1 --device=d/e --selector=k=1 --selector=l=2 --annotation=k=3 --annotation=l=4"
         " --group=5 --group=6 --shared-memory=1Gi --rdma --secret=t --queue=q --topology=z --priority=p"
-        " --restarts=7 --preflight --grace=8 --keep=9",
+        " --restarts=7 --preflight --grace=8 --keep=9 --label=a=1 --toleration=a --node-affinity=a=b,c"
+        " --exclude-node=n1 --exclude-node=n2 --image-pull-secret=p --service-account=sa --runtime-class=rc"
+        " --host-path=/a:/b --patch=p.yaml",
         {
             "claim": "c", "form": "job", "name": "n", "namespace": "s", "mounts": ("a:/a", "b:/b"),
             "resources": ("cpu=1", "memory=1"), "device": "d/e", "selectors": ("k=1", "l=2"),
             "annotations": ("k=3", "l=4"), "groups": (5, 6), "shared_memory": "1Gi", "rdma": True,
             "secret": "t", "queue": "q", "topology": "z", "priority": "p", "restarts": 7, "preflight": True,
-            "grace_seconds": 8, "keep_seconds": 9,
+            "grace_seconds": 8, "keep_seconds": 9, "labels": ("a=1",), "tolerations": ("a",),
+            "node_affinity": ("a=b,c",), "excluded_nodes": ("n1", "n2"), "pull_secrets": ("p",),
+            "service_account": "sa", "runtime_class": "rc", "host_paths": ("/a:/b",), "patch": Path("p.yaml"),
         },
     ),
     RayOptions: (

@@ -16,6 +16,7 @@ from bundle.cli.launch.submission import (
     decide_job_with_paths,
     follow_submitted_job,
     warn_hidden_inputs,
+    warn_short_grace,
 )
 from bundle.cli.request import JobRequest, Machines
 from bundle.targets import docker as engine
@@ -50,6 +51,7 @@ def docker(
         user=docker_options.user or f"{os.getuid()}:0",
         groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
+    warn_short_grace(job, docker_options.grace_seconds)
     warn_hidden_inputs(
         job, engine.list_mounts(job, docker_options, Path.cwd()), Path.cwd(), "set --mount {0}:{0}"
     )

@@ -15,6 +15,7 @@ from bundle.cli.launch.submission import (
     follow_submitted_job,
     warn_absent_inputs,
     warn_hidden_inputs,
+    warn_short_grace,
     warn_unknown_steps,
 )
 from bundle.cli.request import JobRequest, Machines
@@ -53,6 +54,7 @@ def kubernetes(
         )
     kubernetes_options = replace(kubernetes_options, image=container_image.choose_name(job))
     warn_unknown_steps(job, recipe)
+    warn_short_grace(job, kubernetes_options.grace_seconds)
     mount_advice = "set --mount CLAIM:{}, with a claim that holds it"
     warn_absent_inputs(find_absent_inputs(job.recipe))
     warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(pod.HOME), mount_advice)

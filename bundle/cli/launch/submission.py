@@ -15,6 +15,7 @@ from bundle.cli.disk_space import warn_disk_space
 from bundle.cli.request import ImageContents, JobRequest, Machines, plan_job
 from bundle.environment import image
 from bundle.errors import UsageError, format_value
+from bundle.launch.grace import estimate_save_seconds
 from bundle.launch.job import UNDECIDED, Job
 from bundle.patches.megatron_core import DEFAULT_RELEASE
 from bundle.planning import Problem
@@ -165,6 +166,17 @@ def warn_unknown_steps(job: Job, recipe: str) -> None:
             " intervals before that with `mcore-bundle check %s`",
             epochs,
             recipe,
+        )
+
+
+def warn_short_grace(job: Job, seconds: int | None) -> None:
+    """Warn where `--grace` leaves less time than a save may need."""
+    if seconds is not None and seconds < (estimate := estimate_save_seconds(job)):
+        _log.warning(
+            "--grace %d: a save may take %d s. A job that is killed before its end loses the steps since its"
+            " last checkpoint",
+            seconds,
+            estimate,
         )
 
 

@@ -17,6 +17,7 @@ from bundle.files import digest_json
 from bundle.launch.job import FILE_NAME, Job
 from bundle.targets.kubernetes import ascendjob, jobset, rayjob, trainer, volcano
 from bundle.targets.kubernetes.options import KubernetesOptions
+from bundle.targets.kubernetes.patching import apply_patches, read_patches
 from bundle.targets.kubernetes.pod import Workload
 from bundle.targets.kubernetes.status import WorkloadOutcome, read_conditions, read_phase, read_ray_status
 
@@ -92,7 +93,10 @@ def build_objects(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
         raise UsageError("the Kubernetes objects cannot be generated", wrong)
     file = workload.build_object("v1", "ConfigMap", workload.config_map)
     file |= {"immutable": True, "data": {FILE_NAME: LiteralScalarString(job_text)}}
-    return [file, *FORMS[options.form].render(workload)]
+    manifests = [file, *FORMS[options.form].render(workload)]
+    if options.patch is not None:
+        apply_patches(manifests, read_patches(options.patch))
+    return manifests
 
 
 def render_documents(job: Job, options: KubernetesOptions) -> str:

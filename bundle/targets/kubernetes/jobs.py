@@ -16,6 +16,7 @@ from bundle.targets.kubernetes import FORMS, build_objects, client
 from bundle.targets.kubernetes.logs import PodLogs
 from bundle.targets.kubernetes.options import KubernetesOptions
 from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
+from bundle.targets.kubernetes.trainer import RUNTIME_KIND
 from bundle.targets.states import JobState, find_exit_code, poll_states
 
 _log = logging.getLogger(__name__)
@@ -38,15 +39,15 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     *dependencies, workload = [_to_json_value(manifest) for manifest in build_objects(job, options)]
     name = f"{options.form}/{options.namespace}/{workload['metadata']['name']}"
     _remove_ended_job(name)
-    # Objects without a namespace cannot be owned by the workload; their name is a digest of their content.
-    owned = [manifest for manifest in dependencies if "namespace" in manifest["metadata"]]
-    unowned = [manifest for manifest in dependencies if manifest not in owned]
+    # A cluster accepts a workload only after the runtime that it names.
+    runtimes = [manifest for manifest in dependencies if manifest["kind"] == RUNTIME_KIND]
+    pod_inputs = [manifest for manifest in dependencies if manifest not in runtimes]
     created_objects: list[dict[str, Any]] = []
     try:
-        _check_objects(unowned)
-        _make_objects(unowned, created_objects)  # else the cluster refuses the workload
-        _check_objects([*owned, workload])
-        _make_objects(owned, created_objects)
+        _check_objects(runtimes)
+        _make_objects(runtimes, created_objects)
+        _check_objects([*pod_inputs, workload])
+        _make_objects(pod_inputs, created_objects)
         created_workload = _make_workload(workload, name)
     except LaunchUnavailable as error:
         if not isinstance(error, _UnknownOutcome):
@@ -54,7 +55,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
         raise
     owner = {key: workload[key] for key in ("apiVersion", "kind")}
     owner |= {"name": workload["metadata"]["name"], "uid": created_workload["metadata"]["uid"]}
-    for manifest in owned:
+    for manifest in dependencies:
         try:
             client.set_owner(manifest, owner)
         except LaunchUnavailable as error:

@@ -4,11 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bundle.errors import format_value
+from bundle.targets.kubernetes import scheduling
 from bundle.targets.options import Grace, Preflight, allow_only
 
 # A description of each form, by the name that --form takes, the default first; FORMS builds them.
@@ -29,10 +32,24 @@ _QUALIFIED = rf"([a-z0-9.-]+/)?{_PLAIN}"
 _DEVICE = re.compile(rf"[a-z0-9.-]+/{_PLAIN}")
 # Quantities in the form of apimachinery's resource.Quantity; extended resources take whole numbers.
 _QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
+_SCALES = {
+    **{letter: Fraction(1000) ** power for power, letter in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)},
+    **{f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
+}
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
 _RESOURCE = re.compile(rf"{_CORE_RESOURCE}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
 _SELECTOR = re.compile(rf"{_QUALIFIED}=({_PLAIN})?")
 _ANNOTATION = re.compile(rf"{_QUALIFIED}=.*")
+_HOST_PATH = re.compile(r"(/[\w@.-]+)+:(/(?!\.{1,2}(/|$))[\w@.-]+)+/?", re.ASCII)
+
+
+def parse_quantity(text: str) -> Fraction:
+    """Return the number that a quantity of Kubernetes says; 0 for a text that is no quantity."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        return Fraction(0)
+    number, suffix = Fraction(match[1]), match[3] or ""
+    return number * (_SCALES[suffix] if suffix in _SCALES else Fraction(10) ** int(suffix[1:]))
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,24 @@ class KubernetesOptions:
         tuple[str, ...],
         typer.Option("--annotation", metavar="KEY=VALUE", help="Annotate the workload and its pods."),
     ] = ()
+    labels: Annotated[
+        tuple[str, ...],
+        typer.Option("--label", metavar="KEY=VALUE", help="Label the workload and its pods."),
+    ] = ()
+    tolerations: scheduling.Tolerations = ()
+    node_affinity: scheduling.NodeAffinity = ()
+    excluded_nodes: scheduling.ExcludedNodes = ()
+    pull_secrets: scheduling.PullSecrets = ()
+    service_account: scheduling.ServiceAccount = ""
+    runtime_class: scheduling.RuntimeClass = ""
+    host_paths: Annotated[
+        tuple[str, ...],
+        typer.Option("--host-path", metavar="/ON-NODE:/PATH", help="Mount a directory of the node."),
+    ] = ()
+    patch: Annotated[
+        Path | None,
+        typer.Option(help="Merge the YAML documents of this file into the objects of their kind, or Pod."),
+    ] = None
     groups: Annotated[
         tuple[int, ...],
         typer.Option("--group", min=0, metavar="GID", help="Run with this group, which may open the NPUs."),
@@ -105,7 +140,10 @@ class KubernetesOptions:
         if not self.image or not self.image.isprintable() or " " in self.image:
             yield f"--image {format_value(self.image)}: not the name of an image"
         named = {"claim": self.claim, "secret": self.secret, "namespace": self.namespace, "queue": self.queue}
-        for option, value in (named | {"priority": self.priority}).items():
+        named |= {"priority": self.priority, "service-account": self.service_account}
+        named |= {"runtime-class": self.runtime_class}
+        pairs = [*named.items(), *(("image-pull-secret", name) for name in self.pull_secrets)]
+        for option, value in pairs:
             if (value or option == "claim") and not _NAME.fullmatch(value):
                 yield f"--{option} {format_value(value)}: not the name of a Kubernetes object"
         if self.device and not _DEVICE.fullmatch(self.device):
@@ -115,6 +153,8 @@ class KubernetesOptions:
             ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi or rdma/ib=8"),
             ("selector", self.selectors, _SELECTOR, "KEY=VALUE, a label of nodes"),
             ("annotation", self.annotations, _ANNOTATION, "KEY=VALUE"),
+            ("label", self.labels, _SELECTOR, "KEY=VALUE, a label"),
+            ("host-path", self.host_paths, _HOST_PATH, "/ON-NODE:/PATH"),
         )
         for option, values, pattern, form in lists:
             for value in values:
@@ -123,5 +163,6 @@ class KubernetesOptions:
             named_twice = Counter(value.partition("=")[0] for value in values if option != "mount")
             for key in (key for key, count in named_twice.items() if count > 1):
                 yield f"--{option} {format_value(key)}: is given more than once"
+        yield from scheduling.find_violations(self.tolerations, self.node_affinity, self.excluded_nodes)
         if not _QUANTITY.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a quantity, such as 64Gi"

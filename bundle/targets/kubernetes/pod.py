@@ -12,7 +12,8 @@ from bundle.launch import job as job_file
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.outcomes import KUBERNETES_NODE_VARIABLE
 from bundle.launch.starters import DEFAULT_PORT
-from bundle.targets.kubernetes.options import KubernetesOptions
+from bundle.targets.kubernetes import scheduling
+from bundle.targets.kubernetes.options import KubernetesOptions, parse_quantity
 from bundle.targets.mounts import Mount
 
 # The directory that our images write to, their user (images/README.md), and the directory of the job file.
@@ -82,8 +83,8 @@ class Workload(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels that identify every object and every pod of the job."""
-        return {_MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
+        """The labels of every object and every pod of the job: the user's, and those that identify it."""
+        return {**parse_pairs(self.options.labels), _MANAGER_LABEL: _MANAGER, INSTANCE_LABEL: self.name}
 
     @property
     def queue_labels(self) -> dict[str, str]:
@@ -132,9 +133,19 @@ class Workload(NamedTuple):
                 f"--resource {self.device_resource}: the job sets its devices itself ({self.job.per_node}"
                 " per node). Use --devices-per-node instead"
             )
+        memory = parse_pairs(self.options.resources).get("memory")
+        shared_memory = self.options.shared_memory
+        if memory and 0 < parse_quantity(memory) < parse_quantity(shared_memory):
+            yield (
+                f"--shared-memory {shared_memory}: is more than --resource memory={memory}, which it counts"
+                " towards. Lower the former, or raise the latter"
+            )
         if self.options.topology and _TOPOLOGY_ANNOTATION in parse_pairs(self.options.annotations):
             yield f"--annotation {_TOPOLOGY_ANNOTATION}: conflicts with --topology. Leave out one of them"
-        paths = [str(PurePosixPath(mount.partition(":")[2])) for mount in self.options.mounts]
+        if taken := {_MANAGER_LABEL, INSTANCE_LABEL} & parse_pairs(self.options.labels).keys():
+            yield f"--label {min(taken)}: mcore-bundle finds the job by this label. Choose another key"
+        mounts = (*self.options.mounts, *self.options.host_paths)
+        paths = [str(PurePosixPath(mount.partition(":")[2])) for mount in mounts]
         for path, count in Counter(paths).items():
             if path in _POD_PATHS or any(
                 PurePosixPath(path).is_relative_to(directory) for directory in _UNWRITABLE_PATHS
@@ -169,6 +180,9 @@ class Workload(NamedTuple):
         for number, mount in enumerate(options.mounts):
             claim, _, path = mount.partition(":")
             volumes[f"mount-{number}"] = (path, {"persistentVolumeClaim": {"claimName": claim}})
+        for number, mount in enumerate(options.host_paths):
+            host, _, path = mount.partition(":")
+            volumes[f"host-{number}"] = (path, {"hostPath": {"path": host, "type": "Directory"}})
         pod_container = {
             "name": container,
             "image": options.image,
@@ -186,19 +200,27 @@ class Workload(NamedTuple):
             },
             "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
         }
-        selector = parse_pairs(options.selectors)
+        fields = {
+            "priorityClassName": options.priority,
+            "serviceAccountName": options.service_account,
+            "runtimeClassName": options.runtime_class,
+            "imagePullSecrets": [{"name": name} for name in options.pull_secrets],
+            "nodeSelector": parse_pairs(options.selectors),
+            "tolerations": scheduling.build_tolerations(options.tolerations),
+            "affinity": scheduling.build_affinity(options.node_affinity, options.excluded_nodes),
+        }
         return {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_seconds or grace.estimate_save_seconds(self.job),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            **({"priorityClassName": options.priority} if options.priority else {}),
-            **({"nodeSelector": selector} if selector else {}),
+            **{name: value for name, value in fields.items() if value},
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": USER,
                 "runAsGroup": 0,
-                "fsGroup": 0,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",  # else a start changes every file of a claim
                 **({"supplementalGroups": list(options.groups)} if options.groups else {}),
                 "seccompProfile": {"type": "RuntimeDefault"},
             },

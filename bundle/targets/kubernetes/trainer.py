@@ -1,4 +1,4 @@
-"""Kubeflow Trainer v2: a TrainJob, and the ClusterTrainingRuntime that it runs in.
+"""Kubeflow Trainer v2: a TrainJob, and the TrainingRuntime that it runs in.
 
 The controller makes a JobSet of both. It gives the container, which must be named `node`, its place in
 torchrun's variables (PET_*), which `launch.starters` reads. Fields: kubeflow/trainer, its CRDs and
@@ -13,14 +13,11 @@ from bundle.targets.kubernetes.jobset import build_job_spec, build_jobset_spec
 from bundle.targets.kubernetes.pod import Workload
 
 API = "trainer.kubeflow.org/v1alpha1"
-RUNTIME_KIND = "ClusterTrainingRuntime"
+RUNTIME_KIND = "TrainingRuntime"
 
 
 def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
-    """Return a runtime and its TrainJob.
-
-    The runtime's name is a digest of its content, so equal runtimes are one object.
-    """
+    """Return a runtime and its TrainJob; the runtime's name is a digest of its content."""
     spec = build_job_spec(workload, workload.arguments)
     container = spec["template"]["spec"]["containers"][0]
     job_fields = {key: container.pop(key) for key in ("image", "args", "resources")}
@@ -36,7 +33,6 @@ def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
         },
     }
     runtime = workload.build_object(API, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
-    runtime["metadata"].pop("namespace", None)  # it has no namespace
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
     manifest = workload.build_manifest(API, "TrainJob", workload.queue_labels)

@@ -36,7 +36,7 @@ def disagreements(objects: Objects) -> Iterator[str]:
             (container,) = template["spec"]["containers"]
             if container["args"][:2] != ["train", f"--job={mounted(container).get('job')}/job.json"]:
                 yield "the job file is not where the pod is told"
-    if len({e["metadata"].get("namespace") for e in objects if e["kind"] != "ClusterTrainingRuntime"}) != 1:
+    if len({e["metadata"].get("namespace") for e in objects}) != 1:
         yield "not all in one namespace"
     if top["kind"] == "AscendJob":
         yield from of_an_ascendjob(top, decided)

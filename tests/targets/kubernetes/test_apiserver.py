@@ -16,7 +16,7 @@ from tests.targets.kubernetes.test_schemas import DEFINITIONS, MISTAKES, SCHEMAS
 
 pytestmark = pytest.mark.clusters
 FORMS = {"jobset": {"JobSet"}, "volcano": {"Job"}, "rayjob": {"RayJob"}} | {
-    "trainjob": {"ClusterTrainingRuntime", "TrainJob"}
+    "trainjob": {"TrainingRuntime", "TrainJob"}
 }
 # What schemas of JSON do not see: rules over several fields.
 RULES: list[tuple[str, int, tuple[str, ...], object, str]] = [

@@ -76,14 +76,16 @@ def test_a_runtime_is_made_before_the_trainjob_that_names_it_is_tried(recorder, 
     posts = [each for each in recorder.requests if each.method == "POST"]
     kinds = [(each.body["kind"], "dryRun" in each.query) for each in posts]
     assert kinds == [
-        ("ClusterTrainingRuntime", True),
-        ("ClusterTrainingRuntime", False),
+        ("TrainingRuntime", True),
+        ("TrainingRuntime", False),
         ("ConfigMap", True),
         ("TrainJob", True),
         ("ConfigMap", False),
         ("TrainJob", False),
     ]
-    assert recorder.made()[0].path == "/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes"
+    assert (
+        recorder.made()[0].path == "/apis/trainer.kubeflow.org/v1alpha1/namespaces/research/trainingruntimes"
+    )
 
 
 def test_what_the_cluster_refuses_is_said_all_at_once_and_nothing_is_made(recorder, small, messages):

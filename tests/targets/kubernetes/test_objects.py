@@ -28,6 +28,16 @@ ADDED = {
     *("limits.cpu=64", "limits.memory=512Gi", "limits.rdma/ib=8"),
     *("requests.cpu=64", "requests.memory=512Gi", "requests.rdma/ib=8"),
     "spec.terminationGracePeriodSeconds=600",
+    *("labels.cost-centre=c7", "spec.serviceAccountName=trainer", "spec.runtimeClassName=nvidia"),
+    *("imagePullSecrets.name=registry", "volumes.name=host-0", "volumeMounts.name=host-0"),
+    *("volumeMounts.mountPath=/scratch", "hostPath.path=/mnt/nvme", "hostPath.type=Directory"),
+    *("tolerations.key=nvidia.com/gpu", "tolerations.operator=Exists", "tolerations.effect=NoSchedule"),
+    *("tolerations.key=team", "tolerations.operator=Equal", "tolerations.value=rl"),
+    *("tolerations.key=spot", "tolerations.value="),
+    *("matchExpressions.key=topology.example/block", "matchExpressions.operator=In"),
+    *("matchExpressions.values=b1", "matchExpressions.values=b2"),
+    *("matchExpressions.key=kubernetes.io/hostname", "matchExpressions.operator=NotIn"),
+    "matchExpressions.values=node-7",
 }
 KUEUE = (
     "annotations.kueue.x-k8s.io/podset-required-topology=cloud.example/rack",
@@ -124,7 +134,7 @@ DEVICE, LEVEL = "nvidia.com/gpu", "kueue.x-k8s.io/podset-required-topology"
 CONTRADICTIONS = [
     (f"--resource {DEVICE}", {"resources": (f"{DEVICE}=4",)}),
     ("--resource a.b/gpu", {"device": "a.b/gpu", "resources": ("a.b/gpu=8",)}),
-    ("--resource 'memory'", {"resources": ("memory=1Gi", "cpu=2", "memory=2Gi")}),
+    ("--resource 'memory'", {"resources": ("memory=100Gi", "cpu=2", "memory=200Gi")}),
     ("--selector 'a'", {"selectors": ("a=1", "a=2")}),
     ("--annotation 'a'", {"annotations": ("a=1", "a=2")}),
     (f"--annotation {LEVEL}", {"topology": "rack", "annotations": (f"{LEVEL}=host",)}),
@@ -142,6 +152,22 @@ CONTRADICTIONS = [
         for said in ("memory=1..2", "memory=1gi", "memory=", "memory=.", "cpu=1e", "gpu=8", "rdma/ib=0.5")
     ),
     ("--shared-memory '1..2Gi'", {"shared_memory": "1..2Gi"}),
+    ("--shared-memory 1001k", {"shared_memory": "1001k", "resources": ("memory=1M",)}),
+    ("--shared-memory 1Ki", {"shared_memory": "1Ki", "resources": ("memory=1023500m",)}),
+    ("--shared-memory 1e9", {"shared_memory": "1e9", "resources": ("memory=0.5Gi",)}),
+    ("--label app.kubernetes.io/instance", {"labels": ("app.kubernetes.io/instance=x",)}),
+    ("--label 'a b=c'", {"labels": ("a b=c",)}),
+    ("--mount '/data'", {"mounts": ("a:/data",), "host_paths": ("/b:/data",)}),
+    ("--service-account 'A'", {"service_account": "A"}),
+    ("--runtime-class 'A'", {"runtime_class": "A"}),
+    ("--image-pull-secret 'A'", {"pull_secrets": ("A",)}),
+    *((f"--host-path '{path}'", {"host_paths": (path,)}) for path in ("data:/data", "/a:b", "/a:/..", "/a")),
+    *(
+        (f"--toleration '{value}'", {"tolerations": (value,)})
+        for value in (":NoSchedule", "a:Never", "a=b c")
+    ),
+    *((f"--node-affinity '{value}'", {"node_affinity": (value,)}) for value in ("a", "a=", "a=b,,c")),
+    ("--exclude-node 'A'", {"excluded_nodes": ("A",)}),
     ("--device 'memory'", {"device": "memory"}),
 ]
 
@@ -157,7 +183,7 @@ def test_what_cannot_be_or_contradicts_the_job_is_refused(wide, option, options,
 
 
 def test_what_can_be_is_taken(wide):
-    amounts = ("memory=1.5Gi", "cpu=500m", "hugepages-2Mi=64Mi", "ephemeral-storage=1e9", "rdma/ib=8")
+    amounts = ("memory=64.5Gi", "cpu=500m", "hugepages-2Mi=64Mi", "ephemeral-storage=1e9", "rdma/ib=8")
     mounts = ("a:/data", "b:/data/more", "c:/home/bundle/data", "d:/tmpfs", "e:/...")
     objects = kubernetes.build_objects(wide, replace(LEAST, form="job", resources=amounts, mounts=mounts))
     (container,) = objects[-1]["spec"]["template"]["spec"]["containers"]

@@ -16,7 +16,7 @@ from tests.targets.kubernetes.jobs import everything, options_of, plain
 SCHEMAS = Path(__file__).parents[4] / "shared/crds"
 DEFINITIONS = {
     "JobSet": "jobset.x-k8s.io_jobsets.yaml",
-    "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.yaml",
+    "TrainingRuntime": "trainer.kubeflow.org_trainingruntimes.yaml",
     "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",
     "RayJob": "ray.io_rayjobs.yaml",
     "batch.volcano.sh/v1alpha1 Job": "batch.volcano.sh_jobs.yaml",
