@@ -196,12 +196,12 @@ def _parse_state(info: Any) -> JobState:
     default_code = {"SUCCEEDED": ExitCode.OK, "STOPPED": ExitCode.TERMINATED}.get(
         name, ExitCode.LAUNCH_UNAVAILABLE
     )
-    code = default_code if info.driver_exit_code is None else info.driver_exit_code
+    code = default_code if info.driver_exit_code is None else int(info.driver_exit_code)
+    if code < 0:  # a signal ended the driver; shells and Slurm report it like this
+        code = 128 - code
     # Ray's message about a driver that ended by itself only repeats its log.
     is_lost = name == "FAILED" and info.driver_exit_code is None
-    return JobState(
-        name, files.to_printable((info.message or "").strip())[:300] if is_lost else "", int(code)
-    )
+    return JobState(name, files.to_printable((info.message or "").strip())[:300] if is_lost else "", code)
 
 
 def _connect(address: str) -> Any:

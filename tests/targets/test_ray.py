@@ -75,6 +75,7 @@ def test_an_address_that_takes_no_jobs_is_refused(job, address, messages):
         ("RUNNING", None, JobState("RUNNING", "", None)),
         ("SUCCEEDED", 0, JobState("SUCCEEDED", "", 0)),
         ("FAILED", 75, JobState("FAILED", "", 75)),
+        ("FAILED", -9, JobState("FAILED", "", 137)),
         ("STOPPED", None, JobState("STOPPED", "", 143)),
         ("FAILED", None, JobState("FAILED", "its head\\ndied", 5)),
     ],
