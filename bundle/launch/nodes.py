@@ -111,6 +111,43 @@ def build_lost_node_verdict(node_names: Sequence[str], reason: str) -> Verdict:
     )
 
 
+def report_failed_start(folder: Path, verdict: Verdict) -> None:
+    """Tell the nodes that wait for this one why it ended; one file has the last failure of any node."""
+    if (path := outcomes.find_failed_start_path(folder)) is not None:
+        files.write_json(path, verdict.dump())
+
+
+class FailedStarts:
+    """The failures of other nodes before the nodes met, from the creation of this object."""
+
+    def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
+        self._path, self._rendezvous = outcomes.find_failed_start_path(folder), rendezvous
+        self._earlier, self._last_poll = self._read_signature(), time.monotonic()
+        self.cause = ""
+
+    def poll(self) -> str:
+        """Return which node failed and why; empty where none is known to have failed."""
+        now, nodes = time.monotonic(), self._rendezvous.nodes
+        if self.cause or self._path is None or now - self._last_poll < get_poll_interval(nodes):
+            return self.cause
+        self._last_poll = now
+        if self._read_signature() != self._earlier:
+            with suppress(OSError, ValueError, KeyError):  # another launch of the node may replace the file
+                verdict = parse(_read_json(self._path))
+                if verdict.node_rank != self._rendezvous.node_rank:
+                    self.cause = f"node {verdict.node_rank} ({verdict.node}) failed: {verdict.cause}"
+        return self.cause
+
+    def _read_signature(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
 class PeerNodes:
     """The other nodes of a launch, as this one sees them while its own ranks run.
 

@@ -54,6 +54,15 @@ def find_next_log_folder(run: Path, node_rank: int) -> Path:
     return node_folder / str(max(numbers, default=0) + 1)
 
 
+def find_failed_start_path(folder: Path) -> Path | None:
+    """Return the file for the failure of a node before the nodes met; None outside of a run directory.
+
+    `folder` is the log folder of a launch on one node.
+    """
+    logs = folder.parent.parent
+    return logs / "failed-start.json" if logs.name == "logs" else None
+
+
 def count_earlier_launches() -> int:
     """Return the number of launches of this run on this node before this one, by our launcher."""
     folder = get_launch_folder()

@@ -58,6 +58,7 @@ class NodeWait:
         self._began = time.monotonic()
         self._next_report = _FIRST_REPORT_SECONDS
         self._is_over = rendezvous.nodes == 1
+        self._failed_starts = nodes.FailedStarts(folder, rendezvous)
 
     @property
     def is_over(self) -> bool:
@@ -65,10 +66,13 @@ class NodeWait:
         self._is_over = self._is_over or any(self._folder.glob("*/attempt_*"))
         return self._is_over
 
-    @property
-    def is_too_long(self) -> bool:
-        """True if the wait for the other nodes exceeds its limit."""
-        return not self.is_over and self._seconds > self._limit
+    def find_failure(self) -> str:
+        """Return why the wait is in vain: another node failed, or the limit is exceeded; else nothing."""
+        if self.is_over:
+            return ""
+        if cause := self._failed_starts.poll():
+            return cause
+        return f"gave up: {self}" if self._seconds > self._limit else ""
 
     @property
     def _seconds(self) -> float:
@@ -144,15 +148,16 @@ def run(
                 has_killed_ranks=agent_exit.has_killed_ranks,
                 has_failed_elsewhere=peers.has_failed_peer,
                 has_hung=agent_exit.has_hung,
-                wait_failure=f"gave up: {node_wait}" if node_wait.is_too_long else "",
+                wait_failure=agent_exit.wait_failure,
                 kernel_lines=kernel.read_lines(),
                 has_memory_kills=count_oom_kills(machine.get_local_machine()) > earlier_kills,
             )
         )
+    world = outcomes.find_world_folder(folder)
     try:
-        launch_verdict = nodes.agree_on_verdict(
-            launch_verdict, outcomes.find_world_folder(folder), send_heartbeat=send_heartbeat
-        )
+        if not node_wait.is_over and not agent_exit.wait_failure and not stop_signal:
+            nodes.report_failed_start(folder, launch_verdict)
+        launch_verdict = nodes.agree_on_verdict(launch_verdict, world, send_heartbeat=send_heartbeat)
         verdict.write(folder, launch_verdict)
     except JobFailed as error:  # a full disk must not hide how the launch ended
         _log.warning("cannot write the verdict: %s", error)
@@ -200,6 +205,7 @@ class _AgentExit(NamedTuple):
     status: int
     has_killed_ranks: bool = False
     has_hung: bool = False
+    wait_failure: str = ""
 
 
 def _watch(
@@ -211,8 +217,8 @@ def _watch(
 ) -> _AgentExit:
     """Wait until the agent has ended; kill ranks that outlive a failure too long, or hang.
 
-    Ranks that outlive those of another node are killed as well. So is an agent that has waited too long for
-    the other nodes, or that outlives its ranks.
+    Ranks that outlive those of another node are killed as well. So is an agent that waits for other nodes in
+    vain, or that outlives its ranks.
     """
     failed_at: float | None = None
     killed_at: float | None = None
@@ -225,8 +231,9 @@ def _watch(
             ranks = outcomes.read(folder)
         send_heartbeat()
         node_wait.report_wait()
-        if node_wait.is_too_long:
+        if wait_failure := node_wait.find_failure():
             agent.kill()
+            agent_exit = agent_exit._replace(wait_failure=wait_failure)
         hang_monitor.poll(ranks)
         now = time.monotonic()
         if failed_at is None and (any(map(_has_failed, ranks)) or peers.poll()):

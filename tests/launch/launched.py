@@ -22,9 +22,9 @@ from bundle.launch import outcomes, verdict
 ROOT = Path(__file__).parents[2]
 
 
-def start(folder: Path, module: str, *arguments: str) -> subprocess.Popen:
+def start(folder: Path, module: str, *arguments: str, logs: str = "logs") -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.launch.starter", "logs", module, *arguments]
+    command = [sys.executable, "-m", "tests.launch.starter", logs, module, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_ctrl_c

@@ -1,3 +1,4 @@
+import json
 import signal
 import socket
 import subprocess
@@ -57,6 +58,30 @@ def test_a_node_waits_no_longer_than_it_may_and_says_for_whom(tmp_path, monkeypa
     assert "127.0.0.1:" in verdict["cause"] and "3 s" in verdict["cause"]
 
 
+@pytest.mark.world
+def test_a_node_that_fails_before_the_nodes_meet_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+    earlier = {"code": 5, "kind": "launch", "cause": "of another launch", "node_rank": 0}
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "failed-start.json").write_text(json.dumps(earlier))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("PET_NNODES", "2")
+        monkeypatch.setenv("PET_MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("PET_MASTER_PORT", str(taken.getsockname()[1]))
+        starters = []
+        for node in (1, 0):
+            monkeypatch.setenv("PET_NODE_RANK", str(node))
+            starters.append(start(tmp_path, WORKER, "well", logs=f"logs/node-{node}/1"))
+        waiting, failed = starters
+        finish(failed, 5, 60)
+        began = time.monotonic()
+        _, err = finish(waiting, 5, 60)
+    assert time.monotonic() - began < 10
+    first, second = (json.loads((tmp_path / f"logs/node-{n}/1/verdict.json").read_text()) for n in (0, 1))
+    assert first["cause"] in second["cause"] and first["node"] in second["cause"]
+    assert (second["kind"], second["code"], second["node_rank"]) == ("launch", 5, 1)
+    assert err.splitlines()[-1] == second["sentence"]
+
+
 def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys):
     log.start()
     seconds = 0.0
@@ -68,11 +93,11 @@ def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys
         waiting.report_wait()
         said += [seconds] if "node 1 of 3" in capsys.readouterr().err else []
     assert said == [10.5, 20.5, 40.5, 80.5, 160.5, 320.5, 640.5, 1280.5]
-    assert not waiting.is_too_long and not waiting.is_over
+    assert not waiting.find_failure() and not waiting.is_over
     seconds = 1801.0
-    assert waiting.is_too_long
+    assert "node 1 of 3" in waiting.find_failure()
     (tmp_path / "x" / "attempt_0").mkdir(parents=True)
-    assert waiting.is_over and not waiting.is_too_long
+    assert waiting.is_over and not waiting.find_failure()
     assert NodeWait(discover({}), tmp_path / "none", 0).is_over
 
 
