@@ -130,6 +130,11 @@ class Job:
 
     def to_text(self) -> str:
         """Return the text of the file."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        # A thousand nodes of a dry run have one text.
         return json.dumps(self.dump(), indent=1) + "\n"
 
 
