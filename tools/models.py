@@ -44,8 +44,8 @@ transformers 4 and 5. A number is the largest difference that was seen, in fp32 
   tp 2 x ep 2.
 
 A cell with "from" has the first release that supports the family; a plan for an earlier release is refused by
-name. "Not run" means that no run is recorded for the release. `make releases` tests these cells, and fails if
-a number is too large. FP8 of models that see images was never tested.
+name. "Not run" means that no run is recorded for the release. `make releases` tests the cells with "from",
+and fails if an earlier release would do. FP8 of models that see images was never tested.
 
 gpt-oss needs `parallel.etp: 1`. On cuda it also needs unpacked rows without context parallelism: up to 2.11,
 Transformer Engine supports attention sinks only with such rows. 2.12 also supports sinks with packs, which

@@ -358,11 +358,11 @@ class Capabilities(NamedTuple):
         if limit == 1:
             reason = "ranks share the node's cores; a fixed number keeps sums equal on every machine"
             return EnvVariable("OMP_NUM_THREADS", "1", reason, is_overridable=True)
-        known = "not known" if cores_per_rank is None else f"{cores_per_rank:.4g}"
+        known = "unknown" if cores_per_rank is None else f"{cores_per_rank:.4g}"
         threads = limit if cores_per_rank is None else max(1, min(limit, int(cores_per_rank)))
         reason = (
-            f"cores per rank ({known}), at most {limit}; on an H200 a step of the experts' benchmark took"
-            " 456 ms with 1 thread, 421 ms with the machine's own number"
+            f"the cores per rank, which are {known}, but at most {limit}. On an H200, a step of the MoE"
+            " benchmark took 456 ms with 1 thread and 421 ms without this variable"
         )
         return EnvVariable("OMP_NUM_THREADS", str(threads), reason, is_overridable=True)
 

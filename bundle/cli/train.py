@@ -335,8 +335,8 @@ def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list
         return []
     return [
         to_recipe_problem(
-            f"devices.per_node: {per_node}, but the launcher {rendezvous.source} sets the ranks per node"
-            f" to {starter_per_node}"
+            f"devices.per_node: {per_node}, but the variables of {rendezvous.source} set"
+            f" {starter_per_node} ranks per node"
         )
     ]
 

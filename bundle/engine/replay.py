@@ -117,7 +117,9 @@ def _check_routes(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None
         for misfit in routing.find_misfits(micro_batch.routes, micro_batch.packing.padding.tokens)
     ]
     if violations:
-        raise JobFailed("The routes do not fit:", violations)
+        raise JobFailed(
+            "the recorded routes of experts do not fit this model. Record them with it:", violations
+        )
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         reason = f"{'. '.join(drift)}, or continue with --allow-drift {patch.id}"
         return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
-        return _Proposal(PatchAction.APPLY, f"allowed by the user: {drift[0]}", is_proven)
+        return _Proposal(PatchAction.APPLY, f"applied because --allow-drift names it: {drift[0]}", is_proven)
     reason = "this megatron-core has the defect"
     if is_in_range is False:
         reason += f", although its version {job.version} is outside {patch.range}: that number is wrong"

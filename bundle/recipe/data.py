@@ -66,8 +66,8 @@ class Fields(Section):
     )
     videos: str | None = Field(
         default="videos",
-        description="SFT, DPO: videos of a row (<video>), each named like an image or a list of its frames."
-        " The default also finds video, video_path and video_paths.",
+        description="SFT, DPO: videos of a row, one for each <video>. A video is a path, as for images,"
+        " or a list of its frames. The default also finds video, video_path and video_paths.",
     )
 
 

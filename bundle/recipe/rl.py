@@ -81,9 +81,9 @@ class RLRollout(Section):
     )
     transport: Literal["files", "ipc"] | None = Field(
         default=None,
-        description="sglang: how servers that the run starts get weights. files: from files; ipc: from the"
-        " memory of their GPU, if checksums of the first weights equal those from files. null: ipc for one"
-        " server on one GPU, else files.",
+        description="sglang: how servers that the run starts get weights. files: from files; ipc: from GPU"
+        " memory that they share with the trainer, or from files if the checksums of the first weights"
+        " differ. null: ipc for one server on one GPU, else files.",
     )
     verify: Literal["always", "first"] = Field(
         default="always",

@@ -86,7 +86,7 @@ def _check_experts(recipe: Recipe) -> Iterator[Violation]:
             ("bias_update_rate", balancing.bias_update_rate, default_rate),
         ):
             if value and value != unset:
-                yield f"model.moe.{key}", f"{value:g} balances experts, but the model has none. Leave it out."
+                yield f"model.moe.{key}", f"{value:g} is for experts, but the model has none. Leave it out."
         if recipe.model.router_replay:
             yield "model.router_replay", "true needs experts, but the model has none. Set it to false."
         if parallel.ep > 1:

@@ -211,8 +211,8 @@ class Train(Section):
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description=(
-            "If a gradient is not finite: stop, or skip that update. If a loss is not finite, as in a report"
-            " without learned tokens: stop, or continue."
+            "What to do if a gradient or a loss is not finite. stop: end the run. skip: leave out an update"
+            " whose gradient is not finite, and continue if only a loss is not."
         ),
     )
 

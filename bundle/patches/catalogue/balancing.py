@@ -264,8 +264,9 @@ PATCHES = (
         id="padding-mask-expert-bias",
         replacements=(build_signature_replacement(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
-            "If routers have an expert bias, a padding mask ends in a RuntimeError, because [t, e] meets a"
-            " mask [t]. With as many experts as tokens it omits experts instead of tokens."
+            "If routers have an expert bias, a padding mask [tokens] is applied to a tensor [tokens,"
+            " experts]. This ends in a RuntimeError. If there are as many experts as tokens, there is no"
+            " error, but the mask omits experts instead of tokens."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",

@@ -337,9 +337,9 @@ PATCHES = (
         id="loss-of-gathered-logits",
         replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
-            "A model that gathers its logits (parallel_output=False, runtime_gather_output) and gets"
-            " labels returns another loss, off by log(tp) and more. Its gradient lacks labels on some"
-            " ranks. The loss treats whole rows as the columns of one rank."
+            "If a model gathers its logits (parallel_output=False, runtime_gather_output) and gets labels,"
+            " its loss is wrong by log(tp) or more. The loss takes the logits of the whole vocabulary for"
+            " those of one rank's part. On some ranks the gradient lacks the term of the label."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
