@@ -104,7 +104,10 @@ class Routing:
                 experts = experts.masked_fill(free_mask[:, None, None], 0)
             violations = self._check_values(experts, layers, free_mask)
         if violations:
-            raise JobFailed("These routes do not fit this model:", violations)
+            raise JobFailed(
+                "the recorded expert routes do not fit this model. Record them with the same model:",
+                violations,
+            )
         columns = [list(layers).index(layer) for layer in self.layers]
         return Routes(self.layers, experts[:, columns].to(self.dtype), free_mask)
 
