@@ -104,6 +104,7 @@ def test_losses_of_other_steps_are_no_answer():
     assert acceptance.judge_losses({1: {"mtp": 5.0}}, {1: {"loss": 5.0}}, 1.0, "the cpu's").wrong
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_two_ranks_exchange_every_type_and_a_wrong_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("megatron.core")

@@ -170,7 +170,7 @@ def test_what_a_starter_says_of_the_ranks_of_a_node_holds(tmp_path, messages):
     kubeflow = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"}
     assert "--nproc-per-node=4" in run(*words, cwd=tmp_path, **kubeflow)
     said = run(*words, *sets("devices.per_node=2"), cwd=tmp_path, code=2, **kubeflow)
-    assert "devices.per_node: 2," in said and said.endswith(" 4\n")
+    assert "devices.per_node: 2," in said and " 4 " in said
     messages(said)
 
 

@@ -334,7 +334,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 20])
 def test_a_killed_export_leaves_the_old_directory_whole(models, tmp_path, tensor):
     theirs, out = models / "Qwen3-8B", tmp_path / "out"
     assert run("import", theirs, tmp_path / "megatron") == 0

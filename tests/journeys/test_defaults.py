@@ -7,7 +7,7 @@ import pytest
 from tests.command import NO_GPU, run_bundle, sets
 from tests.journeys import checkpoints, oracle
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 RECIPE = """\
 name: mine
 task: sft

@@ -29,6 +29,7 @@ def adapted(seen, tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize(
     "layout",

@@ -31,6 +31,7 @@ print(total.device, sys.modules["transformer_engine"])
 """
 
 
+@pytest.mark.slow
 def test_what_expects_gpus_runs(tmp_path: Path):
     pytest.importorskip("megatron.core")
     script = tmp_path / "program.py"

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.rollouts.sglang.site import build_python
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 STEPS = {"train.steps": 4, "rl.evaluation": "null"}
 
 
