@@ -94,8 +94,9 @@ class VideosSection(Section):
     """How videos of rows are read, for models with a vision tower: lists of frames, which are images;
     animated GIF, WebP and PNG; and, with the extra `video`, video files.
 
-    Every frame of a list is used, at `fps` frames per second unless its part of a message sets fps. From a
-    file `fps` frames per second are sampled; do_sample_frames of the processor is not read.
+    If a video is a list of frames, all of them are used, and `fps` is the rate at which they were taken. The
+    video's part of a message may have its own fps. From a video file, `fps` frames per second are sampled.
+    The processor's do_sample_frames is ignored.
     """
 
     fps: Positive | None = Field(

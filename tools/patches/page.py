@@ -55,10 +55,10 @@ No recipe uses the features `megatron-balancing`, `megatron-mtp-loss` and `megat
 computes these losses and the tied head itself. Their patches and traps are for other programs, in which
 megatron computes them. `mcore-bundle patches plan` without a recipe includes them.
 
-Patches are applied when megatron is imported, before other code sees the module, and only to the source file
-that the decision was made for. Removing a patch restores the original object. A module that was built while
-the patch was applied keeps the patch's hooks (mla-thd-value-padding). `tests/patches` puts a wrapper on every
-target of every release and removes it.
+Patches are applied when megatron is imported, before other code sees the module. A patch is applied only if
+the imported source file is the one that mcore-bundle has examined. Removing a patch restores the original
+object. One patch, mla-thd-value-padding, leaves its hooks on modules that were built while it was applied.
+`tests/patches` puts a wrapper on every target of every release and removes it.
 """
 
 

@@ -359,7 +359,7 @@ PATCHES = (
         why=(
             "Reinforcement learning calls the model without labels to get logits. megatron-core then derives"
             " labels from the input and trains the prediction layers on them, also on the prompts."
-            " Evaluation logs the loss of these layers."
+            " In evaluation it logs a loss for them, too."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#3457 adds this intentionally in 0.19; measured there",
