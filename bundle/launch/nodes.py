@@ -121,21 +121,20 @@ class FailedStarts:
     """The failures of other nodes before the nodes met, from the creation of this object."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
-        self._path, self._rendezvous = outcomes.find_failed_start_path(folder), rendezvous
+        self._path, self._nodes = outcomes.find_failed_start_path(folder), rendezvous.nodes
         self._earlier, self._last_poll = self._read_signature(), time.monotonic()
         self.cause = ""
 
     def poll(self) -> str:
         """Return which node failed and why; empty where none is known to have failed."""
-        now, nodes = time.monotonic(), self._rendezvous.nodes
-        if self.cause or self._path is None or now - self._last_poll < get_poll_interval(nodes):
+        now = time.monotonic()
+        if self.cause or self._path is None or now - self._last_poll < get_poll_interval(self._nodes):
             return self.cause
         self._last_poll = now
         if self._read_signature() != self._earlier:
             with suppress(OSError, ValueError, KeyError):  # another launch of the node may replace the file
                 verdict = parse(_read_json(self._path))
-                if verdict.node_rank != self._rendezvous.node_rank:
-                    self.cause = f"node {verdict.node_rank} ({verdict.node}) failed: {verdict.cause}"
+                self.cause = f"node {verdict.node_rank} ({verdict.node}) failed: {verdict.cause}"
         return self.cause
 
     def _read_signature(self) -> tuple[int, int] | None:

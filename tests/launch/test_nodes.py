@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from bundle import log
+from bundle.errors import ExitCode
 from bundle.launch import outcomes
+from bundle.launch.causes import FailureKind
 from bundle.launch.process import NodeWait
 from bundle.launch.rendezvous import discover
+from bundle.launch.verdict import Verdict
 from tests.launch.launched import finish, gone, read_verdict, reserved, start
 
 WORKER = "tests.launch.worker"
@@ -60,7 +63,7 @@ def test_a_node_waits_no_longer_than_it_may_and_says_for_whom(tmp_path, monkeypa
 
 @pytest.mark.world
 def test_a_node_that_fails_before_the_nodes_meet_ends_those_that_wait_for_it(tmp_path, monkeypatch):
-    earlier = {"code": 5, "kind": "launch", "cause": "of another launch", "node_rank": 0}
+    earlier = Verdict(ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, "of another launch", node="x").dump()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "failed-start.json").write_text(json.dumps(earlier))
     with socket.create_server(("127.0.0.1", 0)) as taken:
