@@ -107,7 +107,9 @@ def test_an_allowed_drift_goes_on(release: Release, tmp_path: Path):
     drifted = [row["id"] for row in decisions(tree, code=4).values() if row["decision"] == "DRIFT"]
     assert VALUE_PADDING in drifted
     rows = decisions(tree, *(word for name in drifted for word in ("--allow-drift", name)))
-    assert all(rows[name]["decision"] == "APPLY" and "allowed" in rows[name]["reason"] for name in drifted)
+    assert all(
+        rows[name]["decision"] == "APPLY" and "--allow-drift" in rows[name]["reason"] for name in drifted
+    )
 
 
 def test_a_source_file_that_cannot_be_parsed_is_a_drift(release: Release, tmp_path: Path):
