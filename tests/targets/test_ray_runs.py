@@ -90,7 +90,7 @@ def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
 def test_machines_that_are_not_there_are_said_and_a_job_that_waits_for_them_is_stopped(bundle, tmp_path):
     four = (*RECIPE, "--set=train.global_batch_size=16", "--nodes=4", "--devices-per-node=1")
     _, err = ended(bundle("launch", "ray", *four, "--wait=3"), 5)
-    assert "4 machines" in err and "1 CPU; 1 CPU" in err
+    assert "4, with 1 CPU each" in err and "1 CPU; 1 CPU" in err
     (folder,) = (tmp_path / "runs/demo/logs").glob("ray-*")
     (folder / job_file.FILE_NAME).unlink()
     driver = bundle("launch", "ray", *four, "--restarts=2")
