@@ -12,6 +12,7 @@ import typer
 
 from bundle.errors import format_value
 from bundle.targets.kubernetes import scheduling
+from bundle.targets.kubernetes.scheduling import OBJECT_NAME, PLAIN, QUALIFIED
 from bundle.targets.options import Grace, Preflight, allow_only
 
 # A description of each form, by the name that --form takes, the default first; FORMS builds them.
@@ -25,11 +26,9 @@ FORM_HELP = {
 }
 DEFAULT_CLAIM = "runs"  # the default PersistentVolumeClaim for run directories
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_MOUNT = re.compile(rf"{_NAME.pattern}:(/(?!\.{{1,2}}(/|$))[\w@.-]+)+/?", re.ASCII)
-_PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-_QUALIFIED = rf"([a-z0-9.-]+/)?{_PLAIN}"
-_DEVICE = re.compile(rf"[a-z0-9.-]+/{_PLAIN}")
+_PATH = r"(/(?!\.{1,2}(/|$))[\w@.-]+)+/?"
+_MOUNT = re.compile(rf"{OBJECT_NAME.pattern}:{_PATH}", re.ASCII)
+_DEVICE = re.compile(rf"[a-z0-9.-]+/{PLAIN}")
 # Quantities in the form of apimachinery's resource.Quantity; extended resources take whole numbers.
 _QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
 _SCALES = {
@@ -38,9 +37,9 @@ _SCALES = {
 }
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
 _RESOURCE = re.compile(rf"{_CORE_RESOURCE}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
-_SELECTOR = re.compile(rf"{_QUALIFIED}=({_PLAIN})?")
-_ANNOTATION = re.compile(rf"{_QUALIFIED}=.*")
-_HOST_PATH = re.compile(r"(/[\w@.-]+)+:(/(?!\.{1,2}(/|$))[\w@.-]+)+/?", re.ASCII)
+_SELECTOR = re.compile(rf"{QUALIFIED}=({PLAIN})?")
+_ANNOTATION = re.compile(rf"{QUALIFIED}=.*")
+_HOST_PATH = re.compile(rf"{_PATH}:{_PATH}", re.ASCII)
 
 
 def parse_quantity(text: str) -> Fraction:
@@ -144,7 +143,7 @@ class KubernetesOptions:
         named |= {"runtime-class": self.runtime_class}
         pairs = [*named.items(), *(("image-pull-secret", name) for name in self.pull_secrets)]
         for option, value in pairs:
-            if (value or option == "claim") and not _NAME.fullmatch(value):
+            if (value or option == "claim") and not OBJECT_NAME.fullmatch(value):
                 yield f"--{option} {format_value(value)}: not the name of a Kubernetes object"
         if self.device and not _DEVICE.fullmatch(self.device):
             yield f"--device {format_value(self.device)}: must be a device resource, such as nvidia.com/gpu"

@@ -28,12 +28,13 @@ ServiceAccount = Annotated[str, typer.Option(help="Run as this ServiceAccount, w
 RuntimeClass = Annotated[str, typer.Option(help="Use this RuntimeClass of containers.")]
 
 _HOST_LABEL = "kubernetes.io/hostname"
-_PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-_QUALIFIED = rf"([a-z0-9.-]+/)?{_PLAIN}"
+# The name of a label's value, and that of a key with its prefix.
+PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+QUALIFIED = rf"([a-z0-9.-]+/)?{PLAIN}"
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_TOLERATION = re.compile(rf"({_QUALIFIED})(=({_PLAIN})?)?(:({'|'.join(_EFFECTS)}))?")
-_AFFINITY = re.compile(rf"{_QUALIFIED}=({_PLAIN})(,{_PLAIN})*")
-_NODE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_TOLERATION = re.compile(rf"({QUALIFIED})(=({PLAIN})?)?(:({'|'.join(_EFFECTS)}))?")
+_AFFINITY = re.compile(rf"{QUALIFIED}=({PLAIN})(,{PLAIN})*")
+OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 def find_violations(
@@ -43,7 +44,7 @@ def find_violations(
     forms = (
         ("toleration", tolerations, _TOLERATION, f"KEY[=VALUE][:EFFECT], with {', '.join(_EFFECTS)}"),
         ("node-affinity", affinities, _AFFINITY, "KEY=VALUE,..., a label of nodes and its values"),
-        ("exclude-node", nodes, _NODE, "the name of a node"),
+        ("exclude-node", nodes, OBJECT_NAME, "the name of a node"),
     )
     for option, values, pattern, form in forms:
         for value in values:
