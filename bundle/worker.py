@@ -83,7 +83,7 @@ def _train(job: Job, rendezvous: Rendezvous, store: Store, world_folder: Path) -
     device = runtime.select_device(rendezvous.local_rank)
     with Watchdog(seconds, world_folder, rendezvous.rank, rendezvous.local_rank) as dog:
         timeout = timedelta(seconds=compute_collective_timeout(seconds))
-        world.initialize(rendezvous, store, runtime.collectives, timeout, device)
+        world.initialize(rendezvous, store, runtime.collectives, timeout)
         with dog.extend_patience("importing megatron"), pause_collection():
             # Only now: it must meet the patches.
             if job.recipe.task_traits.samples_answers:

@@ -144,7 +144,7 @@ def hang(kind: str) -> ExitCode:
         patient = timedelta(seconds=compute_collective_timeout(HANG_SECONDS))
         with Watchdog(HANG_SECONDS, place, rank, local) as dog:
             with dog.extend_patience("connecting"):
-                world.initialize(where, store, "gloo" if kind == "cpu" else "nccl", patient, device)
+                world.initialize(where, store, "gloo" if kind == "cpu" else "nccl", patient)
                 for _ in range(3):
                     dist.all_reduce(torch.ones(4, device=device))
                 _wait(device)

@@ -46,7 +46,7 @@ def prepared(plan: Plan) -> Iterator[tuple[Any, torch.device, int]]:
     meeting = world.open_store(rendezvous, TIMEOUT)
     runtime = prepare_runtime(plan.patch_plan, plan.hardware.backend)
     device = runtime.select_device(rendezvous.local_rank)
-    world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT, device)
+    world.initialize(rendezvous, meeting, runtime.collectives, TIMEOUT)
     yield runtime, device, rendezvous.rank
     world.destroy()
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -74,10 +75,13 @@ def choose_world_folder(store: Store, rank: int, logs: Path) -> Path:
     return logs / f"world-{store.get('world').decode()}"
 
 
-def initialize(
-    rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta, device: torch.device
-) -> None:
-    """Create the default process group; `collectives` is the backend's name for torch.distributed."""
+def initialize(rendezvous: Rendezvous, store: Store, collectives: str, timeout: timedelta) -> None:
+    """Create the default process group on the selected device; `collectives` is torch.distributed's name.
+
+    The group is not bound to its device: torch would then connect each later group at once. NCCL takes about
+    390 MiB of the device for each, also for a group of one rank, and megatron makes 17 groups on one GPU.
+    """
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     rank_snapshot.enable_flight_recorder()
     dist.init_process_group(
         collectives,
@@ -85,9 +89,6 @@ def initialize(
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timeout,
-        # A GPU's group is bound to it at once, so that a barrier does not guess the device. torch-npu (2.7 to
-        # 2.13) would look for the NPU in megatron's gloo groups as well: "No backend type associated".
-        device_id=device if device.type == "cuda" else None,
     )
 
 

@@ -6,8 +6,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
 from bundle import log
 from bundle.data import cache, loader
 from bundle.data import store as tokens
@@ -43,7 +41,7 @@ def main() -> None:
     case, me, minute = sys.argv[1], discover(os.environ), timedelta(seconds=60)
     assert me.rank is not None and me.local_rank is not None
     log.start(me.rank)
-    world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    world.initialize(me, world.open_store(me, minute), "gloo", minute)
     written: list[Path] = []
     limit = 60.0
     seconds = 0.0

@@ -138,3 +138,12 @@ def test_a_hang_is_noticed_by_the_limit_of_where_it_began(tmp_path, where, limit
     # The patience before it would have lasted 100 s.
     assert limit <= first.seconds < 30
     assert first.doing == doing
+
+
+def test_no_group_is_bound_to_a_device_so_that_none_is_connected_before_its_use(monkeypatch):
+    arguments = {}
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **given: arguments.update(given))
+    store, minute = torch.distributed.HashStore(), timedelta(minutes=1)
+    world.initialize(discover({}), store, "nccl", minute)
+    assert arguments["timeout"] == minute
+    assert arguments.get("device_id") is None

@@ -123,7 +123,7 @@ def main() -> None:
         assert me.port is not None
         another = socket.create_server(("127.0.0.1", me.port))
         another.detach()  # it stays open as long as this process lives
-    world.initialize(me, world.open_store(me, minute), "gloo", minute, torch.device("cpu"))
+    world.initialize(me, world.open_store(me, minute), "gloo", minute)
     globals()[sys.argv[1]](me)
     world.destroy()
 
