@@ -140,10 +140,9 @@ def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]
     print(f"code {code}, {seconds:.0f} s, accuracy {accuracies}", flush=True)
     print(f"mean |difference| of log-probabilities {[round(value, 5) for value in mismatch]}", flush=True)
     stage = json.loads((directory / "job.json").read_text())["plan"]["stages"][0]["bytes"]
-    used = sorted(samples)
-    print(f"used: most {used[-1] / 2**30:.2f} GiB, plan {stage['sampling'] / 2**30:.2f} while it samples")
-    tenth = used[len(used) // 10] / 2**30
-    print(f"used: lowest tenth {tenth:.2f} GiB, plan {stage['learning'] / 2**30:.2f} at the peak of learning")
+    moments = find_moments(samples)
+    for moment, used in moments.items():
+        print(f"used: {used / 2**30:.2f} GiB, plan {stage[moment] / 2**30:.2f}, {moment}")
     text = "".join(path.read_text(errors="replace") for path in directory.rglob("server-*.log"))
     counts = [text.count(f"POST /{verb}_memory_occupation") for verb in ("release", "resume")]
     print(f"released {counts[0]} times, resumed {counts[1]} times", flush=True)
@@ -157,8 +156,21 @@ def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]
         first, last = (sum(part) / len(part) for part in (mismatch[:10], mismatch[-10:]))
         if max(mismatch) > 0.02 or last > 1.3 * first:
             yield f"log-probabilities differ by {max(mismatch):.4f}, {first:.5f} at first, {last:.5f} at last"
-    if abs(used[-1] / stage["sampling"] - 1) > 0.05:
-        yield f"{used[-1] / 2**30:.1f} GiB are used while it samples"
+    for moment, used in moments.items():
+        if abs(used / stage[moment] - 1) > 0.05:
+            yield f"{used / 2**30:.1f} GiB are used, {moment}"
+
+
+def find_moments(samples: Sequence[int]) -> dict[str, int]:
+    """Return the most bytes in use with the cache of the server, and the usual bytes after its release.
+
+    A sample belongs to sampling if it is above the middle of the lowest and the highest one. The samples
+    before the first of these are of the start.
+    """
+    middle = (min(samples) + max(samples)) / 2
+    started = next(place for place, used in enumerate(samples) if used > middle)
+    released = sorted(used for used in samples[started:] if used <= middle)
+    return {"sampling": max(samples), "learning": released[len(released) // 2] if released else 0}
 
 
 def measure_updates(directory: Path, overrides: Sequence[str]) -> Iterator[str]:

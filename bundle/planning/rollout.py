@@ -23,14 +23,15 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _VERSIONS = 2
 
 
-# Beside weights and cache: 3 GiB of a server, 2 GiB of the process of its checksums (`benchmarks.gpu.turns`).
-_SERVER_BYTES = 5 * 2**30
+# Beside weights and cache: 1.5 GiB of a server, 0.5 GiB of the process of its checksums, and 1.5 GiB of the
+# trainer's context and communicators (`benchmarks.gpu.turns`).
+_SERVER_BYTES = 7 * 2**29
 
 
 class RolloutBytes(NamedTuple):
     """Bytes of a rank: of the weights, and the larger peak of a sync and of sampling (`transient`).
 
-    `overhead` is the memory that a server of the run uses besides its tensors.
+    `overhead` is the memory that the processes of a device with a server use besides their tensors.
     """
 
     weights: int = 0
