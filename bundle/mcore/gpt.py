@@ -365,7 +365,10 @@ def tie_head_to_mtp_embedding(built: Any) -> None:
     tied = built.share_embeddings_and_output_weights
     if tied and built.post_process and built.mtp_process and not built.pre_process:
         built.output_layer.weight = None
-        built.shared_embedding_or_output_weight = lambda: built.embedding.word_embeddings.weight
+        weight = built.embedding.word_embeddings.weight
+        built.shared_embedding_or_output_weight = lambda: weight
+        # The head may add its gradient itself. The embedding's own gradient must then be added, too.
+        weight.zero_out_wgrad = True
 
 
 def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:

@@ -187,7 +187,9 @@ class BenchLayout(Groups):
             backend_options = self.bench.runtime.build_config_options(job)
         except BundleError as error:  # this backend has no such kernel, or not here
             raise NotProvable(str(error)) from error
-        settings = build_transformer_config(job, {**backend_options, **(options or {})})
+        # A bare chunk has no buffers into which a product could add its weight gradient.
+        fields = {**backend_options, "gradient_accumulation_fusion": False, **(options or {})}
+        settings = build_transformer_config(job, fields)
         return gpt.build_chunks(job, settings, self.bench.runtime, self)[0].to(self.device)
 
     def build_batch(self, tokens: torch.Tensor, mask: torch.Tensor) -> RankBatch:

@@ -11,7 +11,9 @@ from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core
 
 CELLS, DETACHING, STEERING = "tests.engine.experiments", "tests.engine.detaching", "tests.engine.steering"
+ACCUMULATING = "tests.engine.accumulating"
 DEFAULT = (
+    f"{ACCUMULATING}:everywhere",
     *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name and name != "crossed"),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
     *(f"{STEERING}:{name}" for name in ("moved", "left_out", "exchanges")),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bundle.backends.cuda.weight_gradients import provide_extension
 from bundle.errors import EnvironmentUnfit
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def prepare() -> "Runtime":
     Raises EnvironmentUnfit where torch sees no GPU or Transformer Engine cannot be loaded.
     """
     load_libraries()
+    provide_extension()
     # It imports megatron, which takes what it finds loaded.
     from bundle.backends.cuda.runtime import CudaRuntime
 

@@ -1,6 +1,5 @@
 """What the rooms above use of an NVIDIA GPU, and what is told to megatron because of it, with the reasons."""
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import distributions
 from typing import Any
@@ -12,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.backends import devices
 from bundle.backends.cuda import vision
+from bundle.backends.cuda.weight_gradients import can_accumulate
 from bundle.capabilities.cuda import CUDA
 from bundle.environment.nvidia import VISIBLE_DEVICES
 from bundle.errors import EnvironmentUnfit, UsageError
@@ -62,7 +62,8 @@ def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
         # Both kernels keep less for the backward pass; the loss gives its gradient in bf16 alone.
         "bias_activation_fusion": True,
         "cross_entropy_loss_fusion": recipe.model.dtype == "bf16",
-        "gradient_accumulation_fusion": _can_accumulate_in_gemm(),
+        # Transformer Engine's layers always can, but one field decides for all layers.
+        "gradient_accumulation_fusion": can_accumulate(torch.device(CUDA.device)),
     }
     if recipe.architecture.moe is not None:
         # All experts of a rank in one GroupedLinear (TEGroupedMLP), and the sorting of tokens in one kernel.
@@ -112,15 +113,6 @@ def _can_fuse_rope(recipe: Recipe) -> bool:
     except ImportError:  # 0.12
         return False
     return accepts(fused_apply_mla_rope_for_q, "cp_rank")
-
-
-def _can_accumulate_in_gemm() -> bool:
-    """Return whether weight gradients are added to the fp32 gradient inside the matrix product.
-
-    Transformer Engine's layers always support it. But one field decides for all layers, and megatron's own
-    output layer raises without apex's extension.
-    """
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def _build_fp8_options(fp8: FP8, generation: str) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""The product that adds to a weight's gradient, which megatron's output layer takes from an extension."""
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+# Of apex. megatron-core looks for it when it is imported.
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+
+
+def provide_extension() -> None:
+    """Register a module in the place of apex's extension if neither is there.
+
+    Without it, one field of megatron-core's config keeps all layers from adding weight gradients inside
+    the product, also those of Transformer Engine. Does nothing if torch has no product of bf16 into fp32.
+    """
+    if importlib.util.find_spec(EXTENSION) is not None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return
+    module = ModuleType(EXTENSION)
+    module.__spec__ = ModuleSpec(EXTENSION, None)
+    vars(module).update(wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient)
+    sys.modules[EXTENSION] = module
+
+
+def can_accumulate(device: torch.device) -> bool:
+    """Return whether the extension is there and adds a small product without error on `device`."""
+    if importlib.util.find_spec(EXTENSION) is None:
+        return False
+    ones, total = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
+    try:
+        importlib.import_module(EXTENSION).wgrad_gemm_accum_fp32(ones, ones, total)
+    except (AttributeError, ImportError, RuntimeError):
+        return False
+    return bool((total == 17).all())
+
+
+def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, total: torch.Tensor) -> None:
+    """Add `gradients`ᵀ `inputs` to `total` in place, in one product that sums in fp32.
+
+    Shapes: inputs [tokens, in], gradients of the outputs [tokens, out], total [out, in].
+    """
+    if inputs.dtype == total.dtype:
+        torch.addmm(total, gradients.t(), inputs, out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, gradients.t(), inputs, total.dtype, out=total)
