@@ -78,6 +78,14 @@ def is_directory(path: Path) -> bool:
         return False
 
 
+def list_matches(directory: Path, pattern: str) -> list[Path]:
+    """Return the paths in a directory that match a pattern, sorted; none where it cannot be read."""
+    try:
+        return sorted(directory.glob(pattern))
+    except OSError:
+        return []
+
+
 def read_text(path: Path, limit: int = 4 << 20) -> str | None:
     """Return the file's text (bad bytes replaced); None for no regular file, one too big, or unreadable."""
     data = read_bytes(path, limit)
@@ -164,17 +172,32 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 def build_write_error(path: Path, error: BaseException) -> JobFailed:
     """Return the error to raise when `path` could not be written."""
     if is_disk_full(error):
+        free = f"{format_bytes(find_free_bytes(path))} free on its disk"
+        if inodes := _count_used_up_inodes(path):
+            return JobFailed(
+                f"{path}: no inodes left to write (all {inodes} are in use, {free})."
+                " Remove files, raise the quota of files, or lower checkpoint.keep."
+            )
         return JobFailed(
-            f"{path}: no room left to write ({format_bytes(find_free_bytes(path))} free on its disk)."
-            " Free space, raise the quota, or lower checkpoint.keep."
+            f"{path}: no room left to write ({free}). Free space, raise the quota, or lower checkpoint.keep."
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
 
 
 def find_free_bytes(path: Path) -> int:
     """Return the bytes that are free on the disk of `path`, which need not exist."""
-    existing_path = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
-    return shutil.disk_usage(existing_path).free
+    return shutil.disk_usage(_find_existing_path(path)).free
+
+
+def _count_used_up_inodes(path: Path) -> int:
+    """Return the number of inodes on the disk of `path` where all are in use; else 0."""
+    status = os.statvfs(_find_existing_path(path))
+    return 0 if status.f_favail else status.f_files  # some file systems count none
+
+
+def _find_existing_path(path: Path) -> Path:
+    """Return the path itself, or its nearest parent that exists."""
+    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ class CheckpointDirectory:
 
     def create_partial(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of `step`; remove leftovers of other checkpoints."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)  # without parents: a run directory that vanished must not come back
         self.clear()
         partial = self.get_partial_path(step)
         partial.mkdir()

@@ -164,8 +164,14 @@ RANK_RULES = (
     ),
     _build_rule(
         FailureKind.DISK,
-        r"No space left on device|Disk quota exceeded|no room left to write",
+        r"No space left on device|Disk quota exceeded|no room left to write|no inodes left",
         "its disk is full: free space, or raise the quota",
+        RestartAction.STOP,
+    ),
+    _build_rule(
+        FailureKind.DISK,
+        r"(?P<what>Read-only file system)",
+        "its file system cannot be written: {what}. See `dmesg`, repair the file system, and mount it again",
         RestartAction.STOP,
     ),
     _build_rule(

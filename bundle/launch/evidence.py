@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.launch import hang, outcomes
+from bundle.launch import hang, network, outcomes
 from bundle.launch.hang import RankSnapshot
+from bundle.launch.network import NodeConnections
 from bundle.launch.outcomes import Outcome
 from bundle.launch.rendezvous import Rendezvous
 
@@ -36,7 +37,9 @@ class LaunchEvidence:
     `kernel_lines` are the lines of the kernel's log during the launch, where we may read it.
     `has_memory_kills`: the kernel killed processes of any user for lack of memory. `has_killed_ranks`: we
     killed ranks that outlived a failure. `has_failed_elsewhere`: that failure was on another node. `notices`
-    are lines about stragglers before the end.
+    are lines about stragglers before the end. `agent_pid` is the process of torchrun. `storage_failure`
+    describes why the log folder cannot be written after the end. `connections` are those of the nodes in a
+    hang.
     """
 
     status: int
@@ -55,6 +58,9 @@ class LaunchEvidence:
     has_failed_elsewhere: bool = False
     wait_failure: str = ""
     notices: tuple[str, ...] = ()
+    agent_pid: int = 0
+    storage_failure: str = ""
+    connections: tuple[NodeConnections, ...] = ()
 
 
 class KernelLog:
@@ -105,13 +111,19 @@ def gather_evidence(
     wait_failure: str = "",
     kernel_lines: tuple[str, ...] = (),
     has_memory_kills: bool = False,
+    agent_pid: int = 0,
+    storage_failure: str = "",
+    local_folder: Path | None = None,
 ) -> LaunchEvidence:
-    """Return the evidence in the log folder of a launch, with what its starter has seen.
+    """Return the evidence in the log folder of a launch and on its node, with what its starter has seen.
 
     `has_hung`: the starter killed ranks in a hang; a rank without an exit code then counts as killed in the
     hang.
     """
-    log_paths = {int(path.parent.name): path for path in sorted(folder.glob("*/attempt_*/*/stderr.log"))}
+    world = outcomes.find_world_folder(folder) or folder
+    log_paths = {
+        int(path.parent.name): path for path in files.list_matches(folder, "*/attempt_*/*/stderr.log")
+    }
     return LaunchEvidence(
         status=status,
         node=outcomes.get_node_name(),
@@ -119,11 +131,12 @@ def gather_evidence(
         nodes=rendezvous.nodes,
         per_node=per_node,
         outcomes=tuple(
-            _mark_killed_in_hang(outcome) if has_hung else outcome for outcome in outcomes.read(folder)
+            _mark_killed_in_hang(outcome) if has_hung else outcome
+            for outcome in outcomes.read(folder, local_folder)
         ),
-        agent_log=_read_tail(folder / "agent.log"),
-        logs={local_rank: RankLog(path, _read_tail(path)) for local_rank, path in log_paths.items()},
-        snapshots=tuple(hang.read(outcomes.find_world_folder(folder) or folder)),
+        agent_log=read_tail(folder / "agent.log"),
+        logs={local_rank: RankLog(path, read_tail(path)) for local_rank, path in log_paths.items()},
+        snapshots=tuple(hang.read(world)),
         kernel_lines=kernel_lines,
         has_memory_kills=has_memory_kills,
         stop_signal=stop_signal,
@@ -131,6 +144,9 @@ def gather_evidence(
         has_failed_elsewhere=has_failed_elsewhere,
         wait_failure=wait_failure,
         notices=outcomes.read_notices(folder),
+        agent_pid=agent_pid,
+        storage_failure=storage_failure,
+        connections=network.read(world),
     )
 
 
@@ -142,10 +158,11 @@ def _mark_killed_in_hang(outcome: Outcome) -> Outcome:
     )
 
 
-def _read_tail(path: Path) -> str:
-    """Return the end of a file; empty where there is no file."""
-    if not files.is_file(path):
+def read_tail(path: Path) -> str:
+    """Return the end of a file; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
         return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace")

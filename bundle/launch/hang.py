@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import JobFailed
-from bundle.launch import outcomes, ras
+from bundle.launch import network, outcomes, ras
 from bundle.launch.outcomes import Outcome, format_ranks
+from bundle.launch.rendezvous import Rendezvous
 
 # The innermost frame of the main thread, as faulthandler writes it.
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
@@ -95,7 +96,9 @@ def has_snapshot(folder: Path, rank: int) -> bool:
 def read(folder: Path) -> list[RankSnapshot]:
     """Return the snapshots of ranks, in the order of the ranks."""
     snapshots = [
-        _read(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("hang-rank-*.json")
+        _read(json.loads(text))
+        for path in files.list_matches(folder, "hang-rank-*.json")
+        if (text := files.read_text(path))
     ]
     return sorted(snapshots, key=lambda snapshot: snapshot.rank)
 
@@ -214,10 +217,10 @@ def _join_parts(parts: Iterable[str]) -> str:
 
 
 class HangMonitor:
-    """The launcher's part in a hang: tells other nodes, asks NCCL, writes snapshots for silent ranks."""
+    """The launcher's part in a hang: tells other nodes, asks NCCL and the kernel, describes silent ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
+        self._folder, self._rendezvous = folder, rendezvous
         self._noticed_at: float | None = None
         self._is_done = False
 
@@ -230,13 +233,16 @@ class HangMonitor:
         """Check for a hang; the launcher calls it at each poll while ranks run."""
         world = outcomes.find_world_folder(self._folder) or self._folder
         node_file, world_file = self._folder / outcomes.HANG_FILE, world / outcomes.HANG_FILE
-        if self._is_done or not (node_file.exists() or world_file.exists()):
+        if self._is_done or not (files.is_file(node_file) or files.is_file(world_file)):
             return
         if self._noticed_at is None:
             self._noticed_at = time.monotonic()
             for file in (node_file, world_file):
                 with suppress(OSError):  # a hang on a full disk is still a hang
                     file.touch()
+            if self._rendezvous.nodes > 1:
+                with suppress(JobFailed):
+                    network.write(world, self._rendezvous.node_rank)
             # NCCL answers only while the processes live; the thread delays nothing else.
             path = world / f"hang-rank-{ranks[0].rank}.nccl.txt"
             Thread(target=ras.write, args=(path,), daemon=True).start()

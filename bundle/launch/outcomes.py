@@ -3,15 +3,18 @@
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bundle import files
 from bundle.errors import BundleError, ExitCode, JobFailed
@@ -20,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 # The variable with the folder of one launch on one node; unset where another launcher started the ranks.
 DIRECTORY_VARIABLE = "BUNDLE_OUTCOMES"
+# The variable with the folder on this node that gets what cannot be written to that of the launch.
+LOCAL_VARIABLE = "BUNDLE_LOCAL_OUTCOMES"
 # The variable with the name of a pod's node; the host name is that of the pod.
 KUBERNETES_NODE_VARIABLE = "K8S_NODE_NAME"
 AGENT_PID_FILE = "agent.pid"
@@ -82,20 +87,54 @@ def get_launch_folder() -> Path | None:
     return Path(value) if value else None
 
 
+def choose_local_folder() -> Path | None:
+    """Return the folder on this node for a launch whose disk fails; it does not exist yet.
+
+    Return None where this node has no directory for temporary files.
+    """
+    try:
+        return Path(tempfile.gettempdir(), f"mcore-bundle-{secrets.token_hex(8)}")
+    except FileNotFoundError:
+        return None
+
+
+def write_on_any_disk(name: str, values: Mapping[str, Any], folder: Path, local_folder: Path | None) -> Path:
+    """Write JSON values to `folder`, or to `local_folder` where that fails; return the file.
+
+    Raise JobFailed.
+    """
+    try:
+        files.write_json(folder / name, values)
+        return folder / name
+    except JobFailed:
+        if local_folder is None:
+            raise
+        with files.convert_write_errors(local_folder):
+            local_folder.mkdir(mode=0o700, exist_ok=True)
+        files.write_json(local_folder / name, values)
+        return local_folder / name
+
+
 def write(outcome: Outcome) -> None:
     """Write the state of a rank, in one rename, where the launcher reads it."""
-    folder = get_launch_folder()
-    if folder is None:
-        return
-    files.write_json(folder / f"rank-{outcome.rank}.json", asdict(outcome))
+    folder, local_folder = get_launch_folder(), os.environ.get(LOCAL_VARIABLE)
+    if folder is not None:
+        name = f"rank-{outcome.rank}.json"
+        write_on_any_disk(name, asdict(outcome), folder, Path(local_folder) if local_folder else None)
 
 
-def read(folder: Path) -> list[Outcome]:
-    """Return the outcomes of the ranks of a launch, in the order of the ranks."""
-    outcomes = [
-        Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank-*.json")
-    ]
-    return sorted(outcomes, key=lambda outcome: outcome.rank)
+def read(folder: Path, local_folder: Path | None = None) -> list[Outcome]:
+    """Return the outcomes of the ranks of a launch, in the order of the ranks.
+
+    A rank writes to `local_folder` what it cannot write to `folder`, so that is newer.
+    """
+    texts = {
+        path.name: text
+        for place in filter(None, (folder, local_folder))
+        for path in files.list_matches(place, "rank-*.json")
+        if (text := files.read_text(path))
+    }
+    return sorted((Outcome(**json.loads(text)) for text in texts.values()), key=lambda outcome: outcome.rank)
 
 
 def create_world_folder(world: Path, node_rank: int, local_rank: int) -> None:
@@ -170,7 +209,8 @@ def run_and_report(rank: int, local_rank: int, body: Callable[[], None]) -> Exit
         code, message = ExitCode.INTERRUPTED, "interrupted"
     except BaseException as error:  # noqa: BLE001  whatever ends a rank; torch has some that are no Exception
         code, message, explained = ExitCode.JOB_FAILED, f"{type(error).__name__}: {error}", False
-        traceback.print_exc()
+        with suppress(OSError):  # the rank's log may be on the disk that failed
+            traceback.print_exc()
     report_end(rank, local_rank, code, message, explained=explained)
     # At any code but 0, torchrun logs a traceback and kills the ranks that still save.
     return ExitCode.OK if code is ExitCode.PREEMPTED and get_launch_folder() else code
@@ -180,12 +220,13 @@ def report_end(
     rank: int, local_rank: int, code: ExitCode, message: str = "", *, explained: bool = True
 ) -> None:
     """Write the outcome of a rank that ends, also to stderr, which is the rank's log."""
-    try:
-        write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
-    except JobFailed as error:  # a full disk must not hide why the rank ends
-        print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
-    if message:
-        print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # stderr may be on the disk that failed
+        try:
+            write(Outcome(rank, local_rank, os.getpid(), time.time(), int(code), message, explained))
+        except JobFailed as error:  # a full disk must not hide why the rank ends
+            print(f"cannot write this rank's outcome: {error}", file=sys.stderr)
+        if message:
+            print(f"rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -22,9 +23,10 @@ from bundle.environment.hardware import count_oom_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
 from bundle.launch import events, nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, build_command
-from bundle.launch.evidence import KernelLog, gather_evidence
+from bundle.launch.evidence import KernelLog, gather_evidence, read_tail
 from bundle.launch.hang import PROCESS_ENDED, HangMonitor, describe_process_state
 from bundle.launch.rendezvous import Rendezvous
+from bundle.launch.storage import LogStorage
 from bundle.launch.verdict import Verdict, judge
 
 _log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ def run(
             f"{folder}: the log folder cannot be written: {error.strerror}. Name a place that this user"
             " may write to with --run-directory"
         ) from error
+    storage, local_folder = LogStorage(folder), outcomes.choose_local_folder()
     earlier_kills = count_oom_kills(machine.get_local_machine())
     node_wait = NodeWait(launch.rendezvous, folder, launch.wait)
     peers = nodes.PeerNodes(folder, launch.rendezvous)
@@ -122,6 +125,8 @@ def run(
     variables = {outcomes.DIRECTORY_VARIABLE: str(folder)} | (
         {events.LISTENER_VARIABLE: "1"} if launch.has_events else {}
     )
+    if local_folder is not None:
+        variables[outcomes.LOCAL_VARIABLE] = str(local_folder)
     is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
         with _block_signals():
@@ -137,7 +142,7 @@ def run(
             )
             stop_signal = passed_on.enter_context(_forward_stop_signals(agent, folder, node_wait))
         passed_on.enter_context(output.forward_lines(agent.stdout, _build_line_printer(launch)))
-        agent_exit = _watch(agent, folder, node_wait, peers, send_heartbeat)
+        agent_exit = _watch(agent, folder, local_folder, launch.rendezvous, node_wait, peers, send_heartbeat)
         launch_verdict = judge(
             gather_evidence(
                 folder,
@@ -151,6 +156,9 @@ def run(
                 wait_failure=agent_exit.wait_failure,
                 kernel_lines=kernel.read_lines(),
                 has_memory_kills=count_oom_kills(machine.get_local_machine()) > earlier_kills,
+                agent_pid=agent.pid,
+                storage_failure=storage.find_failure() if agent_exit.status else "",
+                local_folder=local_folder,
             )
         )
     world = outcomes.find_world_folder(folder)
@@ -159,8 +167,13 @@ def run(
             nodes.report_failed_start(folder, launch_verdict)
         launch_verdict = nodes.agree_on_verdict(launch_verdict, world, send_heartbeat=send_heartbeat)
         verdict.write(folder, launch_verdict)
-    except JobFailed as error:  # a full disk must not hide how the launch ended
+        if local_folder is not None:
+            shutil.rmtree(local_folder, ignore_errors=True)
+    except (JobFailed, OSError) as error:  # a failed disk must not hide how the launch ended
         _log.warning("cannot write the verdict: %s", error)
+        with suppress(JobFailed):
+            place = outcomes.write_on_any_disk(verdict.FILE_NAME, launch_verdict.dump(), folder, local_folder)
+            _log.warning("the verdict is in %s on %s", place, outcomes.get_node_name())
     if launch_verdict.code != ExitCode.OK:
         raise LaunchFailed(launch_verdict)
 
@@ -211,6 +224,8 @@ class _AgentExit(NamedTuple):
 def _watch(
     agent: subprocess.Popen[bytes],
     folder: Path,
+    local_folder: Path | None,
+    rendezvous: Rendezvous,
     node_wait: NodeWait,
     peers: nodes.PeerNodes,
     send_heartbeat: Callable[[], None],
@@ -223,12 +238,14 @@ def _watch(
     failed_at: float | None = None
     killed_at: float | None = None
     agent_exit = _AgentExit(-signal.SIGKILL)
-    hang_monitor = HangMonitor(folder)
+    hang_monitor = HangMonitor(folder, rendezvous)
+    known_ranks: dict[int, outcomes.Outcome] = {}  # a disk that fails hides them
     while True:
         try:
             return agent_exit._replace(status=agent.wait(timeout=_POLL_SECONDS))
         except subprocess.TimeoutExpired:
-            ranks = outcomes.read(folder)
+            known_ranks |= {outcome.rank: outcome for outcome in outcomes.read(folder, local_folder)}
+            ranks = list(known_ranks.values())
         send_heartbeat()
         node_wait.report_wait()
         if wait_failure := node_wait.find_failure():
@@ -242,7 +259,7 @@ def _watch(
             continue
         if killed_at is None:  # deaths that torchrun has seen by now are not caused by us
             killed_at = now
-            has_seen_death = verdict.has_seen_death((folder / "agent.log").read_text(errors="replace"))
+            has_seen_death = verdict.has_seen_death(read_tail(folder / "agent.log"))
             agent_exit = agent_exit._replace(
                 has_killed_ranks=not has_seen_death, has_hung=hang_monitor.is_overdue
             )

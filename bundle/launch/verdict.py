@@ -12,7 +12,7 @@ from typing import Any
 
 from bundle import files
 from bundle.errors import ExitCode
-from bundle.launch import causes, hang, outcomes, output
+from bundle.launch import causes, hang, network, outcomes, output
 from bundle.launch.causes import SECONDARY, FailureKind, RestartAction
 from bundle.launch.evidence import LaunchEvidence
 from bundle.launch.outcomes import Outcome
@@ -27,6 +27,7 @@ _TAIL_LINES = 15
 _MOST_CHARACTERS = 600
 # A line of the warnings module, and the source line that it shows.
 _WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:[ \t]+\S.*\n?)?", re.MULTILINE)
+_AGENT_DEATH = "torchrun, which started the ranks (process {pid}): {cause}"
 _KILLED = "killed by SIGKILL, by a user or by the kernel because memory ran out (see `dmesg`)"
 _SHORT_OF_MEMORY = (
     "killed by SIGKILL while the kernel ended processes because memory ran out: give the container more"
@@ -66,7 +67,7 @@ class Verdict:
         """The failure, its rank and node, and whether to start again, in one sentence."""
         if self.kind in (FailureKind.NOTHING, FailureKind.PREEMPTED, FailureKind.STOPPED):
             return self.cause
-        if self.kind is FailureKind.HANG:  # the cause is about several ranks, and names them
+        if self.code == ExitCode.HANG:  # the cause is about several ranks or nodes, and names them
             return f"{self.cause}{_ADVICE[self.action]}"
         place_parts = [] if self.rank is None else [f"rank {self.rank}"]
         place_parts += [self.node] if self.nodes > 1 and self.node else []
@@ -138,6 +139,8 @@ def _find_verdict(launch: LaunchEvidence) -> Verdict:
     broken = sorted(
         _judge_broken_ranks(launch, ended), key=lambda verdict: get_consequence_level(verdict.kind)
     )
+    if launch.storage_failure and not (broken and broken[0].kind is FailureKind.DISK):
+        return _judge_storage_failure(launch, ended)
     return broken[0] if broken else _judge_failed_start(launch)
 
 
@@ -232,15 +235,16 @@ def _detect_kernel_failure(launch: LaunchEvidence, _: list[Outcome]) -> Verdict 
         if (hit := causes.find_cause(causes.KERNEL_RULES, line)) is None:
             continue
         groups = hit.match.groupdict()
-        rank = pids.get(int(groups.get("pid") or 0))
-        if rank is None and hit.rule.kind is FailureKind.HOST_MEMORY:
+        pid = int(groups.get("pid") or 0)
+        rank, is_agent = pids.get(pid), bool(pid) and pid == launch.agent_pid
+        if rank is None and not is_agent and hit.rule.kind is FailureKind.HOST_MEMORY:
             continue  # a foreign process
         device = groups.get("device")
         return _build_verdict(
             launch,
             ExitCode.JOB_FAILED,
             hit.rule.kind,
-            hit.cause,
+            _AGENT_DEATH.format(pid=pid, cause=hit.cause) if is_agent else hit.cause,
             hit.rule.action,
             rank=rank,
             device=f"PCI {device}" if device else None,
@@ -253,21 +257,36 @@ def _detect_hang(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict | None
     hang_reports = [outcome for outcome in ended if outcome.code == ExitCode.HANG]
     if not hang_reports:
         return None
+    verdict = _judge_hang(launch, hang_reports[0])
+    if not (pairs := network.find_cut_pairs(launch.connections)):
+        return verdict
+    return replace(
+        verdict,
+        kind=FailureKind.NETWORK,
+        cause=f"no network between {network.describe_pairs(pairs)}: what one sends does not reach the other",
+        rank=None,
+        node=", ".join(dict.fromkeys(node for pair in pairs for node in pair)),
+        evidence=(verdict.cause, *verdict.evidence),
+    )
+
+
+def _judge_hang(launch: LaunchEvidence, report: Outcome) -> Verdict:
+    """Return the verdict on a hang, from the snapshots of ranks or else from a rank's `report`."""
     if not launch.snapshots:
         silent = [outcome.rank for outcome in launch.outcomes if outcome.code is None]
         stuck = f"; no report from {outcomes.format_ranks(silent)}" if silent else ""
         return _build_rank_verdict(
             launch,
-            hang_reports[0],
+            report,
             FailureKind.HANG,
             RestartAction.RESTART,
-            f"{_name_rank(hang_reports[0])}: {hang_reports[0].message}{stuck}",
+            f"{_name_rank(report)}: {report.message}{stuck}",
         )
     text, rank = hang.summarize_hang(launch.snapshots)
     longest = max(launch.snapshots, key=lambda snapshot: snapshot.seconds)
     since = f" for {longest.seconds:.0f} s" if longest.seconds else ""  # only ranks know it
     cause = f"no progress{since}: {text}"
-    verdict = _build_rank_verdict(launch, hang_reports[0], FailureKind.HANG, RestartAction.RESTART, cause)
+    verdict = _build_rank_verdict(launch, report, FailureKind.HANG, RestartAction.RESTART, cause)
     rank_snapshots = [snapshot for snapshot in launch.snapshots if snapshot.rank == rank]
     return replace(
         verdict,
@@ -305,6 +324,7 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
     ranks = {outcome.local_rank: outcome for outcome in launch.outcomes}
     order = [outcome.local_rank for outcome in ended if outcome.code != ExitCode.PREEMPTED]
     first, code = _FIRST_DEATH.search(launch.agent_log), 0
+    has_agent_died = launch.status < 0 and not first and not launch.has_killed_ranks
     if first:
         code, first_local_rank = int(first[1]), int(first[2])
         # torchrun names the rank whose death it saw first, which is the cause when that death was a signal.
@@ -314,13 +334,15 @@ def _judge_broken_ranks(launch: LaunchEvidence, ended: list[Outcome]) -> Iterato
             first_local_rank,
             Outcome(launch.node_rank * launch.per_node + first_local_rank, first_local_rank, 0, 0.0),
         )
-    elif not order:
+    elif not order and not has_agent_died:
         order = [outcome.local_rank for outcome in launch.outcomes if outcome.code is None][:1]
     for local_rank in dict.fromkeys(order):
         if ranks[local_rank].code:
             yield _judge_reported_failure(launch, ranks[local_rank])
         else:
             yield _judge_silent_failure(launch, ranks[local_rank], first)
+    if has_agent_died:
+        yield _judge_agent_death(launch)
 
 
 def _judge_reported_failure(launch: LaunchEvidence, outcome: Outcome) -> Verdict:
@@ -339,12 +361,8 @@ def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Ma
     code = int(first[1]) if first and int(first[2]) == outcome.local_rank else 0
     death_lines = (f"torchrun: {first[0].strip()}",) if first and code else ()
     log_lines = _describe_log(launch, outcome)
+    kind, cause = _describe_signal(launch, -code)
     if code == -signal.SIGKILL:
-        cause, kind = (
-            (_SHORT_OF_MEMORY, FailureKind.HOST_MEMORY)
-            if launch.has_memory_kills
-            else (_KILLED, FailureKind.KILLED)
-        )
         return _build_rank_verdict(
             launch, outcome, kind, RestartAction.RESTART, cause, evidence=death_lines, details=log_lines
         )
@@ -358,19 +376,46 @@ def _judge_silent_failure(launch: LaunchEvidence, outcome: Outcome, first: re.Ma
             launch, outcome, hit.rule.kind, hit.rule.action, hit.cause, evidence=death_lines, details=shown
         )
     if code < 0:
-        cause = f"killed by {_get_signal_name(-code)}"
         return _build_rank_verdict(
-            launch,
-            outcome,
-            FailureKind.CRASH,
-            RestartAction.RESTART,
-            cause,
-            evidence=death_lines,
-            details=shown,
+            launch, outcome, kind, RestartAction.RESTART, cause, evidence=death_lines, details=shown
         )
     cause = f"ended with exit code {code} and no message" if code else "ended without a message"
     return _build_rank_verdict(
         launch, outcome, FailureKind.EXCEPTION, RestartAction.STOP, cause, evidence=death_lines, details=shown
+    )
+
+
+def _judge_agent_death(launch: LaunchEvidence) -> Verdict:
+    """Return the verdict on an agent that a signal ended; the kernel then kills its ranks."""
+    kind, cause = _describe_signal(launch, -launch.status)
+    return _build_verdict(
+        launch,
+        ExitCode.JOB_FAILED,
+        kind,
+        _AGENT_DEATH.format(pid=launch.agent_pid, cause=cause),
+        RestartAction.RESTART,
+        evidence=(f"torchrun: ended by {_get_signal_name(-launch.status)}",),
+    )
+
+
+def _describe_signal(launch: LaunchEvidence, number: int) -> tuple[FailureKind, str]:
+    """Return the kind and the cause of an end by a signal that we did not send."""
+    if number != signal.SIGKILL:
+        return FailureKind.CRASH, f"killed by {_get_signal_name(number)}"
+    if launch.has_memory_kills:
+        return FailureKind.HOST_MEMORY, _SHORT_OF_MEMORY
+    return FailureKind.KILLED, _KILLED
+
+
+def _judge_storage_failure(launch: LaunchEvidence, ended: list[Outcome]) -> Verdict:
+    """Return the verdict on a log folder that cannot be written, with what the ranks could report."""
+    return _build_verdict(
+        launch,
+        ExitCode.JOB_FAILED,
+        FailureKind.DISK,
+        launch.storage_failure,
+        RestartAction.STOP,
+        evidence=tuple(f"{_name_rank(outcome)}: {_shorten_message(outcome.message)}" for outcome in ended),
     )
 
 

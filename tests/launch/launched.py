@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,12 @@ from bundle.launch import outcomes, verdict
 ROOT = Path(__file__).parents[2]
 
 
-def start(folder: Path, module: str, *arguments: str, logs: str = "logs") -> subprocess.Popen:
+def start(
+    folder: Path, module: str, *arguments: str, logs: str = "logs", within: Sequence[str] = ()
+) -> subprocess.Popen:
+    """Start a launch in `folder`; `within` are the words of a command that runs all of it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.launch.starter", logs, module, *arguments]
+    command = [*within, sys.executable, "-m", "tests.launch.starter", logs, module, *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_ctrl_c
@@ -130,10 +133,10 @@ def read_verdict(folder: Path) -> dict[str, Any]:
     return values
 
 
-def wait_until_ready(folder: Path) -> list[int]:
+def wait_until_ready(folder: Path, logs: Path | None = None) -> list[int]:
     """The ranks' processes, once all can hear."""
     wait_for_ranks(folder)
-    return [outcome.pid for outcome in outcomes.read(folder / "logs")]
+    return [outcome.pid for outcome in outcomes.read(logs or folder / "logs")]
 
 
 def wait_for_ranks(folder: Path) -> None:

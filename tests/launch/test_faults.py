@@ -38,6 +38,12 @@ def check_verdict(folder: Path, err: str, **expected: object) -> str:
     return str(verdict["cause"])
 
 
+def limit_memory(group: Path, size: int) -> None:
+    """Set the most memory of a group of processes [bytes]."""
+    second = (group / "memory.max").exists()
+    (group / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(size))
+
+
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A group of processes that may have 200 MiB of memory, of the first or second kind of groups."""
@@ -45,7 +51,7 @@ def cgroup() -> Iterator[Path]:
     group = Path("/sys/fs/cgroup", "" if second else "memory", name)
     try:
         group.mkdir()
-        (group / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(200 << 20))
+        limit_memory(group, 200 << 20)
     except OSError as error:
         pytest.skip(f"no group of processes can be made: {error}")
     try:
@@ -59,6 +65,44 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(tmp_path, monkeypatch, 
     _, err = finish(start(tmp_path, WORKER, "grow"), 1, SECONDS)
     check_verdict(tmp_path, err, kind="host memory", rank=1, action="restart")
     assert gone([outcome.pid for outcome in outcomes.read(tmp_path / "logs")])
+
+
+# Every Python of a launch runs it. Only torchrun takes ever more memory, once `ready` files are there.
+_GREEDY_AGENT = """\
+import sys
+if "torch.distributed.run" in sys.orig_argv:
+    import glob, threading, time
+    def grow():
+        while len(glob.glob("ready-*")) < {ready}:
+            time.sleep(0.05)
+        taken = []
+        while True:
+            taken.append(b"x" * (1 << 24))
+    threading.Thread(target=grow, daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+@pytest.mark.parametrize(
+    ("ready", "hidden"),
+    [(2, ()), (0, ("/dev/kmsg", "/proc/vmstat"))],
+    ids=["the kernel's log names it", "before its ranks, and only the group counts it"],
+)
+def test_an_agent_that_the_kernel_kills_for_want_of_memory(tmp_path, monkeypatch, cgroup, ready, hidden):
+    limit_memory(cgroup, 600 << 20)
+    (tmp_path / "sitecustomize.py").write_text(_GREEDY_AGENT.format(ready=ready))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script = "".join(f"mount --bind /dev/null {path}; " for path in hidden)
+    script += f'echo $$ >{cgroup}/cgroup.procs; exec "$@"'
+    launched = start(tmp_path, WORKER, "sleep", within=("unshare", "--mount", "sh", "-ec", script, "sh"))
+    _, err = finish(launched, 1, SECONDS)
+    cause = check_verdict(tmp_path, err, kind="host memory", rank=None, action="restart")
+    pid = (tmp_path / "logs" / outcomes.AGENT_PID_FILE).read_text()
+    assert f"process {pid})" in cause
+    (evidence,) = read_verdict(tmp_path)["evidence"]
+    assert ("SIGKILL" in evidence) if hidden else (f"Killed process {pid} " in evidence)
+    ranks = outcomes.read(tmp_path / "logs")
+    assert len(ranks) == ready and gone([outcome.pid for outcome in ranks])
 
 
 def test_a_rank_that_may_have_no_more_memory(tmp_path):

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from bundle.launch import outcomes, ras
+from bundle.launch import network, outcomes, ras
 from bundle.launch.hang import HangMonitor
 from bundle.launch.outcomes import Outcome
+from bundle.launch.rendezvous import discover
 
 
 @contextmanager
@@ -64,8 +65,10 @@ def test_pods_of_one_node_do_not_overwrite_what_each_was_told(tmp_path, monkeypa
     monkeypatch.setattr(ras, "write", write)
     monkeypatch.setenv("K8S_NODE_NAME", "gpu01")
     (tmp_path / outcomes.HANG_FILE).touch()
-    for first in (0, 4):
-        HangMonitor(tmp_path).poll([Outcome(first + n, n, 1, 0.0) for n in range(4)])
+    for node_rank in (0, 1):
+        rendezvous = discover({}, nodes=2, node_rank=node_rank, endpoint="node0:29500")
+        HangMonitor(tmp_path, rendezvous).poll([Outcome(4 * node_rank + n, n, 1, 0.0) for n in range(4)])
     wrote.wait(60)
+    assert [connections.node for connections in network.read(tmp_path)] == ["gpu01", "gpu01"]
     written = {path.name.partition(".")[0] for path in tmp_path.glob("*.nccl.txt")}
     assert written == {"hang-rank-0", "hang-rank-4"}

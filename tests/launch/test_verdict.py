@@ -16,6 +16,7 @@ from bundle.launch.causes import KERNEL_RULES, PORT_TAKEN, RANK_RULES, FailureKi
 from bundle.launch.causes import find_cause as found_cause
 from bundle.launch.evidence import LaunchEvidence, RankLog
 from bundle.launch.hang import Collective, RankSnapshot
+from bundle.launch.network import NodeConnections
 from bundle.launch.outcomes import Outcome
 from bundle.launch.verdict import Verdict, judge
 
@@ -106,6 +107,21 @@ def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand(messages):
     messages(found.sentence)
     messages(found.evidence[1])
     assert (found.rank, found.node, found.kind) == (1, "gpu08", FailureKind.HANG)
+
+
+def test_a_hang_by_the_network_names_the_nodes_that_get_no_answer(messages):
+    reduce = Collective("all ranks", (0, 1), 7, "all_reduce of 8")
+    here = RankSnapshot(0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"all ranks": 7})
+    nodes = (NodeConnections("gpu07", ("10.0.0.1",), ("10.0.0.2",)), NodeConnections("gpu08", ("10.0.0.2",)))
+    for snapshots in ((here,), ()):
+        hang = judged(outcome(0, 6, "no progress"), nodes=2, snapshots=snapshots)
+        found = judged(outcome(0, 6, "no progress"), nodes=2, snapshots=snapshots, connections=nodes)
+        assert (found.kind, found.code, found.action) == (FailureKind.NETWORK, 6, RestartAction.RESTART)
+        assert (found.node, found.rank) == ("gpu07, gpu08", None)
+        assert found.evidence == (hang.cause, *hang.evidence)
+        alone = judged(outcome(0, 6, "no progress"), nodes=2, snapshots=snapshots, connections=nodes[:1])
+        assert alone == hang
+    messages(found.sentence)
 
 
 def test_preempted_ranks_make_a_preempted_job_but_not_if_one_failed_to_save(messages):
@@ -260,6 +276,42 @@ def test_a_port_that_is_taken_is_no_ranks_fault(said):
     found = judged(agent_log=f"torch.distributed.DistNetworkError: {said}\n")
     assert found.sentence.startswith(PORT_TAKEN)
     assert (found.kind, found.action) == (FailureKind.LAUNCH, RestartAction.STOP)
+
+
+def test_an_agent_that_a_signal_ended_is_named_and_its_ranks_are_not(messages):
+    ranks = (outcome(0, None), outcome(1, None))
+    for number, kind in ((-9, FailureKind.KILLED), (-11, FailureKind.CRASH)):
+        for known in (ranks, ()):
+            found = judged(*known, status=number, agent_pid=4711)
+            assert (found.kind, found.rank, found.code) == (kind, None, ExitCode.JOB_FAILED)
+            assert "4711" in found.sentence and found.action is RestartAction.RESTART
+        messages(found.sentence)
+    found = judged(*ranks, status=-9, agent_pid=4711, has_memory_kills=True)
+    assert found.kind is FailureKind.HOST_MEMORY
+    line = "Memory cgroup out of memory: Killed process 4711 (pt_elastic) total-vm:9kB"
+    found = judged(*ranks, status=-9, agent_pid=4711, kernel_lines=(line,))
+    messages(found.sentence)
+    assert (found.kind, found.evidence) == (FailureKind.HOST_MEMORY, (f"kernel: {line}",))
+    echo = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:34567"
+    assert judged(broke(0, echo), ranks[1], status=-9, agent_pid=4711).kind is FailureKind.KILLED
+    # What a rank reported before, and an agent that its launcher abandoned, are another matter.
+    assert judged(broke(0, "KeyError: 1"), ranks[1], status=-9, agent_pid=4711).rank == 0
+    assert judged(*ranks, status=-9, agent_pid=4711, has_killed_ranks=True).rank == 0
+
+
+def test_a_log_folder_that_cannot_be_written_is_the_cause_unless_a_rank_knows_it_better(messages):
+    failure = "/runs/x: the file system is not mounted"
+    missing = outcome(1, 1, "/runs/x/state: No such file or directory")
+    full = outcome(2, 1, "/runs/x/state: no room left to write")
+    for ranks in ((outcome(0, None), missing), (outcome(0, None),), ()):
+        found = judged(*ranks, storage_failure=failure)
+        assert (found.kind, found.action, found.cause) == (FailureKind.DISK, RestartAction.STOP, failure)
+        assert found.code == ExitCode.JOB_FAILED and found.rank is None
+    assert judged(missing, storage_failure=failure).evidence == (f"rank 1: {missing.message}",)
+    messages(found.sentence)
+    assert judged(full, storage_failure=failure).rank == 2
+    refused = judged(outcome(0, 3, "no such device"), storage_failure=failure)
+    assert refused.kind is FailureKind.REFUSED
 
 
 def test_ranks_that_their_launcher_ended_for_those_of_another_node_are_an_echo_and_who_broke_is_not(messages):

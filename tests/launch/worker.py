@@ -6,11 +6,14 @@ tests.launch.launched starts it through an agent, which makes a verdict of its e
 import os
 import resource
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from bundle.errors import EnvironmentUnfit, Preempted
+from bundle import files
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, Preempted
 from bundle.launch import outcomes
 from bundle.launch.orphans import die_with_parent
 
@@ -81,6 +84,43 @@ def grow() -> None:
     while RANK == 1:
         taken.append(b"x" * (1 << 24))
     sleep()
+
+
+def write() -> None:
+    """Rank 0 writes a file again and again in the folder of its second argument."""
+    Path(f"ready-{RANK}").touch()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if RANK == 0:
+            files.write_text(Path(sys.argv[2], "state"), "x")
+
+
+def talk() -> None:
+    """Rank 0 and the first of the other node send to each other; all hang 2 s after `cut` is there."""
+    world = Path(os.environ["TEST_WORLD"])
+    outcomes.create_world_folder(world, int(os.environ["GROUP_RANK"]), LOCAL_RANK)
+    address = (os.environ["MASTER_ADDR"], int(os.environ["TEST_PORT"]))
+    peer: socket.socket | None = None
+    if RANK == 0:
+        peer, _ = socket.create_server(address).accept()
+    elif LOCAL_RANK == 0:
+        while peer is None:
+            with suppress(ConnectionRefusedError):
+                peer = socket.create_connection(address)
+    (world / f"ready-{RANK}").touch()
+    while not (world / "cut").exists():
+        time.sleep(0.1)
+        if peer:
+            peer.sendall(b"x")
+    if peer:
+        peer.sendall(b"x")
+    time.sleep(2)
+    outcomes.announce_hang()
+    time.sleep(3)
+    hang = BundleError("no progress for 2 s in step 4")
+    hang.code = ExitCode.HANG
+    raise hang
 
 
 def stubborn() -> None:

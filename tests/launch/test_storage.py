@@ -1,0 +1,145 @@
+"""Real faults of the file system below a launch, the verdict on each, and where the evidence is kept."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle.launch import outcomes, storage, verdict
+from tests.launch.launched import ROOT, finish, gone, start, wait_until_ready
+
+HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("unshare") is not None
+WORKER = "tests.launch.worker"
+# FS_IOC_SHUTDOWN of the kernel, by which a file system answers every request with an error.
+_SHUTDOWN = (
+    "import fcntl, os, sys; fcntl.ioctl(os.open(sys.argv[1], os.O_RDONLY), 0x8004587D, b'\\2\\0\\0\\0')"
+)
+
+
+def enter(process: subprocess.Popen, *command: str | Path) -> None:
+    """Run a command in the mount namespace of a process."""
+    subprocess.run(["nsenter", f"--mount=/proc/{process.pid}/ns/mnt", *command], check=True, timeout=30)
+
+
+def turn_read_only(process: subprocess.Popen, disk: Path) -> None:
+    """Let the kernel find an error in the file system, whose mount option then makes it read-only."""
+    mounts = Path(f"/proc/{process.pid}/mounts").read_text()
+    device = re.search(rf"^/dev/(\w+) {disk} ext4 ", mounts, re.MULTILINE)
+    assert device, mounts
+    Path("/sys/fs/ext4", device[1], "trigger_fs_error").write_text("1")
+
+
+def unmount(process: subprocess.Popen, disk: Path) -> None:
+    enter(process, "umount", "--lazy", disk)
+
+
+def shut_down(process: subprocess.Popen, disk: Path) -> None:
+    enter(process, sys.executable, "-c", _SHUTDOWN, disk)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """The mount point of a disk of its own, and its image beside it, with ext4."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=60)
+        subprocess.run(["unshare", "--mount", "mount", "-o", "loop", image, "/mnt"], check=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be made: {error}")
+    (tmp_path / "disk").mkdir()
+    return tmp_path / "disk"
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("fail", "place", "text", "rank", "action"),
+    [
+        pytest.param(turn_read_only, "disk/run/state", "Read-only file system", 0, "stop"),
+        pytest.param(unmount, "disk", "mounted", None, "stop", marks=pytest.mark.slow),
+        pytest.param(shut_down, "disk/run/state", "Input/output error", 0, "restart", marks=pytest.mark.slow),
+    ],
+    ids=["read-only", "unmounted", "shut down"],
+)
+def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
+    tmp_path: Path,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fail: Callable[[subprocess.Popen, Path], None],
+    place: str,
+    text: str,
+    rank: int | None,
+    action: str,
+) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setenv("TMPDIR", str(local))
+    mount = f"mount -o loop,errors=remount-ro {tmp_path / 'image'} {disk}; mkdir {disk / 'run'}"
+    within = ("unshare", "--mount", "sh", "-ec", f'{mount}; exec "$@"', "sh")
+    launched = start(tmp_path, WORKER, "write", str(disk / "run"), logs="disk/run/logs", within=within)
+    pids = wait_until_ready(tmp_path, Path(f"/proc/{launched.pid}/root", *disk.parts[1:], "run/logs"))
+    assert len(pids) == 2
+    fail(launched, disk)
+    _, err = finish(launched, 1)
+    (kept,) = local.glob(f"*/{verdict.FILE_NAME}")
+    values: dict[str, Any] = json.loads(kept.read_text())
+    assert err.splitlines()[-1] == values["sentence"] and str(kept) in err
+    assert (values["kind"], values["action"], values["code"]) == ("disk", action, 1)
+    assert values["cause"].startswith(f"{tmp_path / place}: ") and text in values["cause"]
+    assert values["rank"] == rank and values["evidence"][0].startswith("rank 0: ")
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    assert gone(pids)
+
+
+def test_a_log_folder_that_is_removed_is_no_file_system_that_is_gone(tmp_path, messages):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log_storage = storage.LogStorage(folder)
+    assert log_storage.find_failure() == "" and not list(folder.iterdir())
+    folder.rmdir()
+    messages(log_storage.find_failure())
+    assert str(folder) in log_storage.find_failure() and "mount" not in log_storage.find_failure()
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
+@pytest.mark.processes
+def test_a_file_system_without_inodes_is_told_from_one_without_room(tmp_path):
+    (tmp_path / "disk").mkdir()
+    program = (
+        "import sys; from pathlib import Path; from bundle import files; folder = Path(sys.argv[1])\n"
+        "for number in range(100):\n"
+        "    files.write_text(folder / str(number), 'x')"
+    )
+    errors = []
+    for option in ("nr_inodes=20", "size=64k"):
+        script = f'mount -t tmpfs -o {option} none "$0"; exec "$@"'
+        command = ["unshare", "--mount", "sh", "-ec", script, str(tmp_path / "disk"), sys.executable, "-c"]
+        ended = subprocess.run(
+            [*command, program, str(tmp_path / "disk")],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        errors.append(ended.stderr.splitlines()[-1])
+    assert "inodes" in errors[0] and "20" in errors[0] and "free" in errors[0]
+    assert "inodes" not in errors[1] and "0 B free" in errors[1]
+
+
+def test_an_outcome_is_read_from_the_disk_that_could_be_written_last(tmp_path):
+    folder, local = tmp_path / "logs", tmp_path / "local"
+    folder.mkdir()
+    alive, broken = (outcomes.Outcome(3, 1, 4711, 1.0, code) for code in (None, 1))
+    outcomes.write_on_any_disk("rank-3.json", alive.__dict__, folder, local)
+    assert outcomes.read(folder, local) == [alive] and not local.exists()
+    outcomes.write_on_any_disk("rank-3.json", broken.__dict__, tmp_path / "none", local)
+    assert outcomes.read(folder, local) == [broken] and outcomes.read(folder) == [alive]
