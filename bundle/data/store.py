@@ -497,6 +497,10 @@ def _write_atomically(directory: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
+        for path in folder.iterdir():  # a disk that fails later must not leave a part of the store
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        files.sync_directory(folder)
         folder.rename(directory)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)

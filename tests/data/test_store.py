@@ -1,7 +1,9 @@
 """The token store: whole or not there."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +75,22 @@ def test_nothing_half_written_stays(tmp_path):
     with pytest.raises(JobFailed, match="source broke"):
         write(tmp_path / "s", broken(), 10)
     assert list(tmp_path.iterdir()) == [] and open_store(tmp_path / "s") is None
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    rename, renamed = Path.rename, []
+
+    def record_rename(path: Path, target: Path) -> Path:
+        renamed.append(set(synced))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", record_rename)
+    write(tmp_path / "s", documents(), 300)
+    places = [tmp_path / "s", *(tmp_path / "s").iterdir()]
+    assert {"tokens.bin", "tokens.idx"} < {path.name for path in places}
+    assert {path.stat().st_ino for path in places} <= renamed[-1]
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "learned.bin", "learned.idx", "facts.json"])
