@@ -83,25 +83,27 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 class JsonLines:
-    """Appends one JSON object per line; numbers that are not finite become null."""
+    """Appends one JSON object per line; numbers that are not finite become null.
+
+    Its methods raise JobFailed where the disk does not take the lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         noted = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(replace_nonfinite(noted), allow_nan=False) + "\n")
+        with files.convert_write_errors(Path(self._file.name)):
+            self._file.write(json.dumps(replace_nonfinite(noted), allow_nan=False) + "\n")
 
     def sync(self) -> None:
-        """Flush the lines to the disk: a file system that fails later does not lose them.
-
-        Raise JobFailed where the disk does not take them.
-        """
+        """Flush the lines to the disk: a file system that fails later does not lose them."""
         with files.convert_write_errors(Path(self._file.name)):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with files.convert_write_errors(Path(self._file.name)):  # of lines that it still has
+            self._file.close()
 
 
 class TensorBoard:

@@ -3,6 +3,7 @@
 import errno
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,10 @@ def test_a_disk_that_does_not_take_them_fails_the_job(tmp_path, monkeypatch):
     with pytest.raises(JobFailed, match=r"metrics\.jsonl"):
         lines.sync()
     lines.close()
+
+
+def test_a_full_disk_is_named_with_the_file_by_a_line_and_by_the_end():
+    lines = JsonLines(Path("/dev/full"))
+    for use in (lambda: lines.write(1, {"train/loss": 1.5}), lines.close):
+        with pytest.raises(JobFailed, match="/dev/full: no room left"):
+            use()
