@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,50 +12,16 @@ from typing import Any
 import pytest
 
 from bundle.launch import outcomes, storage, verdict
+from tests.launch.disks import create_disk, mount_disk, shut_down, turn_read_only, unmount
 from tests.launch.launched import ROOT, finish, gone, start, wait_until_ready
 
 HAS_NAMESPACES = os.geteuid() == 0 and shutil.which("unshare") is not None
 WORKER = "tests.launch.worker"
-# FS_IOC_SHUTDOWN of the kernel, by which a file system answers every request with an error.
-_SHUTDOWN = (
-    "import fcntl, os, sys; fcntl.ioctl(os.open(sys.argv[1], os.O_RDONLY), 0x8004587D, b'\\2\\0\\0\\0')"
-)
-
-
-def enter(process: subprocess.Popen, *command: str | Path) -> None:
-    """Run a command in the mount namespace of a process."""
-    subprocess.run(["nsenter", f"--mount=/proc/{process.pid}/ns/mnt", *command], check=True, timeout=30)
-
-
-def turn_read_only(process: subprocess.Popen, disk: Path) -> None:
-    """Let the kernel find an error in the file system, whose mount option then makes it read-only."""
-    mounts = Path(f"/proc/{process.pid}/mounts").read_text()
-    device = re.search(rf"^/dev/(\w+) {disk} ext4 ", mounts, re.MULTILINE)
-    assert device, mounts
-    Path("/sys/fs/ext4", device[1], "trigger_fs_error").write_text("1")
-
-
-def unmount(process: subprocess.Popen, disk: Path) -> None:
-    enter(process, "umount", "--lazy", disk)
-
-
-def shut_down(process: subprocess.Popen, disk: Path) -> None:
-    enter(process, sys.executable, "-c", _SHUTDOWN, disk)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """The mount point of a disk of its own, and its image beside it, with ext4."""
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(16 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=60)
-        subprocess.run(["unshare", "--mount", "mount", "-o", "loop", image, "/mnt"], check=True, timeout=60)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system can be made: {error}")
-    (tmp_path / "disk").mkdir()
-    return tmp_path / "disk"
+    return create_disk(tmp_path, 16 << 20)
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
@@ -83,9 +48,9 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
     local = tmp_path / "local"
     local.mkdir()
     monkeypatch.setenv("TMPDIR", str(local))
-    mount = f"mount -o loop,errors=remount-ro {tmp_path / 'image'} {disk}; mkdir {disk / 'run'}"
-    within = ("unshare", "--mount", "sh", "-ec", f'{mount}; exec "$@"', "sh")
-    launched = start(tmp_path, WORKER, "write", str(disk / "run"), logs="disk/run/logs", within=within)
+    launched = start(
+        tmp_path, WORKER, "write", str(disk / "run"), logs="disk/run/logs", within=mount_disk(disk)
+    )
     pids = wait_until_ready(tmp_path, Path(f"/proc/{launched.pid}/root", *disk.parts[1:], "run/logs"))
     assert len(pids) == 2
     fail(launched, disk)
