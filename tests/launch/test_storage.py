@@ -3,9 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +51,16 @@ def test_a_file_system_that_fails_is_named_and_the_evidence_is_kept_elsewhere(
     local = tmp_path / "local"
     local.mkdir()
     monkeypatch.setenv("TMPDIR", str(local))
-    launched = start(
-        tmp_path, WORKER, "write", str(disk / "run"), logs="disk/run/logs", within=mount_disk(disk)
-    )
+    # Its launcher kills a rank that does not end, whose process it cannot read from this disk any more.
+    arguments = ("write", str(disk / "run"), *(["stubborn"] if fail is unmount else []))
+    launched = start(tmp_path, WORKER, *arguments, logs="disk/run/logs", within=mount_disk(disk))
     pids = wait_until_ready(tmp_path, Path(f"/proc/{launched.pid}/root", *disk.parts[1:], "run/logs"))
     assert len(pids) == 2
+    time.sleep(1)  # its launcher has seen both ranks by then
     fail(launched, disk)
+    began = time.monotonic()
     _, err = finish(launched, 1)
+    assert time.monotonic() - began < 12  # it gives ranks 5 s to end, and an agent without ranks 8 s more
     (kept,) = local.glob(f"*/{verdict.FILE_NAME}")
     values: dict[str, Any] = json.loads(kept.read_text())
     assert err.splitlines()[-1] == values["sentence"] and str(kept) in err
@@ -108,3 +114,18 @@ def test_an_outcome_is_read_from_the_disk_that_could_be_written_last(tmp_path):
     assert outcomes.read(folder, local) == [alive] and not local.exists()
     outcomes.write_on_any_disk("rank-3.json", broken.__dict__, tmp_path / "none", local)
     assert outcomes.read(folder, local) == [broken] and outcomes.read(folder) == [alive]
+
+
+def test_an_outcome_is_written_where_the_log_of_the_rank_cannot_be(tmp_path, monkeypatch):
+    def fail() -> None:
+        raise ValueError("corrupt shard 3")
+
+    monkeypatch.setenv(outcomes.DIRECTORY_VARIABLE, str(tmp_path))
+    earlier = signal.getsignal(signal.SIGTERM)
+    with suppress(OSError), Path("/dev/full").open("w", buffering=1) as log:  # closing it fails as well
+        monkeypatch.setattr(sys, "stderr", log)
+        code = outcomes.run_and_report(3, 1, fail)
+    assert code == 1
+    signal.signal(signal.SIGTERM, earlier)
+    (outcome,) = outcomes.read(tmp_path)
+    assert (outcome.code, outcome.message) == (1, "ValueError: corrupt shard 3")

@@ -87,7 +87,12 @@ def grow() -> None:
 
 
 def write() -> None:
-    """Rank 0 writes a file again and again in the folder of its second argument."""
+    """Rank 0 writes a file again and again in the folder of its second argument.
+
+    With a third one, rank 1 does not end when it is asked to.
+    """
+    if RANK == 1 and sys.argv[3:]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(f"ready-{RANK}").touch()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
