@@ -53,7 +53,7 @@ def read_json_object(path: Path, expected: str = "", limit: int = 4 << 20) -> di
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path}: must hold a JSON object, holds a {type(document).__name__}")
+        raise UsageError(f"{path}: must hold a JSON object, but holds a {type(document).__name__}")
     return document
 
 
@@ -172,14 +172,15 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 def build_write_error(path: Path, error: BaseException) -> JobFailed:
     """Return the error to raise when `path` could not be written."""
     if is_disk_full(error):
-        free = f"{format_bytes(find_free_bytes(path))} free on its disk"
+        free = f"{format_bytes(find_free_bytes(path))} free"
         if inodes := _count_used_up_inodes(path):
             return JobFailed(
                 f"{path}: no inodes left to write (all {inodes} are in use, {free})."
                 " Remove files, raise the quota of files, or lower checkpoint.keep."
             )
         return JobFailed(
-            f"{path}: no room left to write ({free}). Free space, raise the quota, or lower checkpoint.keep."
+            f"{path}: no room left to write: its disk is full, or a quota is reached ({free})."
+            " Free space, raise the quota, or lower checkpoint.keep."
         )
     return JobFailed(f"{path}: cannot be written: {str(error) or type(error).__name__}")
 

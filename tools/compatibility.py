@@ -106,8 +106,10 @@ def recorded(file: Path) -> list[Combination]:
     try:
         document = json.loads(files.read_content(file, 1 << 24))
         rows = document.get("combinations") or [document["combination"]]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{file}: not a record of a run ({error!r})") from None
+    except KeyError as error:
+        raise UsageError(f"{file}: not a record of a run (it has no key {error})") from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{file}: not a record of a run ({error})") from None
     if rows == [None]:
         raise UsageError(f"{file}: the run failed or proved nothing, so it is not added")
     found = list(compatibility.parse(json.dumps(_document(rows, ())), str(file)).combinations)

@@ -358,11 +358,11 @@ class Capabilities(NamedTuple):
         if limit == 1:
             reason = "ranks share the node's cores; a fixed number keeps sums equal on every machine"
             return EnvVariable("OMP_NUM_THREADS", "1", reason, is_overridable=True)
-        known = "unknown" if cores_per_rank is None else f"{cores_per_rank:.4g}"
+        known = "unknown, so the limit applies" if cores_per_rank is None else f"{cores_per_rank:.4g}"
         threads = limit if cores_per_rank is None else max(1, min(limit, int(cores_per_rank)))
         reason = (
-            f"the cores per rank, which are {known}, but at most {limit}. On an H200, a step of the MoE"
-            " benchmark took 456 ms with 1 thread and 421 ms without this variable"
+            f"one thread per core, at most {limit}. The cores per rank: {known}. On an H200, a step of the"
+            " MoE benchmark took 456 ms with 1 thread and 421 ms without this variable"
         )
         return EnvVariable("OMP_NUM_THREADS", str(threads), reason, is_overridable=True)
 

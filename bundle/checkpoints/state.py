@@ -82,6 +82,13 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": base_weights}
 
 
+def _format_adapters(adapters: Mapping[str, Any] | None) -> str:
+    if not adapters:
+        return "all weights"
+    parts = (f"{'base weights' if key == 'beside' else key}: {adapters[key]}" for key in sorted(adapters))
+    return f"adapters ({'; '.join(parts)})"
+
+
 def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, loaded: bool) -> None:
     """Raise UsageError for a checkpoint of another model, or of other adapters.
 
@@ -92,8 +99,7 @@ def refuse_another_model(directory: Path, saved: SavedState, recipe: Recipe, *, 
     own_adapters = describe_adapters(recipe, loaded=loaded)
     if saved.adapters != own_adapters:
         saved_weights, recipe_weights = (
-            f"adapters {dict(adapters)}" if adapters else "all weights"
-            for adapters in (saved.adapters, own_adapters)
+            _format_adapters(adapters) for adapters in (saved.adapters, own_adapters)
         )
         raise UsageError(
             f"{directory}: has {saved_weights}, but the recipe (model.lora) trains {recipe_weights}."
@@ -132,7 +138,7 @@ def list_data_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> l
     """Return what differs between the data of a checkpoint and the data of this run."""
     keys = dict.fromkeys([*saved, *current])
     return [
-        f"data {key}: was {saved.get(key, 'unset')}, is {current.get(key, 'unset')}"
+        f"data {key}: was {saved.get(key)!r} in the checkpoint, but is {current.get(key)!r} in this run"
         for key in keys
         if saved.get(key) != current.get(key)
     ]

@@ -103,7 +103,8 @@ ImageRecordOrNone = Annotated[
     typer.Option(
         "--image-record",
         metavar="FILE|none",
-        help="Read the packages of --image from its `doctor --json`. none: --image is not from mcore-bundle."
+        help="Read the package versions of --image from the output of its `doctor --json`. none: --image is"
+        " not from mcore-bundle."
         " Default: the first rank decides which patches apply.",
     ),
 ]

@@ -135,9 +135,11 @@ def _format_lines(
     if slow:
         lines += ["defects that cost time or memory:", "", *_describe_defects(slow, used_features)]
     for upgrade in audit_report.upgrades:
-        new = f", and has these new ones: {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
-        remaining = f"{len(upgrade.remaining_ids)} of the {len(audit_report.reaching_defects)} defects"
-        lines.append(f"megatron-core {upgrade.release} still has {remaining}{new}")
+        new = f", and has these new defects: {', '.join(upgrade.new_ids)}" if upgrade.new_ids else ""
+        remaining = (
+            f"{len(upgrade.remaining_ids) or 'none'} of the {len(audit_report.reaching_defects)} defects"
+        )
+        lines.append(f"megatron-core {upgrade.release} has {remaining} above{new}")
     if errors:
         lines.append(f"defects that end in an error: {', '.join(defect.entry.id for defect in errors)}")
     return lines
@@ -173,7 +175,7 @@ def _format_defect(defect: AuditedDefect, used_features: frozenset[str] | None) 
     if used_features is None:
         condition = f"  if you use {features}{unless}" if features else "  in any job"
     else:
-        condition = f"  by {features}" if features else ""
+        condition = f"  because you use {features}" if features else ""
     lines = [f"{defect.status.value.upper():<13}{entry.id}{condition}", _INDENT + entry.why]
     if defect.reason:
         lines.append(f"{_INDENT}{defect.reason}")

@@ -335,8 +335,8 @@ def _find_starter_problems(per_node: int | None, rendezvous: Rendezvous) -> list
         return []
     return [
         to_recipe_problem(
-            f"devices.per_node: {per_node}, but the variables of {rendezvous.source} set"
-            f" {starter_per_node} ranks per node"
+            f"devices.per_node: {per_node}, but the environment variables of this process set"
+            f" {starter_per_node} ranks per node ({rendezvous.reason}). Change one of them"
         )
     ]
 

@@ -50,9 +50,9 @@ class PlainTemplate:
     def prepare(self, conversation: Conversation) -> Conversation:
         """Return the conversation. Raise Corrupt for what headings do not write."""
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
-            raise Corrupt("data.template: plain does not render tools or tool calls. Set it to chat.")
+            raise Corrupt("data.template: 'plain' does not render tools or tool calls. Set it to 'chat'.")
         if conversation.media:
-            raise Corrupt("data.template: plain does not render images or videos. Set it to chat.")
+            raise Corrupt("data.template: 'plain' does not render images or videos. Set it to 'chat'.")
         return conversation
 
     def draft(

@@ -180,7 +180,8 @@ def read_prompt(values: Values, name: str) -> list[Message]:
     messages = read_messages(prompt, name)
     if messages[-1]["role"] == "assistant":
         raise Corrupt(
-            f"field {name}: ends with an assistant message. Leave it out; the answers follow the prompt."
+            f"field {name}: ends with an assistant message, but must end before the answer. Remove that"
+            " message."
         )
     return messages
 
@@ -200,7 +201,7 @@ def read_history(values: Values) -> list[Message]:
     history = values.get(HISTORY) or []
     if not isinstance(history, list) or not all(map(_is_turn, history)):
         raise Corrupt(
-            f"field {HISTORY}: must be a list of [question, answer] pairs without blank texts, is"
+            f"field {HISTORY}: must be a list of [question, answer] pairs without blank texts, but is"
             f" {format_value(history)}"
         )
     return _build_dialogue(history)
@@ -215,7 +216,7 @@ def read_instruction(values: Values) -> list[Message]:
     """Return the history and the question of Alpaca: instruction and input, a line each."""
     for name in (INSTRUCTION, INPUT):
         if not isinstance(values.get(name) or "", str):
-            raise Corrupt(f"field {name}: must be text, is {format_value(values[name])}")
+            raise Corrupt(f"field {name}: must be text, but is {format_value(values[name])}")
     question = "\n".join(text for name in (INSTRUCTION, INPUT) if (text := values.get(name) or "").strip())
     if not question:
         raise Corrupt(f"fields {INSTRUCTION} and {INPUT}: both are blank, but one must have text")
@@ -262,7 +263,9 @@ def _read_tools(values: Values, name: str | None) -> Tools:
         return None
     tools = _parse_json(values[name], f"field {name}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Corrupt(f"field {name}: must be a list of objects or its JSON text, is {format_value(tools)}")
+        raise Corrupt(
+            f"field {name}: must be a list of objects or its JSON text, but is {format_value(tools)}"
+        )
     return tools or None
 
 
@@ -272,7 +275,9 @@ def read_messages(value: Any, field: str) -> list[Message]:
     A message has a role, a content and, where the row gives one, a weight.
     """
     if not isinstance(value, list) or not value:
-        raise Corrupt(f"field {field}: must be a list with at least one message, is {format_value(value)}")
+        raise Corrupt(
+            f"field {field}: must be a list with at least one message, but is {format_value(value)}"
+        )
     return [_read_message(message, f"field {field}[{index}]") for index, message in enumerate(value)]
 
 
@@ -296,8 +301,8 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
     role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise Corrupt(
-            f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]}, is"
-            f" {format_value(raw_message)}"
+            f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]},"
+            f" but is {format_value(raw_message)}"
         )
     if weights := [rest.pop(name) for name in WEIGHT_KEYS if name in rest]:
         if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
@@ -331,7 +336,9 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise Corrupt(f"{field_path} must be text or a list of one or more objects, is {format_value(value)}")
+        raise Corrupt(
+            f"{field_path} must be text or a list of one or more objects, but is {format_value(value)}"
+        )
     parts = []
     for part in value:
         if part.get("type") in media.PART_TYPES:
@@ -358,12 +365,13 @@ def _read_calls(value: Any, field_path: str) -> list[dict[str, Any]]:
         arguments = {} if arguments in (None, "") else _parse_json(arguments, f"{field_path}: arguments")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Corrupt(
-                f"{field_path}: each call must be an object with a function's name and arguments, is"
+                f"{field_path}: each call must be an object with a function's name and arguments, but is"
                 f" {format_value(call)}"
             )
         if not isinstance(arguments, dict):
             raise Corrupt(
-                f"{field_path}: arguments must be an object or its JSON text, is {format_value(arguments)}"
+                f"{field_path}: arguments must be an object or its JSON text, but is"
+                f" {format_value(arguments)}"
             )
         identity = {"id": call["id"]} if "id" in call else {}
         function_call = {"name": function["name"], "arguments": arguments}

@@ -83,5 +83,6 @@ def _explain_missing(values: Values, formats: Sequence[Format[T]]) -> Corrupt:
             " fields with data.fields"
         )
     missing = next(name for name in nearest.fields if values.get(name) is None)
-    problem = "is null" if missing in values else "missing"
-    return Corrupt(f"field {missing}: {problem} ({describe_fields(values)})")
+    if missing in values:
+        return Corrupt(f"field {missing}: is null, but must have a value")
+    return Corrupt(f"field {missing}: missing ({describe_fields(values)})")

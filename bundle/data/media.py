@@ -117,7 +117,7 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
         if places != len(column.media):
             plain = f". Where <{kind}> is plain text, set data.fields.{kind}s: null"
             raise Corrupt(
-                f"{column.key}: names {len(column.media)}, but the messages have {places} places for"
+                f"{column.key}: names {len(column.media)} {kind}s, but the messages have {places} places for"
                 f" {kind}s (<{kind}>, or a part of type {kind}). Name one {kind} for each place"
                 + (plain if kind in columns and not column.media else "")
             )
@@ -198,7 +198,8 @@ def read_content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
         named = [reference[key] for key in ("bytes", "base64", "path") if reference.get(key) is not None]
         if not named:
             raise Corrupt(
-                f"{_add_article(kind)} must be a path, base64 or bytes, is {format_value(dict(reference))}"
+                f"{_add_article(kind)} must be a path, base64 or bytes, but is"
+                f" {format_value(dict(reference))}"
             )
         coded = reference.get("bytes") is None and reference.get("base64") is not None
         reference = f"data:{kind}/any;base64,{named[0]}" if coded else named[0]
@@ -210,7 +211,9 @@ def read_content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
     if isinstance(reference, str):
         return _read_file(reference, folder, limit, kind)
     if not isinstance(reference, bytes):
-        raise Corrupt(f"{_add_article(kind)} must be a path, base64 or bytes, is {format_value(reference)}")
+        raise Corrupt(
+            f"{_add_article(kind)} must be a path, base64 or bytes, but is {format_value(reference)}"
+        )
     if len(reference) > limit:
         raise Corrupt(f"{_add_article(kind)} of {len(reference)} bytes exceeds data.{kind}s.limit_bytes")
     return reference

@@ -111,7 +111,7 @@ class DataErrors:
             except Corrupt as error:
                 self.add(place, error)
             except RecursionError:
-                self.add(place, "nested too deeply")
+                self.add(place, "the JSON is nested too deeply")
             else:
                 yield place, result
 
@@ -181,7 +181,7 @@ def read_text(values: Values, name: str) -> str:
     text = values[name]
     if not isinstance(text, str) or not text.strip():
         problem = "must not be blank" if isinstance(text, str) else "must be text"
-        raise Corrupt(f"field {name}: {problem}, is {format_value(text)}")
+        raise Corrupt(f"field {name}: {problem}, but is {format_value(text)}")
     return text
 
 
@@ -279,7 +279,7 @@ def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
             try:
                 value, end = decode(buffer, begin)
             except RecursionError:
-                raise Corrupt("nested too deeply", line) from None
+                raise Corrupt("the JSON is nested too deeply", line) from None
             except json.JSONDecodeError as error:
                 if not block or not _is_cut(error, buffer):
                     raise Corrupt(
@@ -311,7 +311,7 @@ def _parse_object(content: Any) -> Values:
     except ValueError as error:
         raise Corrupt(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Corrupt(f"must be a JSON object, is of type {type(value).__name__}")
+        raise Corrupt(f"must be a JSON object, but is of type {type(value).__name__}")
     return value
 
 

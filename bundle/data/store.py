@@ -124,13 +124,13 @@ def read_indexed(prefix: Path) -> IndexedDocuments:
     content = prefix.with_name(f"{prefix.name}.idx").read_bytes()
     tokens = prefix.with_name(f"{prefix.name}.bin")
     if len(content) < HEADER.size:
-        raise ValueError(f"{prefix}.idx is too short for an index of Megatron")
+        raise ValueError(f"{prefix}.idx is too short for the index of a Megatron data set")
     mark, version, kind, sequences, bounds = HEADER.unpack_from(content)
     if (mark, version) != (MAGIC, VERSION):
-        raise ValueError(f"{prefix}.idx does not begin with the header of a Megatron index")
+        raise ValueError(f"{prefix}.idx does not begin with the header of a Megatron data set's index")
     if kind not in DTYPES:
         known = ", ".join(map(str, DTYPES))
-        raise ValueError(f"{prefix}.idx: token ids of type {kind} are not supported (supported: {known})")
+        raise ValueError(f"{prefix}.idx: token ids with dtype code {kind} are not supported, only {known}")
     if HEADER.size + 12 * sequences + 8 * bounds > len(content):  # modes of multimodal data may follow
         raise ValueError(
             f"{prefix}.idx is truncated: its header lists {sequences} sequences and {bounds} document bounds"

@@ -214,7 +214,9 @@ def share_decision(
     try:
         store.wait(["decision"], timeout)
     except RuntimeError as error:  # torch's DistStoreError: it did not come in time
-        raise LaunchUnavailable(f"rank 0 sent no decision within {timeout.total_seconds():.0f} s") from error
+        raise LaunchUnavailable(
+            f"rank 0 did not send the job to this rank within {timeout.total_seconds():.0f} s"
+        ) from error
     answer = json.loads(store.get("decision"))
     store.add("decision/read", 1)
     if "refused" in answer:

@@ -117,13 +117,14 @@ class Routing:
         problems = []
         if routes.layers != self.layers:
             problems.append(
-                f"they are for layers {list(routes.layers)}, but the model's are {list(self.layers)}"
+                f"the routes are for layers {list(routes.layers)}, but the model has routers in"
+                f" {list(self.layers)}"
             )
         if list(routes.experts.shape) != shape or routes.experts.dtype != self.dtype:
             actual = f"{routes.experts.dtype} {list(routes.experts.shape)}"
-            problems.append(f"they are {actual}, but the micro-batch needs {self.dtype} {shape}")
+            problems.append(f"the routes are {actual}, but the micro-batch needs {self.dtype} {shape}")
         if routes.free_mask is not None and list(routes.free_mask.shape) != [tokens]:
-            problems.append(f"free_mask is {list(routes.free_mask.shape)}, but must be [{tokens}]")
+            problems.append(f"free_mask has shape {list(routes.free_mask.shape)}, but needs [{tokens}]")
         return problems
 
     def _check_layers(self, layers: Sequence[int]) -> list[str]:

@@ -57,7 +57,8 @@ def find(machine: Machine) -> VendorDevices:
     )[:MOST_DEVICES]
     if not numbers:
         unknown: DetectedValue[str] = DetectedValue(None, "no Ascend NPU")
-        return VendorDevices("ascend", "NPU", 0, (), "no /dev/davinci<N>", unknown, unknown, unknown)
+        reason = "no Ascend NPU was found, because no /dev/davinci<N> exists"
+        return VendorDevices("ascend", "NPU", 0, (), reason, unknown, unknown, unknown)
     answer = machine.run(INFO_COMMAND)
     rows = parse_npu_smi_table(answer.value or "")
     generation = _find_generation(machine, rows, answer.reason)

@@ -73,9 +73,8 @@ class Selection(NamedTuple):
     def from_list(cls, shown: str, entries: Sequence[str], chosen: Sequence[int], unknown: str) -> Self:
         """Return the selection of a list of devices, which ends at the first entry that is `unknown`."""
         if len(chosen) < len(entries):
-            entry = entries[len(chosen)][:80]
-            ending = f": {entry!r} {unknown}, so the list ends before it"
-            shown += ending if entry else " names no device"
+            ending = f": {entries[len(chosen)][:80]!r} {unknown}, so the list ends before it"
+            shown = shown.removesuffix("=") + " is empty" if list(entries) == [""] else shown + ending
         return cls(tuple(chosen), shown)
 
 

@@ -40,9 +40,9 @@ def find(machine: Machine) -> VendorDevices:
     answer = machine.run(QUERY_COMMAND)
     gpus = _from_query(answer) or _from_proc(machine, answer.reason)
     if not gpus:
-        nodes = "no /dev/nvidia<N>"
+        nodes = "no NVIDIA GPU was found, because no /dev/nvidia<N> exists"
         if _list_device_nodes(machine):
-            nodes = "/dev/nvidia<N> exists, but there is no driver"
+            nodes = "a /dev/nvidia<N> exists, but no NVIDIA driver was found"
         return _report_no_gpu(f"{nodes} ({answer.reason})")
     instances = _list_mig_instances(machine, gpus)
     names = [gpu.device.identity for gpu in gpus]

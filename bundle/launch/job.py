@@ -158,7 +158,8 @@ def find_rendezvous_problems(job: Job, rendezvous: str) -> list[str]:
         return [f"--rendezvous {format_value(rendezvous)}: must be HOST:PORT"]
     if job.nodes > 1 and not rendezvous:
         return [
-            f"--rendezvous: the job has {job.nodes} nodes. On each, set HOST:PORT of node 0 and --node-rank"
+            f"--rendezvous: missing, but the job has {job.nodes} nodes. On each node, set --node-rank and"
+            " --rendezvous HOST:PORT, the address of node 0"
         ]
     return []
 

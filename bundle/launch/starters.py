@@ -164,7 +164,7 @@ class VariableReader:
             value = parse_number(text)
             return value if value is not None and value >= least else None
 
-        return self.read(name, parse, f"a whole number from {least}", missing_hint)
+        return self.read(name, parse, f"a whole number of at least {least}", missing_hint)
 
     def read_host(self, name: str, missing_hint: str = "") -> SourcedValue[str] | None:
         """Return a host name or an IP address."""

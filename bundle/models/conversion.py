@@ -181,7 +181,8 @@ class TensorDifference:
     relative: float | None = None
 
     def __str__(self) -> str:
-        text = self.kind if self.kind.startswith("only") else f"{self.kind.removesuffix('s')}s differ"
+        is_alone = self.kind.startswith("only")
+        text = f"{self.kind} model" if is_alone else f"{self.kind.removesuffix('s')}s differ"
         if self.first:
             text += f" ({self.first} and {self.second})"
         if self.largest is not None:

@@ -57,9 +57,10 @@ class FiniteCheck:
             count += int(wrong.sum())
             first = start + int(wrong.byte().argmax()) if first < 0 < count else first
         position = [int(index) for index in np.unravel_index(first, entry.shape)]
+        limit = f", above {_LARGEST_SCALE}" if stored.dtype is torch.uint8 else ""
         return (
-            f"{name} in {entry.file.name}: {count:,} of {len(stored):,} values, the first at {position}"
-            f" ({stored[first]:g})"
+            f"{name} in {entry.file.name}: {count:,} of {len(stored):,} values are wrong, the first at index"
+            f" {position} ({stored[first]:g}{limit})"
         )
 
 

@@ -53,7 +53,7 @@ class ImageInputs:
         sizes = grids // (1, vision.merge_size, vision.merge_size)
         if (needed := int(sizes.prod(1).sum())) != len(places):
             raise JobFailed(
-                f"the images need {needed} places, but the sequences have {len(places)}"
+                f"the images need {needed} image tokens, but the sequences have {len(places)}"
                 f" (image_token_id {vision.image_token})."
             )
         index = np.full(len(ids), -1)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from bundle.environment.packages import InstalledPackages, Package, parse_minor_version
 from bundle.patches import decision_rules, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.decision_rules import PatchContext
+from bundle.patches.decision_rules import PatchContext, format_drift_option
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import LOCAL_LAYERS, Decision, DefectKind, Patch, PatchAction, Presence, Trap
 from bundle.patches.megatron_core import DefectReader, MegatronCore, ReviewTable
@@ -172,7 +172,7 @@ def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedD
         return None
     status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN
     reason = "" if status is DefectStatus.PRESENT else decision.reason
-    reason = reason.removesuffix(f", or continue with --allow-drift {entry.id}")
+    reason = reason.removesuffix(f". {format_drift_option(entry.id)}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
     return AuditedDefect(entry=entry, status=status, reason=reason, proven=decision.proven)
@@ -211,7 +211,9 @@ def _build_framework_defect(
         if unconditional is Presence.PRESENT:
             return build_defect(DefectStatus.PRESENT, ". The replacement also has the defect", always_applied)
         return build_defect(
-            DefectStatus.UNKNOWN, f". The replacement is unfamiliar. {_NOT_READ_NOTE}", always_applied
+            DefectStatus.UNKNOWN,
+            f". The replacement is unfamiliar to mcore-bundle. {_NOT_READ_NOTE}",
+            always_applied,
         )
     if always_applied and unconditional is Presence.PRESENT:
         return build_defect(DefectStatus.PRESENT, ", but the defect remains", always_applied)
@@ -228,7 +230,7 @@ def _build_framework_defect(
                 ". The replacement does not have the defect. Where it is not in place, the defect remains",
                 touching,
             )
-        finding = "also has the defect" if patched is Presence.PRESENT else "is unfamiliar"
+        finding = "also has the defect" if patched is Presence.PRESENT else "is unfamiliar to mcore-bundle"
         status = DefectStatus.PRESENT if unconditional is Presence.PRESENT else DefectStatus.UNKNOWN
         return build_defect(status, f". The replacement {finding}", touching)
     if unconditional is Presence.PRESENT and wrappers:

@@ -19,6 +19,8 @@ from bundle.patches.entry import (
 )
 from bundle.patches.megatron_core import Reading
 
+_UNFAMILIAR = "unfamiliar (neither the known defective nor the known correct code)"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchContext:
@@ -115,7 +117,12 @@ def _explain_version_only(reading: Reading, job: PatchContext) -> str:
     how = f"Decided by the version number {job.version} alone"
     how = how if job.version else "Without a version number the defect is assumed"
     if reading.presence or reading.read_error:
-        return f"({how}: {reading.read_error or 'the code is unfamiliar'}.)"
+        cause = (
+            f". The reason: {reading.read_error}"
+            if reading.read_error
+            else f", because the code is {_UNFAMILIAR}"
+        )
+        return f"({how}{cause}.)"
     return f"({how}. Pass --mcore PATH to read the source.)"
 
 
@@ -182,7 +189,8 @@ def _explain_unneeded(patch: Patch, job: PatchContext) -> str | None:
     if patch.opt_in and patch.id not in job.requested:
         return f"opt-in: request it with --request {patch.id}"
     if not job.uses(patch.when):
-        return f"the recipe does not use {', '.join(sorted(patch.when - (job.features or frozenset())))}"
+        unused = ", ".join(sorted(patch.when - (job.features or frozenset())))
+        return f"the recipe does not use the feature {unused}"
     for name, specifier in patch.requires:
         if name in job.packages and packages.is_within(job.packages[name], specifier) is False:
             return f"needed only with {name}{specifier}, but {name} {job.packages[name]} is installed"
@@ -199,7 +207,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(
             PatchAction.SKIP,
             f"megatron-core {job.version} is outside the patch's range {patch.range}, and"
-            f" {reading.read_error or 'its code is unfamiliar'}",
+            f" {reading.read_error or 'its code is ' + _UNFAMILIAR}",
             False,
         )
     ownership = _explain_ownership(patch, job)
@@ -209,13 +217,13 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
     drift = _explain_drift(patch, reading) or _explain_unread_patcher(patch, job)
     if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
-        reason = f"{'. '.join(drift)}, or continue with --allow-drift {patch.id}"
+        reason = f"{'. '.join(drift)}. {format_drift_option(patch.id)}"
         return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
         return _Proposal(PatchAction.APPLY, f"applied because --allow-drift names it: {drift[0]}", is_proven)
     reason = "this megatron-core has the defect"
     if is_in_range is False:
-        reason += f", although its version {job.version} is outside {patch.range}: that number is wrong"
+        reason += f", although its version number {job.version}, which is wrong, is outside {patch.range}"
     for name, specifier in patch.requires:
         if name not in job.packages:
             reason += f"; {name}{specifier} is assumed, because {name} is not installed here"
@@ -261,8 +269,8 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     if reading.read_error:
         return reading.read_error, "Check this megatron-core"
     if reading.presence is Presence.UNKNOWN:
-        cause = "whether this megatron-core has the defect is unknown, because its code is unfamiliar"
-        return cause, f"Read {', '.join(patch.evidence)}"
+        cause = f"whether this megatron-core has the defect is unknown, because its code is {_UNFAMILIAR}"
+        return cause, f"Read the code of {', '.join(patch.evidence)}"
     missing = _list_missing_targets(patch, reading)
     if missing:
         gone = ", ".join(f"{target} ({_describe_nearest(target, reading)})" for target in missing)
@@ -276,6 +284,11 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
             " `python -m tools.patches.review PATH --write`",
         )
     return None
+
+
+def format_drift_option(patch_id: str) -> str:
+    """Return how a user allows the drift of a patch."""
+    return f"To continue nevertheless, add --allow-drift {patch_id}"
 
 
 def _describe_nearest(target: str, reading: Reading) -> str:

@@ -146,7 +146,7 @@ def revert() -> None:
     Raises PatchError, with nothing changed, where somebody has replaced one of our replacements since.
     """
     foreign_patches = [
-        f"{attribute.step.target} in {getattr(owner, '__name__', owner)} is now"
+        f"in {getattr(owner, '__name__', owner)}, {attribute.step.target} is now"
         f" {_describe(_get_raw_attribute(owner, name))}"
         for attribute in _list_outermost()
         for owner, name in ((attribute.owner, attribute.name), *attribute.references)
@@ -329,5 +329,5 @@ def _describe(value: Any) -> str:
         return "gone"
     function = inspect.unwrap(value) if callable(value) else value
     code = getattr(function, "__code__", None)
-    where = f" from {code.co_filename}" if code else ""
-    return f"{getattr(function, '__qualname__', repr(function))}{where}"
+    name = getattr(function, "__qualname__", repr(function))
+    return f"the function {name} of the file {code.co_filename}" if code else str(name)

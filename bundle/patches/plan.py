@@ -191,7 +191,7 @@ class PatchPlan:
         known_steps = {(patch.id, r.target, r.wrapper) for patch in PATCHES for r in patch.replacements}
         for step in self.steps:
             if (step.patch, step.target, step.wrapper) not in known_steps:
-                yield f"{step.patch}: this mcore-bundle has no such patch"
+                yield f"patch {step.patch} of {step.target} is in the job, but not in this mcore-bundle"
             elif source.compute_digest(_PACKAGE_ROOT, step.wrapper.partition(":")[0]) != step.wrapper_digest:
                 yield f"{step.patch}: {step.wrapper.partition(':')[0]} differs here"
 
@@ -223,8 +223,10 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
             raise ValueError(f"steps: {wrong_fields[0]} has the wrong type")
         module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
         return PatchPlan(version_info["version"], version_info["commit"], decisions, steps, module_digests)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PatchError(f"This is not a plan of patches ({type(error).__name__}: {error})") from None
+    except KeyError as error:
+        raise PatchError(f"This is not a plan of patches (it has no key {error})") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PatchError(f"This is not a plan of patches ({error})") from None
 
 
 def _format_version(version: str | None, commit: str | None) -> str:
@@ -265,7 +267,7 @@ def _build_step(patch_id: str, replacement: Replacement, definitions: Definition
     wrapper_module = replacement.wrapper.partition(":")[0]
     wrapper_digest = source.compute_digest(_PACKAGE_ROOT, wrapper_module)
     if not wrapper_digest:
-        raise PatchError(f"{patch_id}: the module {wrapper_module} does not exist")
+        raise PatchError(f"patch {patch_id}: the module of its wrapper, {wrapper_module}, does not exist")
     return PatchStep(
         patch=patch_id,
         target=replacement.target,

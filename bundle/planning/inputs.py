@@ -160,16 +160,18 @@ def _find_tokenizer_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     if not files.is_directory(directory):
         yield to_recipe_problem(
-            f"data.tokenizer: {location} is not a directory. Name one, or a Hub repository: hf:ORG/NAME"
+            f"data.tokenizer: {location!r} is not a directory. Name a directory, or a Hub repository:"
+            " hf:ORG/NAME"
         )
     elif reason := explain_tiktoken_tokenizer(directory):
         yield to_recipe_problem(f"data.tokenizer: {reason}")
     elif not has_tokenizer(directory):
-        yield to_recipe_problem(f"data.tokenizer: {location} has no tokenizer file (tokenizer.json, ...)")
+        yield to_recipe_problem(f"data.tokenizer: {location!r} has no tokenizer file (tokenizer.json, ...)")
     yield from _find_package_problems("transformers", "data.tokenizer: hf:")
     if (highest := _find_highest_id(directory / "tokenizer.json")) >= vocabulary:
         yield to_recipe_problem(
-            f"data.tokenizer: {location} has ids up to {highest}, but the model's vocab_size is {vocabulary}"
+            f"data.tokenizer: {location!r} has ids up to {highest}, but the model's vocab_size is"
+            f" {vocabulary}"
         )
 
 
@@ -199,10 +201,12 @@ def _find_write_problems(label: str, directory: Path, key: str) -> Iterator[Prob
         yield to_recipe_problem(f"{label} {str(directory)[:200]}: {error}")
         return
     if not is_usable:
-        yield to_recipe_problem(f"{label} {directory}: {existing_path} is not a directory")
+        yield to_recipe_problem(
+            f"{label} '{directory}': '{existing_path}' is not a directory. Name another place with {key}"
+        )
     elif not os.access(existing_path, os.W_OK | os.X_OK):
         yield to_hardware_problem(
-            f"{label} {directory}: this user cannot write to {existing_path}, or its file system is"
+            f"{label} '{directory}': this user cannot write to {existing_path}, or its file system is"
             f" read-only. Name another place with {key}"
         )
 

@@ -207,7 +207,7 @@ def _check_installed_mindspeed(
 ) -> Iterator[Problem]:
     """Yield why the installed MindSpeed does not fit this megatron-core or cannot be imported with it."""
     package = installed.find_package("mindspeed")
-    install = f"Install its commit {branch.commit[:12]}, the head of the branch {branch.branch}"
+    install = f"Install MindSpeed's commit {branch.commit[:12]}, the head of the branch {branch.branch}"
     if package is None:
         yield to_hardware_problem(f"{key}: MindSpeed is not installed. {install}")
     elif package.commit != branch.commit:
@@ -277,8 +277,8 @@ def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]
         )
     if hardware.backend != "cpu" and per_node > present:
         yield to_hardware_problem(
-            f"devices.per_node: {per_node} is more than the {present} visible here ({hardware.reason})."
-            " Lower devices.per_node, or use a machine with as many"
+            f"devices.per_node: {per_node} is more than the {present} devices here ({hardware.reason})."
+            f" Lower devices.per_node, or use a machine with {per_node} devices"
         )
     if hardware.unfit_reason:
         yield to_hardware_problem(hardware.unfit_reason)
@@ -419,8 +419,8 @@ def _find_untrained_chunks(recipe: Recipe, can: Capabilities, layout: RankLayout
             if chunk.layers:
                 layers = ", ".join(map(str, chunk.layers))
                 yield to_recipe_problem(
-                    f"model.lora.targets: {where} has no LoRA target in its layers ({layers}), so it would"
-                    " train nothing. Add targets, or use fewer stages"
+                    f"model.lora.targets: {where} (layers: {layers}) has no LoRA target, so it would train"
+                    " nothing. Add targets, or use fewer stages"
                 )
             else:
                 yield to_recipe_problem(

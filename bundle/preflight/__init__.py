@@ -233,7 +233,9 @@ def mark_slow_devices(results: Mapping[Probe, ProbeResult]) -> dict[Probe, Probe
     # The faster of two devices counts, as their mean would hide a slow one.
     usual = statistics.median_high(speeds) if speeds else 0.0
     slow = {
-        probe: replace(result, wrong=f"reaches {speed:.3g} TFLOP/s, but the other devices {usual:.3g}")
+        probe: replace(
+            result, wrong=f"this device reaches {speed:.3g} TFLOP/s, but the other devices reach {usual:.3g}"
+        )
         for probe, result in results.items()
         if not result.wrong and (speed := result.measured.get(_SPEED_UNIT, usual)) < LEAST_SPEED_SHARE * usual
     }

@@ -42,7 +42,7 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
         product = left @ right
         # This also waits for the device.
         if not torch.equal(product[:64].cpu(), expected):
-            return ProbeResult(measured, f"matrix product {runs + 1} is wrong")
+            return ProbeResult(measured, f"the device computes matrix product {runs + 1} of the test wrong")
         runs += 1
         if runs == 1:  # the first run loads libraries and kernels
             began = time.perf_counter()

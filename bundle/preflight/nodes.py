@@ -136,8 +136,8 @@ def _find_blamed_nodes(silent: Sequence[tuple[int, int]]) -> dict[int, str]:
         counts = Counter(number for pair in remaining for number in set(pair))
         worst = max(counts, key=lambda number: (counts[number], number))
         peers = sorted({number for pair in remaining if worst in pair for number in pair} - {worst})
-        where = f"to or from node {', '.join(map(str, peers))}" if peers else "between its devices"
-        wrong[worst] = f"no data came over its links {where}"
+        where = f"between it and nodes {', '.join(map(str, peers))}" if peers else "between its devices"
+        wrong[worst] = f"no data passed over the links {where}"
         remaining = [pair for pair in remaining if worst not in pair]
     return wrong
 

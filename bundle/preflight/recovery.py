@@ -34,11 +34,16 @@ def probe() -> ProbeResult:
         logging.getLogger().removeHandler(warnings)
     warning_text = "; ".join(warnings.lines)
     if not check.enabled:
-        return ProbeResult(skipped=warning_text or "the GPU health check is disabled here")
+        return ProbeResult(
+            skipped=warning_text or "the GPU health check of nvidia-resiliency-ext is disabled on this node"
+        )
     return (
         ProbeResult()
         if healthy
-        else ProbeResult(wrong=warning_text or "the GPU health check fails without a reason")
+        else ProbeResult(
+            wrong=warning_text
+            or "the GPU health check of nvidia-resiliency-ext reports a fault, but logs no reason"
+        )
     )
 
 

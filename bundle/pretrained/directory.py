@@ -167,7 +167,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{path}: weight_map is missing, empty or not a JSON object")
     violations = [
-        f"{quote_name(name)}: {format_value(file)} is not the name of a safetensors file in this directory"
+        f"{quote_name(name)}: must be in a safetensors file of this directory, but weight_map has"
+        f" {format_value(file)}"
         for name, file in weight_map.items()
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors")
     ]

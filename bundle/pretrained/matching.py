@@ -53,7 +53,7 @@ def find_recipe_weights(recipe: Recipe) -> PretrainedWeights | None:
     if weights is None:
         if model.weights == "load":
             raise UsageError(
-                f"{model.path}: no weights, but model.weights is load. Set model.weights: random to start"
+                f"{model.path}: no weights, but model.weights is 'load'. Set model.weights: random to start"
                 " without them."
             )
         return None
@@ -207,8 +207,9 @@ def refuse_unequal_copies(weights: PretrainedWeights, copies: Mapping[str, str])
     ]
     if unequal:
         raise UsageError(
-            f"{weights.directory}: tensors that share one parameter in megatron-core differ here. Leave out"
-            " MTP layers (model.mtp.layers: 0, --mtp-layers 0). For lm_head, set tie_word_embeddings: false.",
+            f"{weights.directory}: tensors that share one megatron-core parameter differ in this checkpoint."
+            " Leave out MTP layers (model.mtp.layers: 0, --mtp-layers 0). For lm_head, set"
+            " tie_word_embeddings: false.",
             unequal,
         )
 
@@ -234,7 +235,7 @@ def describe_weights(recipe: Recipe, pretrained: PretrainedWeights | None) -> st
         return str(pretrained)
     path, weights = recipe.model.path, recipe.model.weights
     reason = f"{path} holds no weights" if path else "the recipe names no model.path"
-    return f"random weights: {'model.weights is random' if weights == 'random' else reason}"
+    return f"random weights, because {'model.weights is random' if weights == 'random' else reason}"
 
 
 def build_published_table(recipe: Recipe) -> Tensors:
@@ -366,7 +367,7 @@ def _with_quantization(
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return weights._replace(scale_block=(block[0], block[1])), []
     return weights, [
-        f"quantization_config.weight_block_size {format_value(block)} is not two sizes, such as [128, 128]"
+        f"quantization_config.weight_block_size {format_value(block)} must be two sizes, such as [128, 128]"
     ]
 
 

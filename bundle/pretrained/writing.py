@@ -98,7 +98,9 @@ class PublishedModel:
         """The reason why the directory would lack a tokenizer; None where there is one or none was named."""
         if self.tokenizer is None or has_tokenizer(self.tokenizer):
             return None
-        return f"{self.tokenizer} {'holds no tokenizer' if self.tokenizer.is_dir() else 'is not a directory'}"
+        return (
+            f"'{self.tokenizer}' {'holds no tokenizer' if self.tokenizer.is_dir() else 'is not a directory'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,10 +111,10 @@ class Alignment(NamedTuple):
         """Return `used`, or the forced length, rounded up to the multiple."""
         extent = -(-(used if forced is None else forced) // multiple) * multiple
         if extent < used:
-            subject = "its longest sequence has" if self.layout == "bshd" else "its padded sequences have"
+            unpacked, packed = "A micro-batch has a sequence of", "The sequences of a packed micro-batch have"
             raise JobFailed(
-                f"A {self.layout} micro-batch does not fit: {subject} {used} tokens, but the fixed length is"
-                f" {extent}. Raise that length, or put fewer or shorter sequences into a micro-batch."
+                f"{unpacked if self.layout == 'bshd' else packed} {used} tokens, but `length` allows"
+                f" {extent}. Raise `length`, or put fewer or shorter sequences into a micro-batch."
             )
         return extent
 

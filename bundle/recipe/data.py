@@ -80,7 +80,9 @@ class ImagesSection(Section):
         " or preprocessor_config.json of the model or its tokenizer, else transformers' default.",
     )
     max_pixels: Count | None = Field(
-        default=None, description="Largest size that an image is scaled to [pixels]; null: as min_pixels."
+        default=None,
+        description="Largest size that an image is scaled to [pixels]; null: from the same"
+        " files as min_pixels.",
     )
     limit_bytes: Count = Field(
         default=2**25, description="A larger file, or base64 of more bytes, is corrupt."
@@ -106,19 +108,22 @@ class VideosSection(Section):
     )
     min_frames: Count | None = Field(
         default=None,
-        description="Fewest frames to take from a file that has them; null: from the files that fps names,"
+        description="Fewest frames to take from a file that has them; null: from the same files as fps,"
         " else 4.",
     )
     max_frames: Count | None = Field(
-        default=None, description="Most frames to take from a file; null: as with min_frames, else 768."
+        default=None,
+        description="Most frames to take from a file; null: from the same files as fps, else 768.",
     )
     min_pixels: Count | None = Field(
         default=None,
         description="Smallest size that a frame is scaled to [pixels], with Qwen3-VL all frames together;"
-        " null: as data.images.",
+        " null: from the same files as fps, else transformers' default.",
     )
     max_pixels: Count | None = Field(
-        default=None, description="Largest size that a frame is scaled to [pixels]; null: as min_pixels."
+        default=None,
+        description="Largest size that a frame is scaled to [pixels]; null: from the same"
+        " files as min_pixels.",
     )
     limit_bytes: Count = Field(
         default=2**29, description="A larger file, or a list of files of more bytes, is corrupt."
@@ -144,8 +149,8 @@ class Data(Section):
     source: DataKind | None = Field(
         default=None,
         description="Kind of the files; null: found by their name endings, which must agree. jsonl: an"
-        " object per line or one array, also .gz and .zst; arrow: of `datasets`; megatron: ids as"
-        " megatron-core's tools write them (.bin and .idx).",
+        " object per line or one array, also .gz and .zst; arrow: files of the `datasets` library;"
+        " megatron: token ids as megatron-core's tools write them (.bin and .idx).",
     )
     path: Names = Field(
         min_length=1,
@@ -156,9 +161,9 @@ class Data(Section):
     weights: Annotated[tuple[Positive, ...], AS_TUPLE] | None = Field(
         default=None,
         min_length=1,
-        description="Blend: every path is a data set, and this is its share of the run, such as [0.7,"
-        " 0.3]. megatron-core's rule draws from them, and each data set is shuffled again in each of its"
-        " epochs. null: one data set of all paths.",
+        description="Blend: every path is a data set, and has one weight, its share of the run, such as"
+        " [0.7, 0.3]. Samples are drawn from the data sets by megatron-core's rule. Each data set is"
+        " shuffled again in each of its epochs. null: one data set of all paths.",
     )
     separator: str | None = Field(
         default=None,
@@ -168,8 +173,8 @@ class Data(Section):
     tokenizer: str = Field(
         pattern=r"^(bytes|hf:.+)$",
         default="bytes",
-        description="`bytes` (256 and 2 special tokens), or `hf:DIR`, a Hugging Face tokenizer: a"
-        " directory, or ORG/NAME of the Hub. Default: the tokenizer in model.path, if any.",
+        description="`bytes` (256 byte values and 2 special tokens), or `hf:DIR`, a Hugging Face"
+        " tokenizer: a directory, or ORG/NAME of the Hub. Default: the tokenizer in model.path, if any.",
     )
     sequence_length: Count = Field(
         description="Tokens of a sample; packed: tokens of a pack, which may exceed the model's positions,"
@@ -202,8 +207,8 @@ class Data(Section):
     )
     truncation: Literal["error", "delete", "right", "left"] = Field(
         default="error",
-        description="Rows longer than a sample. error: corrupt, see on_error; delete: leave out; right, left:"
-        " cut that side (SFT, DPO).",
+        description="What to do with a row longer than a sample. error: it counts as corrupt (see"
+        " on_error); delete: leave it out; right, left: cut it on that side (SFT, DPO).",
     )
     fields: Fields = make_default_section("Names of the fields of a row.")
     images: ImagesSection = make_default_section("How images of rows are read.")

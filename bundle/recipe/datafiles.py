@@ -65,29 +65,29 @@ def expand(paths: Sequence[str], kind: DataKind | None, key: str = "data.path") 
     violations = []
     for path in paths:
         if Path(path).is_absolute() and os.path.normpath(path) == Path(path).anchor:
-            violations.append(f"{key} {path}: is the root of the file system. Name the folder of the data")
+            violations.append(f"{key} {path!r}: is the root of the file system. Name the folder of the data")
             continue
         unreadable: list[str] = []
         try:
             sources = list(_find_stdlib_files() if path == STDLIB else _find_sources(path, kind, unreadable))
         except UsageError as error:
-            violations.append(f"{key} {path}: {error}")
+            violations.append(f"{key} {path!r}: {error}")
             continue
         if unreadable:
             more = f" and {len(unreadable) - 1:,} more" if unreadable[1:] else ""
             violations.append(
-                f"{key} {path}: cannot be read ({unreadable[0]}{more}). Make it readable, or name the files"
+                f"{key} {path!r}: cannot be read ({unreadable[0]}{more}). Make it readable, or name the files"
             )
             continue
         violations += [
-            f"{key} {source.name}: needs an .idx file and a .bin file of the same name"
+            f"{key} {source.name!r}: needs an .idx file and a .bin file of the same name"
             for source in sources
             if source.kind == MEGATRON and not files.is_file(source.path.with_suffix(".bin"))
         ]
         if not sources:
             has_ending = files.is_directory(Path(path)) and kind != "text"
             ending = f" ending in {_format_endings(kind)}" if has_ending else ""
-            violations.append(f"{key} {path}: no file{ending} was found")
+            violations.append(f"{key} {path!r}: no file{ending} was found")
         for source in sources:
             data_files.setdefault(source.path.resolve(), source)
     kinds = {source.kind: source.name for source in reversed(data_files.values())}

@@ -63,8 +63,9 @@ class FP8(CompletedSection):
     """FP8 matrix products: Transformer Engine's on GPUs, emulated on the cpu backend."""
 
     scaling: Scaling = Field(
-        description="Values that share a scale. delayed: a tensor, by past steps;"
-        " tensorwise: a tensor; blockwise: a block; mxfp8: 32 values (Blackwell)."
+        description="Values that share a scale. delayed: a tensor, with a scale from past steps;"
+        " tensorwise: a tensor, with a scale from its present values; blockwise: a block of a tensor;"
+        " mxfp8: 32 values (Blackwell GPUs)."
     )
     format: Format = Field(
         default="hybrid",
@@ -86,8 +87,8 @@ class Recompute(CompletedSection):
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
     method: Literal["uniform", "block"] | None = Field(
         default=None,
-        description="full: which layers. uniform: all, in chunks of `layers`; block: the first `layers` of"
-        " each stage. Default: uniform.",
+        description="full: the layers to recompute. uniform: all layers, in chunks of `layers`; block: the"
+        " first `layers` of each stage. Default: uniform.",
     )
     layers: Count | None = Field(
         default=None, description="full: layers per chunk (uniform) or per stage (block). Default: 1."
@@ -192,7 +193,10 @@ class VisionSection(Section):
         default=None,
         description="Highest learning rate of the tower, with the same schedule; null: optimizer.lr.",
     )
-    projector_lr: Positive | None = Field(default=None, description="As tower_lr, for the projector.")
+    projector_lr: Positive | None = Field(
+        default=None,
+        description="Highest learning rate of the projector, with the same schedule; null: optimizer.lr.",
+    )
 
     def freezes(self, name: str) -> bool:
         """Return whether the tensor of this name is frozen."""
@@ -288,7 +292,7 @@ class Model(Section):
 
 
 class DPO(Section):
-    """Direct preference optimisation (Rafailov et al., 2023), its sigmoid loss; of task dpo.
+    """Direct preference optimisation (Rafailov et al., 2023) with its sigmoid loss, for task dpo.
 
     The reference is the initial model or, with adapters, the model without them. MTP layers learn the
     chosen answers, with the weight model.mtp.loss_scale.

@@ -34,7 +34,8 @@ class RLRollout(Section):
 
     engine: Literal["transformers", "sglang"] = Field(
         default="transformers",
-        description="Source of answers. transformers: its model class, in a rank's process; sglang: servers.",
+        description="What samples the answers. transformers: its model class, in the process of each rank;"
+        " sglang: SGLang servers.",
     )
     temperature: Positive = Field(default=1.0, description="Divides the logits before an answer is sampled.")
     top_p: float = Field(
@@ -88,7 +89,7 @@ class RLRollout(Section):
     verify: Literal["always", "first"] = Field(
         default="always",
         description="sglang: when to compare checksums of the server's weights with the weights sent."
-        " always becomes first if it takes more than 2 % of a step.",
+        " `always` becomes `first` if it takes more than 2 % of a step.",
     )
     timeout_seconds: float = Field(
         default=900.0,
@@ -128,7 +129,7 @@ class RLReward(CompletedSection):
     field: str | None = Field(
         default=None,
         min_length=1,
-        description="exact, math: field of a row with the right answer; dots lead into objects. null:"
+        description="exact, math: field of a row with the right answer; a.b is field b of object a. null:"
         " reward_model.ground_truth (verl) if a row has it, else data.fields.response.",
     )
     pattern: str | None = Field(
@@ -152,16 +153,16 @@ class RLReward(CompletedSection):
     tests: str | None = Field(
         default=None,
         min_length=1,
-        description="code: field of a row with the tests: Python text, or a list of texts; dots lead into"
-        " objects.",
+        description="code: field of a row with the tests: Python text, or a list of texts; a.b is field b"
+        " of object a.",
     )
     memory_gib: Positive = Field(default=1.0, description="code: memory of each process of a program [GiB].")
     timeout_seconds: Positive = Field(
         default=5.0,
         json_schema_extra=add_null,
         description="Timeout [s], after which answers without a reward are left out. math: of one answer;"
-        " python, http: of a call. code: of an answer's program, whose remaining tests fail. null or left"
-        " out: 5, python 60, http and code 10.",
+        " python, http: of a call. code: of an answer's program, whose remaining tests fail. null or"
+        " left out: 60 for python, 10 for http and code, else 5.",
     )
     processes: Count = Field(default=1, description="Processes on each rank that judge its answers.")
 
@@ -180,13 +181,14 @@ class RLReward(CompletedSection):
 class RLCorrection(Section):
     """Weights that correct for a rollout engine whose probabilities differ from the trainer's.
 
-    With w = exp(old - rollout), the log-probabilities of the trainer and of the rollout engine.
+    The weight is w = exp(old - rollout); old and rollout are the log-probabilities of the trainer and of
+    the rollout engine.
     """
 
     kind: Literal["truncate", "mask"] = Field(
         default="truncate",
-        description="truncate: multiply by min(w, high), TIS; mask: by w within [low, high], else by 0"
-        " (level token: IcePop, sequence: MIS).",
+        description="truncate: multiply the loss by min(w, high) (TIS); mask: multiply it by w if low <= w"
+        " <= high, else by 0 (level token: IcePop; sequence: MIS).",
     )
     level: Literal["token", "sequence", "geometric"] = Field(
         default="token",
@@ -212,7 +214,7 @@ class RLLoss(CompletedSection):
         default=CLIPS["ppo"],
         json_schema_extra=add_null,
         description="Distances below and above 1 at which the ratio is clipped. null or left out: [0.2,"
-        " 0.28], gspo [0.0003, 0.0004], cispo [1, 0.28].",
+        " 0.28] for ppo, [0.0003, 0.0004] for gspo, [1, 0.28] for cispo.",
     )
     dual_clip: float | None = Field(
         default=None,
@@ -234,11 +236,12 @@ class RLLoss(CompletedSection):
         default="token",
         json_schema_extra=add_null,
         description="What has equal weight: every token, every answer, or the sum of tokens divided by a"
-        " constant (Dr.GRPO). null or left out: token, gspo sequence.",
+        " constant (Dr.GRPO). null or left out: sequence for gspo, else token.",
     )
     divisor: Positive | None = Field(
         default=None,
-        description="mean constant: the constant, in tokens per answer; null: rollout.max_completion_length.",
+        description="With mean: constant, the constant in tokens per answer; null:"
+        " rollout.max_completion_length.",
     )
     temperature: Positive | None = Field(
         default=None, description="Divides the logits in the loss; null: rollout.temperature."

@@ -105,8 +105,8 @@ def _check_sampling(rl: RL) -> Iterator[Violation]:
     if rl.loss.mean != "constant" and rl.loss.divisor is not None:
         yield (
             "rl.loss.divisor",
-            f"{rl.loss.divisor:g} has no effect with rl.loss.mean {rl.loss.mean}. Remove it, or set"
-            " rl.loss.mean to constant.",
+            f"{rl.loss.divisor:g} has no effect with rl.loss.mean: {rl.loss.mean}. Remove it, or set"
+            " rl.loss.mean: constant.",
         )
 
 
@@ -147,11 +147,12 @@ def _check_lengths(recipe: Recipe, rl: RL) -> Iterator[Violation]:
         return
     limit = "positions of the model" if room == recipe.architecture.max_position_embeddings else "tokens"
     unit = "pack" if recipe.data.packed else "row"
+    rounding = f" ({length} rounded down for the parallel layout)" if room < length else ""
     if limit == "tokens":
         yield (
             "data.sequence_length",
-            f"{length} is too small. A {unit} of {room} tokens must hold a question and an answer of up to"
-            f" {longest} tokens. Raise it, or lower rl.rollout.max_completion_length.",
+            f"{length} is too small. A {unit} of {room} tokens{rounding} must hold a question and an answer"
+            f" of up to {longest} tokens. Raise it, or lower rl.rollout.max_completion_length.",
         )
     else:
         yield (
@@ -177,8 +178,8 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if rl.warm_start_steps and rl.loss.kl and recipe.model.lora is None:
         yield (
             "rl.loss.kl",
-            f"{rl.loss.kl:g} pulls the policy back to the model before the {rl.warm_start_steps} updates of"
-            " rl.warm_start_steps. Set one of the two keys to 0.",
+            f"{rl.loss.kl:g} would undo the warm start (rl.warm_start_steps {rl.warm_start_steps}), because"
+            " the KL reference is the model before it. Set one of the two keys to 0.",
         )
     if train.epochs is not None:
         yield "train.epochs", f"{train.epochs:g} has no effect with task rl. Set train.steps instead."
@@ -191,7 +192,7 @@ def _check_updates(recipe: Recipe, rl: RL) -> Iterator[Violation]:
     if checkpoint.keep_best is not None and rl.evaluation is None:
         yield (
             "checkpoint.keep_best",
-            f"{checkpoint.keep_best} needs an evaluation. Set rl.evaluation.path.",
+            f"'{checkpoint.keep_best}' needs an evaluation. Set rl.evaluation.path.",
         )
 
 
@@ -203,18 +204,18 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
             f"{data.validation:g} has no effect with task rl. Set it to 0, and use rl.evaluation instead.",
         )
     if data.validation_sets:
-        names = ", ".join(data.validation_sets)
-        yield "data.validation_sets", f"task rl ignores these sets ({names}). Use rl.evaluation instead."
+        names = ", ".join(map(format_value, data.validation_sets))
+        yield "data.validation_sets", f"task rl does not read the sets {names}. Use rl.evaluation instead."
     if data.truncation in ("left", "right"):
         yield (
             "data.truncation",
-            f"{data.truncation} cuts long questions, which changes them. Set it to error or delete.",
+            f"'{data.truncation}' cuts long questions, which changes them. Set it to 'error' or 'delete'.",
         )
     evaluation = recipe.rl.evaluation if recipe.rl else None
     if evaluation is not None and evaluation.source in ("text", "megatron"):
         yield (
             "rl.evaluation.source",
-            f"{evaluation.source} has no rows with questions. Use jsonl, parquet or arrow.",
+            f"'{evaluation.source}' files have no rows with questions. Use jsonl, parquet or arrow files.",
         )
 
 
@@ -226,13 +227,14 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
         value = getattr(reward, key)
         if value is not None and reward.kind not in kinds:
             shown = redact_url(value) if key == "url" else value
-            owner = " or ".join(kinds)
+            owner = " or ".join(map(format_value, kinds))
             yield (
                 key,
-                f"{format_value(shown)} applies only to kind {owner}, but kind is {reward.kind}. Remove it.",
+                f"{format_value(shown)} applies only to kind {owner}, but kind is '{reward.kind}'. Remove"
+                " it.",
             )
         elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
-            yield key, f"missing. Kind {reward.kind} needs {_NEEDED_KEYS[key]}."
+            yield key, f"missing. Kind '{reward.kind}' needs {_NEEDED_KEYS[key]}."
     if reward.kind == "python" and reward.function is not None:
         try:
             split_function(reward.function)
@@ -289,7 +291,8 @@ def _check_loss(rl: RL) -> Iterator[Violation]:
     if loss.kind == "gspo" and loss.mean != "sequence":
         yield (
             "rl.loss.mean",
-            f"{loss.mean} does not fit rl.loss.kind gspo, whose ratio is per answer. Set it to sequence.",
+            f"'{loss.mean}' does not fit rl.loss.kind: gspo, whose ratio is per answer. Set it to"
+            " 'sequence'.",
         )
     if loss.kind == "cispo" and loss.dual_clip is not None:
         yield "rl.loss.dual_clip", f"{loss.dual_clip:g} has no effect with rl.loss.kind cispo. Remove it."
@@ -297,8 +300,8 @@ def _check_loss(rl: RL) -> Iterator[Violation]:
         if rl.old_log_probs != "trainer":
             yield (
                 "rl.loss.correction",
-                f"needs the trainer's log-probabilities, but rl.old_log_probs is {rl.old_log_probs}. Set"
-                " rl.old_log_probs to trainer.",
+                f"needs the trainer's log-probabilities, but rl.old_log_probs is '{rl.old_log_probs}'. Set"
+                " rl.old_log_probs: trainer.",
             )
         for key, reason in _check_correction(loss.correction):
             yield f"rl.loss.correction.{key}", reason
@@ -309,6 +312,9 @@ def _check_correction(correction: RLCorrection) -> Iterator[Violation]:
         yield "low", f"{correction.low:g} must be less than high ({correction.high:g})."
     if correction.kind == "truncate":
         if correction.low:
-            yield "low", f"{correction.low:g} applies only to kind mask, but kind is truncate. Set it to 0."
+            yield (
+                "low",
+                f"{correction.low:g} applies only to kind: mask, but kind is 'truncate'. Set it to 0.",
+            )
         if correction.level == "geometric":
-            yield "level", "geometric applies only to kind mask, but kind is truncate. Set kind: mask."
+            yield "level", "'geometric' applies only to kind: mask, but kind is 'truncate'. Set kind: mask."

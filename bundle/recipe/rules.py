@@ -121,10 +121,10 @@ _ONE_STAGE = "needs several pipeline stages, but parallel.pp is 1. Raise paralle
 def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
     parallel, layers = recipe.parallel, recipe.architecture.num_layers
     if parallel.vpp == 1:
-        yield "parallel.vpp", "1 does not interleave. Set it to null."
+        yield "parallel.vpp", "1 gives one model chunk per stage, which is the default. Set it to null."
     has_layout = parallel.pipeline_model_parallel_layout is not None
     if parallel.vpp is not None and parallel.pp == 1 and not has_layout:
-        yield "parallel.vpp", f"{parallel.vpp} chunks per pipeline stage need pp > 1."
+        yield "parallel.vpp", f"{parallel.vpp} model chunks per pipeline stage need parallel.pp > 1."
     ends = {key: length for key in _END_KEYS if (length := getattr(parallel, key)) is not None}
     if has_layout:
         for key in ends:
@@ -137,12 +137,12 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
         return
     elif ends:
         lengths = ", ".join(f"{length} in the {key.split('_')[3]} stage" for key, length in ends.items())
-        rest = f"{layers - sum(ends.values())} in the other {parallel.pp - len(ends)}"
-        chunks_text = f" into {parallel.vpp} chunks per stage" if parallel.vpp else ""
+        rest = f"{layers - sum(ends.values())} in the other {parallel.pp - len(ends)} stages"
+        chunks_text = f" into {parallel.vpp} model chunks per stage" if parallel.vpp else ""
         for key in ends:
             yield (
                 f"parallel.{key}",
-                f"{layers} layers cannot be divided evenly{chunks_text}: {lengths}, {rest}",
+                f"the layers are {lengths} and {rest}, which cannot be divided evenly{chunks_text}",
             )
     else:
         yield "parallel.pp", _explain_uneven_stages(parallel, layers)
@@ -313,8 +313,8 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     if recompute.granularity == "full":
         if recompute.modules:
-            names = ", ".join(recompute.modules)
-            yield "model.recompute.modules", f"granularity full ignores {names}. Leave this key out."
+            names = ", ".join(map(repr, recompute.modules))
+            yield "model.recompute.modules", f"granularity: full ignores {names}. Leave this key out."
         most_layers = max(
             (sum(chunk.layers for chunk in stage) for stage in _list_stages(recipe) or ()), default=None
         )
@@ -323,14 +323,17 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
         return
     for key, value in (("method", recompute.method), ("layers", recompute.layers)):
         if value is not None:
-            yield f"model.recompute.{key}", f"{value} has no effect with granularity selective. Leave it out."
+            yield (
+                f"model.recompute.{key}",
+                f"{value!r} has no effect with granularity: selective. Leave it out.",
+            )
     if unknown := sorted(set(recompute.modules) - RECOMPUTED_MODULES):
         yield (
             "model.recompute.modules",
-            f"unknown modules: {', '.join(unknown)}. Choose from {', '.join(sorted(RECOMPUTED_MODULES))}.",
+            f"unknown: {', '.join(map(repr, unknown))}. Choose from {', '.join(sorted(RECOMPUTED_MODULES))}.",
         )
     if "mla_up_proj" in recompute.modules and architecture.mla is None:
-        yield "model.recompute.modules", "mla_up_proj needs latent attention, which the model does not have."
+        yield "model.recompute.modules", "'mla_up_proj' needs latent attention, but the model has none."
     if architecture.moe is None and (
         experts := {"moe", "moe_act", "shared_experts"} & set(recompute.modules)
     ):
@@ -340,7 +343,7 @@ def _check_recomputation(recipe: Recipe) -> Iterator[Violation]:
     ):
         yield "model.recompute.modules", "the model has no shared experts. Remove shared_experts."
     if "mlp" in recompute.modules and 0 not in architecture.layer_pattern:
-        yield "model.recompute.modules", "mlp is listed, but the model has no dense layers. Remove it."
+        yield "model.recompute.modules", "'mlp' is listed, but the model has no dense layers. Remove it."
 
 
 def _check_precision_and_export(recipe: Recipe) -> Iterator[Violation]:
@@ -362,7 +365,7 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
         if recipe.checkpoint.export == "peft":
             yield (
                 "checkpoint.export",
-                "peft writes adapters, but model.lora is not set. Set it to hf, which writes the model.",
+                "peft writes adapters, but model.lora is not set. To write the whole model, use hf.",
             )
         return
     table = Tensors(recipe.architecture)
@@ -388,12 +391,12 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
     if data.tokenizer == "bytes" and vocabulary < BYTE_VOCABULARY:
         yield (
             "data.tokenizer",
-            f"bytes needs a vocab_size of at least {BYTE_VOCABULARY}, but the model's is {vocabulary}.",
+            f"'bytes' needs a vocab_size of at least {BYTE_VOCABULARY}, but the model's is {vocabulary}.",
         )
     elif data.tokenizer == "bytes" and recipe.model.is_pretrained and not _is_byte_model(recipe):
         yield (
             "data.tokenizer",
-            f"the weights in {recipe.model.path} were trained with another tokenizer than bytes. Leave"
+            f"the weights in {recipe.model.path} were trained with another tokenizer than 'bytes'. Leave"
             " this key out, name hf:DIR, or set model.weights: random",
         )
     for key, source in _list_sources(recipe):
@@ -407,7 +410,7 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
     if data.has_template and data.tokenizer == "bytes":
         yield (
             "data.template",
-            "the tokenizer bytes has no chat template. Set data.template: plain, or data.tokenizer: hf:DIR.",
+            "the tokenizer 'bytes' has no chat template. Set data.template: plain or data.tokenizer: hf:DIR.",
         )
     if data.template_text is not None and (reason := chat_template.find_defect(data.template_text)):
         yield "data.template", reason
@@ -452,8 +455,8 @@ def _check_training(recipe: Recipe) -> Iterator[Violation]:
     if recipe.checkpoint.keep_best is not None and not recipe.task_traits.samples_answers:
         yield (
             "checkpoint.keep_best",
-            f"{recipe.checkpoint.keep_best} is measured only by task rl, but task is {recipe.task}. Leave it"
-            " out.",
+            f"'{recipe.checkpoint.keep_best}' is measured only by task rl, but task is {recipe.task}. Leave"
+            " it out.",
         )
     for name, task in TASKS.items():
         if task.section and name != recipe.task and getattr(recipe, task.section) is not None:
@@ -550,7 +553,7 @@ def _check_wsd(recipe: Recipe) -> Iterator[Violation]:
     if optimizer.schedule != "WSD":
         for key, value in (("wsd_decay_steps", decay), ("wsd_decay_style", optimizer.wsd_decay_style)):
             if value is not None:
-                reason = f"{value} has no effect with schedule {optimizer.schedule}. Leave it out."
+                reason = f"{value!r} has no effect with schedule: {optimizer.schedule}. Leave it out."
                 yield f"optimizer.{key}", reason
     elif decay is None:
         yield "optimizer.wsd_decay_steps", "missing. WSD needs the number of steps of its final decay."

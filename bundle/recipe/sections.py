@@ -36,7 +36,8 @@ class Devices(Section):
     per_node: Count | None = Field(
         default=None,
         le=MOST_RANKS_PER_NODE,
-        description="Devices of each machine; null: all it has (cpu: the smallest world that fits).",
+        description="Devices of each machine; null: all of them (cpu: the fewest ranks that `parallel`"
+        " allows).",
     )
 
 
@@ -63,11 +64,12 @@ class Parallel(CompletedSection):
         default=None,
         min_length=1,
         max_length=10_000,
-        description="Contents of each stage, instead of the two keys above, as megatron-core writes it (from"
-        " 0.13): `Et*3|(tt|)*29,m|L`. E: embedding; t: decoder layer; m: MTP layer (from 0.14); L: head"
-        " with the losses; |: end of a stage; *29: factor of a letter or a group. Each of the pp ranks"
-        " gets one stage, then a second one, and so on (vpp). An m without a t in its stage, or before the"
-        " stage of L, needs 0.16. null: even stages, except for the ends.",
+        description="Contents of each stage, instead of the two keys above, as megatron-core writes it"
+        " (from 0.13): `Et*3|(tt|)*29,m|L`. E: embedding; t: decoder layer; m: MTP layer (from 0.14);"
+        " L: head with the losses; |: end of a stage; *29: repeats a letter or a group 29 times. Each"
+        " of the pp ranks gets one stage, then a second one, and so on (vpp). A stage with m needs"
+        " megatron-core 0.16 if it has no t or no L. null: equal stages, except as the two keys above"
+        " say.",
     )
     cp: Count = Field(default=1, description="Context parallel size: ranks that share one sequence.")
     ep: Count = Field(default=1, description="Expert parallel size: ranks that divide the experts.")
@@ -197,7 +199,8 @@ class Train(Section):
     )
     eval_batches: Count = Field(default=8, description="Global batches of one evaluation.")
     early_stop: EarlyStop | None = Field(
-        default=None, description="End before the last step by the validation loss; null: never."
+        default=None,
+        description="When to end early because the validation loss no longer falls; null: never.",
     )
     log_interval: Count = Field(default=10, description="Steps between reports.")
     loss_mean: Literal["token", "sequence"] = Field(
@@ -266,21 +269,27 @@ class Optimizer(CompletedSection):
     )
     use_precision_aware_optimizer: bool = Field(
         default=False,
-        description="adam with bf16: Transformer Engine's FusedAdam, with the moments' types below.",
+        description="adam with bf16: use Transformer Engine's FusedAdam, with exp_avg_dtype and"
+        " exp_avg_sq_dtype.",
     )
     # Not fp16: a step makes fp32 of all of it at once, which takes what was won (seen on an H200).
     exp_avg_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Precision-aware: adam's first moment."
+        default="fp32",
+        description="Number format of adam's first moment; bf16 needs use_precision_aware_optimizer.",
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Precision-aware: adam's second moment."
+        default="fp32",
+        description="Number format of adam's second moment; bf16 needs use_precision_aware_optimizer.",
     )
     optimizer_cpu_offload: bool = Field(
         default=False,
         description="Keep and update the optimizer state on the host; needs use_precision_aware_optimizer.",
     )
     optimizer_offload_fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Offload: share of the weights whose state is on the host."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="With optimizer_cpu_offload: share of the weights whose state is on the host.",
     )
     lr: Positive = Field(default=1e-3, description="Highest learning rate.")
     min_lr: NotNegative = Field(

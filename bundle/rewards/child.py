@@ -31,6 +31,12 @@ _PR_SET_PDEATHSIG = 1
 Judge = Callable[[list[str], list[Any]], Iterator[list[Any]]]
 
 
+class NoFunction(Exception):
+    """Why a file has no such function."""
+
+    is_explained = True
+
+
 def end_with_parent(parent: int) -> None:
     """Let the kernel end this process when the thread that started it ends; on Linux alone."""
     if sys.platform == "linux":
@@ -39,10 +45,15 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def is_explained(error: BaseException) -> bool:
+    """Return whether the text of an error says everything, so that its type is not shown."""
+    return "is_explained" in vars(type(error))
+
+
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error, of bounded length."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = str(error) if is_explained(error) else f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  # __str__ is somebody else's
         text = type(error).__name__
     return text[:REASON_LENGTH]
@@ -59,12 +70,14 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_function(file: str, name: str) -> Callable[[list[str], list[Any]], Any]:
-    """Return the function of a file, whose neighbours it may import."""
+    """Return the function of a file, whose neighbours it may import. Raise NoFunction where there is none."""
     path = Path(file).resolve()
+    if not path.exists():
+        raise NoFunction("there is no such file")
     sys.path.insert(0, str(path.parent))
-    function: Callable[[list[str], list[Any]], Any] = getattr(load_module(path), name)
+    function: Callable[[list[str], list[Any]], Any] | None = getattr(load_module(path), name, None)
     if not callable(function):
-        raise TypeError(f"{name} is not a function")
+        raise NoFunction(f"the file defines no function {name!r}")
     return function
 
 
@@ -73,12 +86,15 @@ def to_verdict(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, str | bytes):
-        return ["text", f"returned {value[:60]!r} for an answer"]
+        return ["text", f"it returned the text {value[:60]!r} for an answer, not a number"]
     try:
         number = float(value)
     except Exception as error:  # noqa: BLE001  # __float__ is somebody else's
-        return ["not_a_number", f"returned {type(value).__name__} for an answer ({describe_error(error)})"]
-    return number if math.isfinite(number) else ["not_a_number", f"returned {number} for an answer"]
+        cause = "" if isinstance(error, TypeError) else f" ({describe_error(error)})"
+        return ["not_a_number", f"it returned a {type(value).__name__} for an answer, not a number{cause}"]
+    if math.isfinite(number):
+        return number
+    return ["not_a_number", f"it returned {number} for an answer, which is not a finite number"]
 
 
 def call_function(function: Callable[..., Any], answers: list[str], rows: list[Any]) -> list[Any]:
@@ -86,16 +102,17 @@ def call_function(function: Callable[..., Any], answers: list[str], rows: list[A
     try:
         returned = function(answers, rows)
         if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__iter__"):
-            failure = ["wrong_count", f"returned {type(returned).__name__}, not a list"]
+            failure = ["wrong_count", f"it returned a value of type {type(returned).__name__}, not a list"]
             return [failure] * len(answers)
         values = list(islice(iter(returned), len(answers) + 1))
         if len(values) != len(answers):
             count = f"more than {len(answers)}" if len(values) > len(answers) else len(values)
-            failure = ["wrong_count", f"returned {count} rewards for {len(answers)} answers"]
+            failure = ["wrong_count", f"it returned {count} rewards for {len(answers)} answers"]
             return [failure] * len(answers)
         return [to_verdict(value) for value in values]
     except BaseException as error:  # noqa: BLE001  # SystemExit too
-        return [["raised", describe_error(error)]] * len(answers)
+        verb = "" if is_explained(error) else "it raised "
+        return [["raised", f"{verb}{describe_error(error)}"]] * len(answers)
 
 
 def judge_math(answer: str, reference: str) -> Any:
@@ -110,7 +127,7 @@ def judge_math(answer: str, reference: str) -> Any:
         value = parse(answer, parsing_timeout=None, raise_on_error=True)
         return float(verify(gold, value, timeout_seconds=None, raise_on_error=True))
     except BaseException as error:  # noqa: BLE001  # RecursionError, MemoryError, and what sympy raises
-        return ["raised", describe_error(error)]
+        return ["raised", f"math-verify cannot compare the answer ({describe_error(error)})"]
 
 
 def judge_code(judge: Callable[[str, list[str]], float], answer: str, tests: list[str]) -> Any:
@@ -118,7 +135,7 @@ def judge_code(judge: Callable[[str, list[str]], float], answer: str, tests: lis
     try:
         return judge(answer, tests)
     except BaseException as error:  # noqa: BLE001  # a machine without memory, processes or files
-        return ["raised", describe_error(error)]
+        return ["raised", f"the sandbox cannot run the program of the answer ({describe_error(error)})"]
 
 
 def build_judge(setting: dict[str, Any]) -> tuple[Judge, str]:

@@ -31,6 +31,8 @@ _SET_SUBREAPER = 36
 class SandboxError(Exception):
     """Why the sandbox of a program does not start."""
 
+    is_explained = True
+
 
 def find_code(answer: str) -> str:
     """Return the last ```python block of an answer that is closed; all of the answer where there is none."""
@@ -132,7 +134,7 @@ class CodeJudge:
                 self._check()
             except SandboxError as error:
                 raise SandboxError(
-                    f"no program can run, neither with namespaces ({refusal}) nor without ({error})"
+                    f"the sandbox cannot start. With Linux namespaces: {refusal}. Without them: {error}"
                 ) from None
 
     def _check(self) -> None:

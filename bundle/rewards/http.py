@@ -8,7 +8,7 @@ import base64
 import ipaddress
 import json
 import time
-from http.client import HTTPException, IncompleteRead
+from http.client import BadStatusLine, HTTPException, IncompleteRead, RemoteDisconnected
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -22,9 +22,13 @@ FIRST_DELAY = 0.25
 class BadRequest(Exception):
     """Why rows are not sent."""
 
+    is_explained = True
+
 
 class BadReply(Exception):
-    """Why a reply of the server is not used."""
+    """Why there is no reply of the server, or why it is not used."""
+
+    is_explained = True
 
 
 class RefusedRedirect(HTTPRedirectHandler):
@@ -42,6 +46,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def describe_connection_error(error: OSError | HTTPException) -> str:
+    """Return why a request got no complete reply."""
+    if isinstance(error, HTTPError):
+        return f"the server answered with HTTP status {error.code} ({error.reason})"
+    if isinstance(error, RemoteDisconnected):
+        return "the server closed the connection without a reply"
+    if isinstance(error, IncompleteRead):
+        missing = f", but {error.expected} more were announced" if error.expected else ""
+        return f"the reply of the server ended after {len(error.partial)} bytes{missing}"
+    if isinstance(error, BadStatusLine):
+        return f"the reply of the server is not HTTP (it begins with {str(error).strip()!r})"
+    reason = getattr(error, "reason", error)
+    return f"the connection to the server failed ({getattr(reason, 'strerror', None) or reason})"
 
 
 class HttpReward:
@@ -65,15 +84,14 @@ class HttpReward:
     def judge(self, answers: list[str], rows: list[Any]) -> Any:
         """Return what the server says under "rewards".
 
-        Raise BadRequest for rows that JSON cannot hold. Raise BadReply, OSError or HTTPException where there
-        is no such reply.
+        Raise BadRequest for rows that JSON cannot hold, and BadReply where there is no such reply.
         """
         try:
             body = json.dumps({"answers": answers, "rows": rows}, allow_nan=False).encode()
         except TypeError as error:
-            raise BadRequest(f"a row has a value that JSON cannot hold ({error})") from None
+            raise BadRequest(f"a row of the data has a value that JSON cannot express ({error})") from None
         except ValueError:
-            raise BadRequest("a row has NaN or infinity, which JSON cannot hold") from None
+            raise BadRequest("a row of the data has NaN or infinity, which JSON cannot express") from None
         deadline, delay = time.monotonic() + self._timeout, FIRST_DELAY
         while True:
             try:
@@ -81,7 +99,7 @@ class HttpReward:
             except (OSError, HTTPException) as error:
                 is_final = isinstance(error, HTTPError) and error.code < 500
                 if is_final or time.monotonic() + delay >= deadline:
-                    raise
+                    raise BadReply(describe_connection_error(error)) from None
             time.sleep(delay)
             delay *= 2
 
@@ -90,13 +108,15 @@ class HttpReward:
         with self._opener.open(request) as response:
             content = response.read(REPLY_BYTES + 1)
         if len(content) > REPLY_BYTES:
-            raise BadReply(f"the reply has more than {REPLY_BYTES} bytes")
+            raise BadReply(f"the reply of the server has more than {REPLY_BYTES} bytes")
         if response.length:  # of what the headers promise; `read` does not compare
             raise IncompleteRead(content, response.length)
         try:
             reply = json.loads(content)
+        except RecursionError:
+            raise BadReply("the reply of the server has too many nested lists or objects") from None
         except ValueError as error:
-            raise BadReply(f"the reply is not JSON ({error})") from None
+            raise BadReply(f"the reply of the server is not JSON ({error})") from None
         if not isinstance(reply, dict) or "rewards" not in reply:
-            raise BadReply('the reply is not a JSON object with the key "rewards"')
+            raise BadReply('the reply of the server is not a JSON object with the key "rewards"')
         return reply["rewards"]

@@ -53,7 +53,7 @@ class Judgement:
     failures: Mapping[tuple[str, FailureKind], int]
     failed: int
     unjudged: int
-    first_reason: str | None  # "name (kind): reason" of the first failure
+    first_reason: str | None  # of the first failure: which reward failed, and why
 
 
 def judge_all(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, float]) -> Judgement:
@@ -65,7 +65,7 @@ def judge_all(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, f
             if isinstance(verdict, Failure):
                 key = (name, verdict.kind)
                 failures[key] = failures.get(key, 0) + 1
-                reasons += [f"{name} ({verdict.kind}): {verdict.reason}"] if not reasons else []
+                reasons += [f"the reward {name} failed: {verdict.reason}"] if not reasons else []
     by_answer = list(zip(*verdicts.values(), strict=True))
     has_failure = [any(isinstance(verdict, Failure) for verdict in row) for row in by_answer]
     return Judgement(
@@ -101,8 +101,8 @@ def check_failed_share(failed: int, answers: int, limit: float, first_reason: st
     """Raise JobFailed where rewards failed on more than a share `limit` of the answers of a step."""
     if failed > limit * answers:
         raise JobFailed(
-            f"rl.max_failed: rewards failed on {failed} of {answers} answers. The share"
-            f" {failed / answers:.3g} exceeds the limit {limit:g}. The first failure: {first_reason}."
+            f"rl.max_failed: rewards failed on {failed} of {answers} answers. This share of"
+            f" {failed / answers:.3g} exceeds the limit of {limit:g}. The first reason: {first_reason}."
             " Correct the reward."
         )
 

@@ -104,9 +104,9 @@ class RewardProcess:
         if time.monotonic() >= self.deadline:
             if self.is_loading:
                 self._stop()
-                self._fail_load(f"takes more than {LOAD_SECONDS:g} s")
+                self._fail_load(f"it took more than {LOAD_SECONDS:g} s")
             else:
-                self._replace("timed_out", f"takes more than {self._timeout:g} s")
+                self._replace("timed_out", f"it took more than {self._timeout:g} s")
         elif self._process.poll() is not None and not self.connection.poll():
             self.take_death()
 
@@ -137,7 +137,7 @@ class RewardProcess:
         self.is_loading = False
         self.load_error = LoadError(reason, is_installed)
         lost = len(self._answers) - len(self.verdicts)
-        self.verdicts += [Failure("raised", f"cannot be loaded: {reason}")] * lost
+        self.verdicts += [Failure("raised", f"it cannot be loaded ({reason})")] * lost
 
     def _stop(self) -> None:
         """Kill the child and what it has started, once: its number may be another's then."""

@@ -33,7 +33,7 @@ def find_reference(row: Mapping[str, Any], fields: Sequence[str], pattern: str |
         text: str | None = match[match.re.groups] if match else None
         if text is None:
             raise MissingReference(
-                f"field {name}: {format_value(pattern)} does not match {format_value(value)}"
+                f"field {name}: text {format_value(value)} does not match pattern {format_value(pattern)}"
             )
         value = text
     reference = value.strip()
@@ -48,7 +48,8 @@ def find_tests(row: Mapping[str, Any], field: str) -> list[str]:
     tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, list) or not all(isinstance(test, str) and test.strip() for test in tests):
         raise MissingReference(
-            f"field {field}: must be text or a list of texts, but is {format_value(value)}"
+            f"field {field}: must be text that is not blank, or a list of such texts, but is"
+            f" {format_value(value)}"
         )
     if not tests:
         raise MissingReference(f"field {field}: the list of tests is empty")

@@ -195,7 +195,8 @@ def main() -> None:
             os.close(channel)
             os.waitpid(first, 0)
     except BaseException as error:  # noqa: BLE001  # whatever it is, the judge reports it
-        os.write(status, f"{type(error).__name__}: {error}".encode()[:300])
+        name = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+        os.write(status, f"{name}{error}".encode()[:300])
         os._exit(1)
     os._exit(0)
 

@@ -103,7 +103,7 @@ class TwinBuilder:
         missing = [f"missing: {name}" for name in self.expected if name not in weights]
         unexpected = [f"unexpected: {name}" for name in weights if name not in self.expected]
         reshaped = [
-            f"shape: {name} is {list(weights[name].shape)}, not {list(shape)}"
+            f"shape: {name} is {list(weights[name].shape)}, but the model needs {list(shape)}"
             for name, shape in self.expected.items()
             if name in weights and tuple(weights[name].shape) != tuple(shape)
         ]

@@ -314,7 +314,7 @@ class RunDirectory:
             if error.errno != errno.ELOOP:
                 raise
             raise UsageError(
-                f"{path}: a symbolic link, so its target would be overwritten. Remove it"
+                f"{path}: is a symbolic link, and a run would overwrite its target. Remove the link"
             ) from None
         return os.fdopen(descriptor, "a+", encoding="utf-8")
 

@@ -329,8 +329,8 @@ class TolerantSink:
             call()
         except Exception as error:  # noqa: BLE001  whatever a foreign service raises
             self._works = False
-            reason = f"{type(error).__name__}: {error}"
-            print(f"metrics.{self._name}: stopped for this run ({reason})", file=sys.stderr, flush=True)
+            text = f"metrics.{self._name}: no more metrics are sent in this run, because an attempt failed"
+            print(f"{text} ({error or type(error).__name__})", file=sys.stderr, flush=True)
 
 
 class MetricsWriter:

@@ -113,7 +113,7 @@ def query_state(name: str) -> JobState:
         return JobState("RUNNING", "", None)
     exit_text = (files.read_text(Path(name) / _EXIT_CODE_NAME) or "").strip()
     if not exit_text.isdigit():
-        return JobState("LOST", "its processes or its machine died", int(ExitCode.LAUNCH_UNAVAILABLE))
+        return JobState("LOST", "the job's processes or its machine died", int(ExitCode.LAUNCH_UNAVAILABLE))
     code = int(exit_text)
     return JobState("FAILED" if code else "COMPLETED", f"code {code}" if code else "", code)
 
@@ -124,7 +124,7 @@ def stop(name: str) -> None:
         return
     group, _, host = (files.read_text(Path(name) / _GROUP_NAME) or "").partition(" ")
     if host != socket.gethostname():
-        raise LaunchUnavailable(f"local:{name}: the job runs on {host or 'another machine'}. Stop it there")
+        raise LaunchUnavailable(f"local:{name}: the job runs on machine '{host or 'unknown'}'. Stop it there")
     os.killpg(int(group), signal.SIGTERM)
 
 

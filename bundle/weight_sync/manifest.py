@@ -82,10 +82,10 @@ class Manifest:
         for name, tensor in tensors:
             if name in self.left_out:
                 continue
-            if missing.pop(name, None) != describe_tensor(name, tensor):
+            stored, sent = missing.pop(name, None), describe_tensor(name, tensor)
+            if stored != sent:
                 raise JobFailed(
-                    f"rollout: {name} was sent twice, or differs from version {self.version} of the weights"
-                    " in its name, shape or dtype. Send the tensors of one model."
+                    f"rollout: {name} {self._explain_misfit(stored, sent)}. Send the tensors of one model."
                 )
             yield name, tensor
         if missing:
@@ -93,6 +93,13 @@ class Manifest:
                 f"rollout: new weights lack {len(missing)} tensors of weights version {self.version}.",
                 limit_violations(list(missing)),
             )
+
+    def _explain_misfit(self, stored: OutputTensor | None, sent: OutputTensor) -> str:
+        weights = f"version {self.version} of the weights"
+        if stored is None:
+            return "was sent twice" if sent.name in self.tensors else f"is not in {weights}"
+        was = f"{stored.dtype} {list(stored.shape)}"
+        return f"is {sent.dtype} {list(sent.shape)}, but {was} in {weights}"
 
     def _find_differences(self, declared: Mapping[str, OutputTensor]) -> Iterator[str]:
         accounted = {*self.tensors, *self.left_out}
@@ -106,12 +113,12 @@ class Manifest:
                     yield f"unknown: {name} is only in the trained weights"
                 continue
             if server.shape != tensor.stored.shape:
-                yield f"shape: {name} is {list(tensor.stored.shape)}, not {list(server.shape)}"
+                yield f"shape: {name} is {list(tensor.stored.shape)}, but the server has {list(server.shape)}"
             if (
                 server.dtype != tensor.stored.dtype
                 and not {server.dtype, tensor.stored.dtype} <= _PLAIN_DTYPES
             ):
-                yield f"dtype: {name} is {tensor.stored.dtype}, not {server.dtype}"
+                yield f"dtype: {name} is {tensor.stored.dtype}, but the server has {server.dtype}"
 
 
 def describe_tensor(name: str, tensor: Tensor) -> OutputTensor:

@@ -57,14 +57,14 @@ def test_data_that_cannot_be_read_is_named_and_none_of_it_is_skipped(verb, worki
     (data / "good.txt").write_text("some text\n" * 400)
     (data / "loop.txt").symlink_to(data / "loop.txt")
     code, text = capture_bundle(verb, "demo", "--set", "data.path=data")
-    assert code == 2 and "data.path data:" in text and "data/loop.txt" in text
+    assert code == 2 and "data.path 'data':" in text and "data/loop.txt" in text
     assert entries(working_directory) == ["data", "data/good.txt", "data/loop.txt", "text.txt"]
 
 
 @pytest.mark.parametrize("path", ["/", "//", "/..", "/proc/.."])
 def test_data_is_not_looked_for_in_the_whole_file_system(path):
     code, text = capture_bundle("plan", "demo", f"--set=data.path={path}")
-    assert code == 2 and f"data.path {path}: " in text
+    assert code == 2 and f"data.path {path!r}: " in text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")

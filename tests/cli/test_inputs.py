@@ -39,14 +39,14 @@ def test_everything_that_is_missing_is_said_at_once_and_nothing_is_made(verb, tm
     missing = sets("data.path=[nowhere, no/*.txt, empty]", "data.tokenizer=hf:empty")
     said = run(verb[0], "demo", *verb[1:], *missing, cwd=tmp_path, code=2)
     for part in (
-        *("data.path nowhere:", "data.path no/*.txt:", "data.path empty:"),
-        *("data.tokenizer: empty ", "run directory runs/demo:"),
+        *("data.path 'nowhere':", "data.path 'no/*.txt':", "data.path 'empty':"),
+        *("data.tokenizer: 'empty' ", "run directory 'runs/demo':"),
     ):
         assert part in said
     assert "Traceback" not in said and sorted(os.listdir(tmp_path)) == ["empty", "runs"]  # noqa: PTH208
     messages(select_problems(said))
     said = run(verb[0], "demo", *verb[1:], *sets("data.tokenizer=hf:gone"), cwd=tmp_path, code=2)
-    assert "data.tokenizer: gone" in said
+    assert "data.tokenizer: 'gone'" in said
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []], ids=" ".join)
@@ -110,7 +110,7 @@ def test_a_run_directory_that_is_no_name(name):
 def test_a_dangling_link_is_no_run_directory(tmp_path, messages):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     ((code, text),) = problems(tmp_path / "link" / "run")
-    assert code == 2 and f"{tmp_path / 'link'} " in text
+    assert code == 2 and f"'{tmp_path / 'link'}' " in text
     messages(text)
 
 

@@ -97,4 +97,4 @@ def test_the_start_of_a_run_is_inspected_with_its_directory_and_inputs(tmp_path)
     recipe = load("demo", ["data.path=gone"])
     _, problems = RunDirectory(tmp_path).inspect_start(recipe, Start())
     texts = "\n".join(problem.text for problem in problems)
-    assert "data.path gone" in texts and "notes.txt" in texts
+    assert "data.path 'gone'" in texts and "notes.txt" in texts

@@ -205,7 +205,7 @@ def test_changed_data_is_named(rows, tmp_path, messages):
     assert line.startswith("data tokens: was ")
     shuffled_otherwise = {name: value for name, value in before.items() if name != "order"}
     (line,) = list_data_changes(shuffled_otherwise, before)
-    assert line.startswith("data order: ") and line.endswith("numpy.random.RandomState")
+    assert line.startswith("data order: ") and "numpy.random.RandomState" in line
     messages(line)
     (line,) = list_data_changes({"stdlib": "CPython 3.12.1"}, {"stdlib": "CPython 3.11.7"})
     assert line.startswith("data stdlib: ") and re.findall(r"3\.\d+\.\d", line) == ["3.12.1", "3.11.7"]

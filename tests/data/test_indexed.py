@@ -59,8 +59,8 @@ def test_what_we_write_megatron_reads_and_would_have_written(tmp_path_factory, d
 INDEX = {  # what is done to the index of two documents of 3 and 2 ids of int32: offset, bytes, what is said
     "mark": (0, b"X", "not begin"),
     "version": (9, b"\x02", "not begin"),
-    "type": (17, b"\x63", "type 99"),
-    "floats": (17, b"\x07", "type 7"),
+    "type": (17, b"\x63", "code 99"),
+    "floats": (17, b"\x07", "code 7"),
     "more sequences": (18, b"\xff", "is truncated"),
     "a longer sequence": (34, b"\x04", "sequences"),
     "a place": (42 + 8, b"\x10", "sequences"),

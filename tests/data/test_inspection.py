@@ -123,6 +123,8 @@ def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path, messages)
 def test_what_is_not_there_is_told_like_by_plan(tmp_path, messages):
     sets = ("--set", "data.path=nothing.txt", "--set", "data.tokenizer=hf:nowhere")
     done = check("demo", *sets, "--run-directory", tmp_path / "run")
-    assert done.returncode == 2 and "nothing.txt" in done.stderr and "data.tokenizer: nowhere" in done.stderr
+    assert (
+        done.returncode == 2 and "nothing.txt" in done.stderr and "data.tokenizer: 'nowhere'" in done.stderr
+    )
     messages(done.stderr)
     assert not (tmp_path / "run").exists()

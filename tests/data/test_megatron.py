@@ -136,7 +136,7 @@ def test_a_name_that_means_no_two_files_is_told_before_any_rank_starts(built, na
     with pytest.raises(UsageError) as caught:
         expand([named], "megatron")
     (line,) = caught.value.violations
-    assert line.startswith(f"data.path {named}")
+    assert line.startswith(f"data.path '{named}")
     assert any(line in str(found) for found in find_input_problems(recipe([named]), built / "run"))
 
 

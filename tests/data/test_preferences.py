@@ -161,8 +161,8 @@ def test_earlier_turns_are_the_prompt_and_are_not_learned():
         ({"chosen": [QUESTION, says("a")], "rejected": [QUESTION, says("a"), QUESTION, says("b")]}, "begins"),
         ({"prompt": [QUESTION, says("a")], "chosen": "a", "rejected": "b"}, "field prompt"),
         ({"prompt": "q", "chosen": [QUESTION], "rejected": [QUESTION]}, "field chosen"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "images: .* 1, .* 0 "),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]}, "videos: .* 1, .* 0 "),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]}, "images: .* 1 .* 0 "),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "videos": ["x"]}, "videos: .* 1 .* 0 "),
     ],
 )
 def test_rows_that_are_no_pair(row, why, messages):

@@ -179,7 +179,7 @@ def test_all_that_is_wrong_comes_at_once(tmp_path, messages):
         reward="{kind: exact, field: label}",
     )
     assert any(line.startswith("rl.rollout.stop: ") for line in lines)
-    assert any(line.startswith(f"rl.evaluation.path {gone}") for line in lines)
+    assert any(line.startswith(f"rl.evaluation.path '{gone}'") for line in lines)
     (line,) = [line for line in lines if "rl.rewards.0.field" in line]
     assert (
         line.startswith(f"{path}:1, {path}:2, {path}:3 and 2 more: ") and "label" in line and "level" in line

@@ -47,7 +47,7 @@ def test_a_job_file_says_all_about_the_job(tmp_path, messages):
 
 def test_a_plan_that_cannot_run_writes_no_job(tmp_path):
     said = run_bundle("plan", "demo", "--set", "data.path=gone", "--job=j.json", cwd=tmp_path, code=2).stdout
-    assert "data.path gone" in said and list(tmp_path.iterdir()) == []
+    assert "data.path 'gone'" in said and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.world

@@ -125,7 +125,7 @@ def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale, messages):
         lambda: refuse_nonfinite_weights(found),
         lambda: conversion.to_torch_dist(found, table, tmp_path / "out"),
     ):
-        with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\] \({scale}\)") as error:
+        with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\] \({scale}, ") as error:
             read()
         messages(error.value)
 

@@ -65,5 +65,5 @@ def test_data_that_is_not_there_is_named_by_its_key(tmp_path, messages):
     gone = {"data.path": tmp_path / "a", "data.validation_sets.own.path": tmp_path / "b"}
     recipe = load("demo", [f"{key}={path}" for key, path in gone.items()])
     found = [problem.text for problem in find_input_problems(recipe, tmp_path / "run")]
-    assert [text.partition(":")[0] for text in found] == [f"{key} {path}" for key, path in gone.items()]
+    assert [text.partition(":")[0] for text in found] == [f"{key} '{path}'" for key, path in gone.items()]
     messages("\n".join(found))

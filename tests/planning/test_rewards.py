@@ -64,7 +64,7 @@ def test_rows_to_evaluate_with_must_be_here(tmp_path):
     gone = tmp_path / "gone.jsonl"
     recipe = build(f"data.path={data}", f"rl.evaluation={{path: [{gone}]}}")
     (problem,) = find_input_problems(recipe, tmp_path / "run")
-    assert problem.text.startswith(f"rl.evaluation.path {gone}")
+    assert problem.text.startswith(f"rl.evaluation.path '{gone}'")
     write(gone, ROWS)
     assert [*find_input_problems(recipe, tmp_path / "run")] == []
     assert {one.key for one in find_local_inputs(recipe)} == {"data.path", "rl.evaluation.path"}

@@ -103,10 +103,10 @@ def test_each_failure_is_counted_by_kind_and_is_never_0(messages):
     assert all(map(math.isnan, judgement.rewards)) and judgement.failed == 3
     assert judgement.values["polite"] == [0.0, 1.0, 0.0]
     assert all(math.isnan(value) for name, _, _ in FAILURES for value in judgement.values[name])
-    for name, kind, value in FAILURES:
+    for name, _, value in FAILURES:
         only = judge(name, answers)
         assert only.first_reason is not None and value in only.first_reason
-        assert only.first_reason.startswith(f"{name} ({kind}): ")
+        assert name in only.first_reason
         messages(only.first_reason)
 
 
@@ -155,9 +155,9 @@ def test_processes_end_with_the_pool_and_after_an_error_at_the_start(tmp_path):
         ("def good(a, r): return []", "gone", "gone"),
         ("x = 1/0", "x", "ZeroDivisionError"),
         ("def f(:", "f", "SyntaxError"),
-        ("x = 3", "x", "not a function"),
+        ("x = 3", "x", "no function"),
         ("import os; os._exit(9)", "x", "9"),
-        (None, "x", "FileNotFoundError"),
+        (None, "x", "no such file"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(tmp_path, text, name, value, messages):
@@ -224,7 +224,7 @@ def test_more_failures_than_allowed_end_the_run_with_the_first_reason(failed, me
         check_failed_share(allowed, 100, 0.1, "why")
     check_failed_share(0, 0, 0.0, None)
     with pytest.raises(JobFailed) as caught:
-        check_failed_share(failed, 100, 0.1, "polite (raised): ValueError: no")
+        check_failed_share(failed, 100, 0.1, "the reward polite failed: it raised ValueError: no")
     assert caught.value.code == 1
     text = str(caught.value)
     assert text.startswith("rl.max_failed: ") and str(failed) in text and "ValueError: no" in text

@@ -102,8 +102,8 @@ SGD = "optimizer={name: sgd, lr: 0.1}"
     [
         (("model.config.num_hidden_layers=3",), (), True, "num_layers: 3 "),
         (("model.config.rms_norm_eps=0.1",), (), True, "norm_epsilon: 0.1 "),
-        (LORA, ("model.mtp.layers=0",), True, "'alpha': 4.0"),
-        (LORA, (LORA[0].replace("rank: 2", "rank: 3"), LORA[1]), True, "'rank': 3"),
+        (LORA, ("model.mtp.layers=0",), True, "alpha: 4.0"),
+        (LORA, (LORA[0].replace("rank: 2", "rank: 3"), LORA[1]), True, "rank: 3"),
         (LORA, (*LORA, "seed=5"), True, "seed 5"),
         ((SGD,), (), False, "sgd"),
         ((), ("train.steps=30",), False, "30"),

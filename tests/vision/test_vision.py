@@ -123,7 +123,7 @@ def test_as_many_places_as_embeddings(messages):
 
     vision = CASES[0].vision
     ids, lengths = np.asarray([1, vision.image_token, 2]), np.asarray([3])
-    with pytest.raises(JobFailed, match=r"need 2 places.* have 1 ") as error:
+    with pytest.raises(JobFailed, match=r"need 2 .* have 1 ") as error:
         ImageInputs.from_sequences(torch.zeros(8, 4), np.asarray([[1, 2, 4]]), ids, lengths, vision)
     messages(error.value)
     blank = ImageInputs.from_sequences(

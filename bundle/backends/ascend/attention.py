@@ -133,7 +133,7 @@ def _find_mask_mistakes(mask: Tensor | None, rows: AttentionCallShape) -> list[s
         ]
     fits = mask.dim() == 4 and mask.shape[0] in (1, rows.batch)
     if mask.dtype != torch.bool or not fits or tuple(mask.shape[1:]) != (1, rows.queries, rows.keys):
-        return [f"{_format_mask(mask)} must be {expected}. Only the batch dimension can be broadcast"]
+        return [f"{_format_mask(mask)} does not fit. Pass {expected}. Only the batch can be broadcast"]
     return []
 
 
@@ -157,8 +157,14 @@ def _find_boundary_mistakes(rows: AttentionCallShape, causal: bool) -> list[str]
         bounds = np.asarray(ends, np.int64)
         lengths.append(bounds[1:] - bounds[:-1])
         label = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
-        if len(ends) < 2 or ends[0] != 0 or lengths[-1].min() < 0:
-            wrong.append(f"{label} must begin with 0 and never decrease (ends of sequences, not lengths)")
+        form = "Give 0, then the row at which each sequence ends (not its length)"
+        if len(ends) < 2:
+            wrong.append(f"{label} contain no sequence. {form}")
+        elif ends[0] != 0:
+            wrong.append(f"{label} begin with {ends[0]}, not with 0. {form}")
+        elif lengths[-1].min() < 0:
+            place = int(lengths[-1].argmin())
+            wrong.append(f"{label} decrease from {ends[place]} to {ends[place + 1]}. {form}")
         elif ends[-1] != total:
             wrong.append(f"{label} do not end at row {total}. Add padding rows as one more sequence")
         if len(ends) - 1 > MOST_SEQUENCES:

@@ -170,8 +170,9 @@ PATCHES = (
         id="output-gate-of-shared-groups",
         replacements=(build_signature_replacement(_QUERY_KEY_VALUE, "attention:select_gate_heads"),),
         why=(
-            "Attention with an output gate (Qwen3-Next, Qwen3.5) fails if tensor-parallel ranks share a"
-            " group of heads: the query is cut to the heads of a rank, but the gate is not."
+            "Attention with an output gate (Qwen3-Next, Qwen3.5) fails if tensor-parallel ranks share a "
+            "group of heads. The query is cut to the heads of the rank, but the gate keeps the heads of "
+            "the whole group."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3528, fixed by #3575 in 0.17; slime#2221, radixark/miles#972",
@@ -198,8 +199,9 @@ PATCHES = (
         id="gated-delta-norm-gradient",
         replacements=(build_signature_replacement(_DELTA, "attention:sum_output_norm_gradient"),),
         why=(
-            "Copies of one weight drift apart: all heads share the output norm of a gated delta net. With"
-            " tensor but without sequence parallelism, each rank has only the gradient of its own heads."
+            "Tensor-parallel ranks get different copies of one weight: the output norm of a gated delta "
+            "net, which all heads share. Without sequence parallelism, each rank updates its copy with the "
+            "gradient of its own heads only."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 11)",
@@ -212,9 +214,9 @@ PATCHES = (
         id="packed-rotary-host-reads",
         replacements=(Replacement(_ROTARY_OF_PACKS, "attention:rotate_packed_by_gather"),),
         why=(
-            "If no single kernel computes rotary positions (latent attention without YaRN), every layer"
-            " reads the lengths of packed sequences back from the device, twice. The layer computes the"
-            " sequences one by one: the host waits, and falls behind with many short sequences."
+            "If no single kernel computes rotary positions (latent attention without YaRN), every layer "
+            "copies the lengths of packed sequences to the host, twice. The layer then computes one "
+            "sequence after the other. With many short sequences the GPU waits for the host."
         ),
         kind=DefectKind.SLOW,
         upstream="not reported; seen in a profile of one H200 (40 waits in a step of ten attention layers)",
@@ -227,8 +229,8 @@ PATCHES = (
         id="cuda-attention-host-reads",
         replacements=(build_signature_replacement(_TE_ATTENTION, "attention:say_whether_padded"),),
         why=(
-            "In every layer Transformer Engine compares the boundaries of packed sequences with the padded"
-            " ones on the device, and the host waits for the result, which it already knows."
+            "In every layer, Transformer Engine compares the boundaries of packed sequences with the "
+            "padded ones on the GPU. The host waits for the result, although it knows it already."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; seen in a profile of one H200 (20 waits in a step of ten layers)",
@@ -246,8 +248,9 @@ PATCHES = (
             build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
         ),
         why=(
-            "Packs get wrong multimodal positions (mrope). Under context parallelism their table is cut as"
-            " if the pack were one sequence. Up to 0.15 each sequence uses the first rows of the table."
+            "Packs get wrong multimodal rotary positions (mrope). Under context parallelism, their table "
+            "is cut as if the pack were one sequence. Up to 0.15, each sequence gets the first rows of the "
+            "table, not its own."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",

@@ -204,9 +204,9 @@ PATCHES = (
         id="balancing-per-token-ranks",
         replacements=_replace_loss_scale("scale_token_losses_over_ranks"),
         why=(
-            "Under a loss per token the gradients of the experts' balancing loss and z-loss are divided"
-            " by the number of tensor- and context-parallel ranks: half of the coefficient at TP2 or CP2,"
-            " silently."
+            "With calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
+            "divided by the number of tensor- and context-parallel ranks. At TP2 or CP2 their coefficients "
+            "count half, and no error is raised."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1652, #3672; fixed by #5047 in 0.19",
@@ -222,8 +222,9 @@ PATCHES = (
         id="balancing-mean-context-parallel",
         replacements=_replace_loss_scale("scale_mean_losses_over_context"),
         why=(
-            "Under a mean loss the gradients of the experts' balancing loss and z-loss are divided by "
-            "the number of context-parallel ranks: half of the coefficient at CP2, silently."
+            "Without calculate_per_token_loss, the gradients of the experts' balancing loss and z-loss are "
+            "divided by the number of context-parallel ranks. At CP2 their coefficients count half, and no "
+            "error is raised."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#2217 in 0.16",
@@ -236,8 +237,8 @@ PATCHES = (
         id="balancing-per-token-rows",
         replacements=(Replacement(_SEQ_AUX_LOSS, "moe:scale_by_sequences"),),
         why=(
-            "Under a loss per token the balancing loss over sequences (seq_aux_loss) is divided by the "
-            "number of rows of a micro-batch, silently."
+            "With calculate_per_token_loss, the balancing loss over sequences (seq_aux_loss) is divided by "
+            "the number of rows of a micro-batch. No error is raised."
         ),
         kind=DefectKind.SILENT,
         upstream="fixed by NVIDIA/Megatron-LM#5798 in 0.19",
@@ -250,8 +251,8 @@ PATCHES = (
         id="expert-bias-counts",
         replacements=(Replacement(_MAINTAIN_BIAS, "moe:keep_float32_counts"),),
         why=(
-            "In bf16 the tokens of each expert are counted in bf16, which cannot represent 257: the bias"
-            " that steers the choice moves the wrong way."
+            "In a bf16 model the tokens of each expert are counted in bf16, which has no number between "
+            "256 and 258. The bias that balances the experts then moves in the wrong direction."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7081",
@@ -264,9 +265,9 @@ PATCHES = (
         id="padding-mask-expert-bias",
         replacements=(build_signature_replacement(_APPLY_EXPERT_BIAS, "moe:broadcast_padding_mask"),),
         why=(
-            "If routers have an expert bias, a padding mask [tokens] is applied to a tensor [tokens,"
-            " experts]. This ends in a RuntimeError. If there are as many experts as tokens, there is no"
-            " error, but the mask omits experts instead of tokens."
+            "If routers have an expert bias, a padding mask of shape [tokens] is applied to a tensor of "
+            "shape [tokens, experts], which ends in a RuntimeError. With as many experts as tokens there "
+            "is no error, but the mask leaves out experts instead of tokens."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#6111, fixed by #6114 on main",
@@ -279,9 +280,9 @@ PATCHES = (
         id="padding-mask-own-count",
         replacements=(build_signature_replacement(_REDUCE, "moe:sum_copy"),),
         why=(
-            "With a padding mask the balancing gradient under a loss per token is tp x cp times as large"
-            " as without it. The sum over those ranks is computed in place and used as the rank's own"
-            " count of tokens."
+            "With a padding mask and calculate_per_token_loss, the gradient of the balancing loss is tp x "
+            "cp times too large. The reason: the rank's own count of tokens is overwritten with the sum "
+            "over all these ranks."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 10), #7481 (open)",
@@ -300,9 +301,9 @@ PATCHES = (
             Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
         ),
         why=(
-            "The global balancing loss depends on how micro-batches divide the tokens, and thus on"
-            " padding. The experts' counts of all micro-batches so far are divided by the tokens of the"
-            " last micro-batch."
+            "The global balancing loss depends on how the tokens are divided into micro-batches, and so on "
+            "padding. It divides the experts' counts of all micro-batches so far by the tokens of the last "
+            "micro-batch alone."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",

@@ -254,9 +254,9 @@ PATCHES = (
         id="shared-embedding-bucket",
         replacements=(Replacement(_BUFFER, "gradients:start_behind_padding"),),
         why=(
-            "The optimizer refuses an embedding that stages share (tied, or read by MTP). If the weights"
-            " before it end at 64 modulo 128, its bucket starts after the padding, but the embedding"
-            " before it."
+            "The optimizer refuses an embedding that pipeline stages share (tied, or read by MTP). This "
+            "happens if the size of all weights before it has the remainder 64 when divided by 128. Its "
+            "bucket then starts after the padding, and the embedding before it."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
@@ -306,10 +306,10 @@ PATCHES = (
             build_signature_replacement(_FROZEN_BACKWARD, "gradients:fold_gradient_of_frozen_weight"),
         ),
         why=(
-            "A frozen output layer multiplies its gradient token by token, not in one matrix product, if a"
-            " micro-batch has one row or pack. The reason: torch does not fold a gradient whose size-1"
-            " dimension has an unusual stride. LoRA of Qwen3-8B ran at 3,000 tokens/s on an H200: the"
-            " product took 4,245 of the 4,419 ms of a step."
+            "If a micro-batch has one row or pack, a frozen output layer multiplies its gradient token by "
+            "token, not in one matrix product. The reason: the gradient's dimension of size 1 has an "
+            "unusual stride, with which torch does not fold it. LoRA of Qwen3-8B then ran at 3,000 "
+            "tokens/s on an H200: this product took 4,245 of the 4,419 ms of a step."
         ),
         kind=DefectKind.SLOW,
         upstream="fixed upstream in 0.19; found by a profile of a LoRA run",
@@ -337,9 +337,10 @@ PATCHES = (
         id="loss-of-gathered-logits",
         replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
-            "If a model gathers its logits (parallel_output=False, runtime_gather_output) and gets labels,"
-            " its loss is wrong by log(tp) or more. The loss takes the logits of the whole vocabulary for"
-            " those of one rank's part. On some ranks the gradient lacks the term of the label."
+            "If a model gathers its logits (parallel_output=False, runtime_gather_output) and gets labels, "
+            "its loss is wrong by log(tp) or more. The loss function takes the logits of the whole "
+            "vocabulary for one rank's part of them. On some ranks the gradient also lacks the term of the "
+            "label."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
@@ -382,8 +383,8 @@ PATCHES = (
         id="offload-resume-fp32",
         replacements=(build_signature_replacement(_NEW_STATE, "gradients:update_existing_copies"),),
         why=(
-            "Loading the state of an optimizer on the host ends in a KeyError as soon as one of its "
-            "parameters is fp32, as the shards of the distributed optimizer are."
+            "Loading the state of an optimizer on the host ends in a KeyError if one of its parameters is "
+            "fp32. The shards of the distributed optimizer always are."
         ),
         kind=DefectKind.ERROR,
         upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",

@@ -156,9 +156,9 @@ PATCHES = (
             ),
         ),
         why=(
-            "Packed input fails. 0.12 keeps a batch dimension of 1 before the heads. 0.12 and 0.13 read"
-            " the boundaries without padding, and cut the rotary table to the tokens of one"
-            " context-parallel rank."
+            "Packed input fails. Release 0.12 keeps a batch dimension of 1 in front of the heads. Releases "
+            "0.12 and 0.13 ignore the padded boundaries of sequences, and cut the rotary table as for the "
+            "tokens of one context-parallel rank."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.14; found by comparing packed with unpacked passes",
@@ -173,8 +173,8 @@ PATCHES = (
             build_signature_replacement(f"{_MODULE}:MultiLatentAttention.__init__", "mla:pad_value_heads"),
         ),
         why=(
-            "Packed input with value heads narrower than query heads fails: kernels that need one width"
-            " refuse it, or their output is too wide for the output projection."
+            "Packed input fails if value heads are narrower than query heads. Some kernels need one width "
+            "and refuse it. The output of others is too wide for the output projection."
         ),
         kind=DefectKind.ERROR,
         upstream="NVIDIA/Megatron-LM#3003 (5dcda195), released in 0.18.0; NVIDIA/TransformerEngine#2629",
@@ -190,9 +190,9 @@ PATCHES = (
             build_signature_replacement(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),
         ),
         why=(
-            "Without Transformer Engine the down projections can only be column parallel, and their gather"
-            " drops the other ranks' part of a gradient. The cause: in the list of allowed classes,"
-            " TELinear is None."
+            "Without Transformer Engine the down projections can only be column parallel. The gather after "
+            "them drops the other ranks' part of each gradient. The reason: TELinear is None in megatron's "
+            "list of allowed classes."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",
@@ -210,9 +210,9 @@ PATCHES = (
             ),
         ),
         why=(
-            "The norm of keys and values needs qk_layernorm. With q_lora_rank null, qk_layernorm also adds a"
-            " norm to the query projection. DeepSeek-V2-Lite and Moonlight do not have this norm. Megatron's"
-            " own local spec is refused."
+            "Latent attention has its norm of keys and values only with qk_layernorm. But without "
+            "compressed queries (q_lora_rank null), qk_layernorm also adds a norm to the query projection, "
+            "which DeepSeek-V2-Lite and Moonlight do not have. Megatron's own local spec is refused."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing releases with transformers",
@@ -225,9 +225,9 @@ PATCHES = (
         id="mla-rotary-key-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
         why=(
-            "The down projection and the layers below it get wrong gradients, different ones on each rank."
-            " With tensor but without sequence parallelism the heads share a rotary key, whose gradient is"
-            " not summed over the ranks."
+            "The down projection and the layers before it get wrong gradients, different ones on each "
+            "rank. With tensor but without sequence parallelism, all heads share one rotary key. Its "
+            "gradient is not summed over the ranks."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",

@@ -261,9 +261,10 @@ PATCHES = (
         id="mtp-packed-roll-boundaries",
         replacements=(Replacement(_ROLL_PACKED, "mtp:roll_by_one_gather"),),
         why=(
-            "Tokens are rolled at the unpadded boundaries of packed sequences. With padding between"
-            " sequences they are rolled across sequences: wrong gradients, silently. Every boundary is"
-            " also read back from the device: 3,600 unnecessary waits in a step."
+            "With padding between packed sequences, the labels of multi-token prediction come from the "
+            "wrong sequence. The gradients are wrong, and no error is raised. The reason: tokens are "
+            "shifted at the unpadded boundaries. Every boundary is also copied to the host: 3,600 "
+            "unnecessary waits in a step."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing padded with unpadded packing (gradients off by 1e+0)",
@@ -276,8 +277,9 @@ PATCHES = (
         id="mtp-loss-context-parallel-count",
         replacements=(Replacement(ROLL, "mtp:average_rolled_token_count"),),
         why=(
-            "The loss of each depth is divided by the tokens of one context-parallel rank: the logged loss "
-            "is a mean of means, and so are the gradients unless the loss is one per token."
+            "The loss of each depth of multi-token prediction is divided by the tokens of one context-"
+            "parallel rank, not of all. The logged loss is then the mean of the ranks' means. The "
+            "gradients have the same error unless the loss is summed per token."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",
@@ -296,8 +298,9 @@ PATCHES = (
             Replacement(_LOSS, "mtp:average_mask_token_count"),
         ),
         why=(
-            "The loss of each depth is scaled by the ratio of two token counts of one context-parallel"
-            " rank. However, only one rank lacks the token that the roll removes."
+            "The loss of each depth of multi-token prediction is scaled by the ratio of two token counts "
+            "of one context-parallel rank. But the shift by one token removes a token from only one of "
+            "these ranks."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (gradients off by 2e-1)",
@@ -313,9 +316,9 @@ PATCHES = (
         id="mtp-per-token-weight",
         replacements=(Replacement(ROLL, "mtp:keep_mask_weight"),),
         why=(
-            "Under a loss per token the weight of multi-token prediction is too small, in short sequences"
-            " much too small. The sum of its loss has one token less for each roll, but is divided by the"
-            " tokens of the main loss."
+            "With calculate_per_token_loss, multi-token prediction has too small a weight, most of all in "
+            "short sequences. The sum of its loss loses one token with each depth, but it is divided by "
+            "the tokens of the main loss."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#2417, #1532; fixed by #3159 in 0.17",

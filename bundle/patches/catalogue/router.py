@@ -107,9 +107,9 @@ PATCHES = (
         id="router-replay-by-layer",
         replacements=(Replacement(_REPLAY, "moe:override_native_replay"),),
         why=(
-            "Megatron's replay cannot let the router choose for one token, as the last token of a rollout"
-            " needs. It identifies routers by the order of construction: chunk by chunk, including those"
-            " of MTP and of other models."
+            "Megatron's replay of routes cannot leave the choice for one token to the router, as the last "
+            "token of a rollout needs. It also numbers routers in the order of construction, which "
+            "includes routers of MTP and of other models."
         ),
         kind=DefectKind.ERROR,
         upstream="not reported; read in NVIDIA/Megatron-LM#2101",
@@ -125,8 +125,8 @@ PATCHES = (
         id="native-replay-recompute",
         replacements=(Replacement(_REPLAY, "moe:keep_routes_on_recompute"),),
         why=(
-            "A recomputation uses the routes of the latest micro-batch instead of its own: wrong"
-            " gradients, silently, as soon as two micro-batches are in flight."
+            "A recomputation uses the routes of the latest micro-batch instead of its own. With two micro- "
+            "batches in flight the gradients are wrong, and no error is raised."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing replay with and without recomputation in PP2",

@@ -128,10 +128,13 @@ class SGLangRollout:
         limit = self._model.context_length - sampling.max_completion_length
         problems = []
         for request in requests:
-            if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < self._model.vocab_size:
+            size = self._model.vocab_size
+            if not request.ids:
+                problems.append(f"question {request.question}: it has no tokens")
+            elif not 0 <= min(request.ids) <= max(request.ids) < size:
+                token = min(request.ids) if min(request.ids) < 0 else max(request.ids)
                 problems.append(
-                    f"question {request.question}: it has no tokens, or a token outside the vocabulary"
-                    f" (size {self._model.vocab_size})"
+                    f"question {request.question}: token {token} is outside the vocabulary (size {size})"
                 )
             if len(request.ids) > limit:
                 problems.append(

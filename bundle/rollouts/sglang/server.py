@@ -54,7 +54,8 @@ def check_installation(python: str) -> str:
         if Version(version) >= Version(OLDEST_SGLANG):
             return version
     raise EnvironmentUnfit(
-        f"rl.rollout.python: {python} has SGLang {version}. Install {OLDEST_SGLANG} or newer there."
+        f"rl.rollout.python: {python} has version {version!r} of SGLang. Install {OLDEST_SGLANG} or newer"
+        " there."
     )
 
 

@@ -127,9 +127,11 @@ def _find_misfits(job: Job, options: KubernetesOptions) -> Iterator[str]:
         )
     if form.backends and job.backend not in form.backends:
         backends = ", ".join(form.backends)
-        yield f"--form {options.form}: supports only {backends}, but the job is for {job.backend}"
+        yield (
+            f"--form {options.form}: supports only backend {backends}, but the job has backend {job.backend}"
+        )
     if options.device and capabilities.find_capabilities(job.backend).find_resource(job.generation) is None:
-        yield f"--device {format_value(options.device)}: the job is for {job.backend}, which needs no device"
+        yield f"--device {format_value(options.device)}: backend {job.backend} needs no device. Leave it out"
     if options.topology and form.topology is None:
         yield f"--topology {format_value(options.topology)}: not supported by --form {options.form}"
     elif options.topology and form.topology and not re.fullmatch(form.topology, options.topology):

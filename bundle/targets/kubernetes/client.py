@@ -119,7 +119,9 @@ def find_objection(manifest: dict[str, Any]) -> str | None:
             return f"{manifest['kind']} {metadata['name']}: belongs to another job. Choose another --name"
     except NotFoundException:
         kind = f"{manifest['kind']} of {manifest['apiVersion']}"
-        return f"{kind}: the cluster does not have this resource type, or the namespace does not exist"
+        return (
+            f"{kind}: the cluster answers Not Found: the type is not installed, or the namespace is missing"
+        )
     except ApiException as error:
         return f"{manifest['kind']}: {_read_error(error)}"
     return None

@@ -59,7 +59,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
         try:
             client.set_owner(manifest, owner)
         except LaunchUnavailable as error:
-            text = "%s: deleting the job will not delete %s, because setting its owner failed: %s"
+            text = "%s: deleting the job will not delete %s, because its ownerReferences could not be set: %s"
             _log.warning(text, name, _format_object(manifest), error)
     return name
 
@@ -133,7 +133,9 @@ def _poll_states(name: str, seconds: float) -> Iterator[JobState]:
         if state is None and not is_known:
             return query_state(name)  # raises
         is_known = True
-        return state or JobState("STOPPED", "its objects were deleted", int(ExitCode.TERMINATED))
+        return state or JobState(
+            "STOPPED", "the job's Kubernetes objects were deleted", int(ExitCode.TERMINATED)
+        )
 
     yield from poll_states(query, seconds)
 

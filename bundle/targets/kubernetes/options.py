@@ -37,6 +37,7 @@ _SCALES = {
 }
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
 _RESOURCE = re.compile(rf"{_CORE_RESOURCE}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
+_RESOURCE_FORM = "a Kubernetes resource and its quantity, such as memory=512Gi or rdma/ib=8"
 _SELECTOR = re.compile(rf"{QUALIFIED}=({PLAIN})?")
 _ANNOTATION = re.compile(rf"{QUALIFIED}=.*")
 _HOST_PATH = re.compile(rf"{_PATH}:{_PATH}", re.ASCII)
@@ -82,7 +83,7 @@ class KubernetesOptions:
         ),
     ] = ()
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="Request this resource. Default: the vendor's device name.")
+        str, typer.Option(metavar="NAME", help="Request devices by this resource. Default: the vendor's.")
     ] = ""
     selectors: Annotated[
         tuple[str, ...],
@@ -108,7 +109,7 @@ class KubernetesOptions:
     ] = ()
     patch: Annotated[
         Path | None,
-        typer.Option(help="Merge the YAML documents of this file into the objects of their kind, or Pod."),
+        typer.Option(help="Merge each YAML document of this file into the objects or pods of its kind."),
     ] = None
     groups: Annotated[
         tuple[int, ...],
@@ -144,16 +145,24 @@ class KubernetesOptions:
         pairs = [*named.items(), *(("image-pull-secret", name) for name in self.pull_secrets)]
         for option, value in pairs:
             if (value or option == "claim") and not OBJECT_NAME.fullmatch(value):
-                yield f"--{option} {format_value(value)}: not the name of a Kubernetes object"
+                yield (
+                    f"--{option} {format_value(value)}: must be a Kubernetes name of lower-case letters,"
+                    " digits, - and ."
+                )
         if self.device and not _DEVICE.fullmatch(self.device):
             yield f"--device {format_value(self.device)}: must be a device resource, such as nvidia.com/gpu"
         lists = (
-            ("mount", self.mounts, _MOUNT, "CLAIM:/PATH with a normalized path, such as data:/mnt/data"),
-            ("resource", self.resources, _RESOURCE, "NAME=QUANTITY, such as memory=512Gi or rdma/ib=8"),
-            ("selector", self.selectors, _SELECTOR, "KEY=VALUE, a label of nodes"),
+            (
+                "mount",
+                self.mounts,
+                _MOUNT,
+                "CLAIM:/PATH with a normalized path below /, such as data:/mnt/data",
+            ),
+            ("resource", self.resources, _RESOURCE, _RESOURCE_FORM),
+            ("selector", self.selectors, _SELECTOR, "a Kubernetes label KEY=VALUE"),
             ("annotation", self.annotations, _ANNOTATION, "KEY=VALUE"),
-            ("label", self.labels, _SELECTOR, "KEY=VALUE, a label"),
-            ("host-path", self.host_paths, _HOST_PATH, "/ON-NODE:/PATH"),
+            ("label", self.labels, _SELECTOR, "a Kubernetes label KEY=VALUE"),
+            ("host-path", self.host_paths, _HOST_PATH, "/ON-NODE:/PATH with normalized paths below /"),
         )
         for option, values, pattern, form in lists:
             for value in values:

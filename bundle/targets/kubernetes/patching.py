@@ -37,7 +37,7 @@ def apply_patches(manifests: Sequence[dict[str, Any]], patches: Sequence[Mapping
     identities = [_get_identity(manifest) for manifest in manifests]
     kinds = {manifest["kind"] for manifest in manifests}
     wrong = [
-        f"kind {patch['kind']}: the job has {', '.join(sorted(kinds | {_POD}))}"
+        f"kind {patch['kind']}: the job has no such object, only {', '.join(sorted(kinds | {_POD}))}"
         for patch in patches
         if patch["kind"] not in kinds | {_POD}
     ]
@@ -46,7 +46,8 @@ def apply_patches(manifests: Sequence[dict[str, Any]], patches: Sequence[Mapping
         for target in [value for manifest in manifests for value in _find_targets(manifest, patch["kind"])]:
             _merge(target, changes)
     wrong += [
-        f"kind {manifest['kind']}: name, namespace and the labels of mcore-bundle must stay"
+        f"kind {manifest['kind']}: a patch cannot change its name, its namespace or the labels of"
+        " mcore-bundle"
         for manifest, identity in zip(manifests, identities, strict=True)
         if not _has_identity(manifest, identity)
     ]

@@ -15,7 +15,7 @@ Tolerations = Annotated[
 NodeAffinity = Annotated[
     tuple[str, ...],
     typer.Option(
-        "--node-affinity", metavar="KEY=VALUE,...", help="Run only on nodes whose label has one value."
+        "--node-affinity", metavar="KEY=VALUE,...", help="Run only on nodes that have one of these labels."
     ),
 ]
 ExcludedNodes = Annotated[
@@ -42,9 +42,9 @@ def find_violations(
 ) -> Iterator[str]:
     """Yield a message for each option whose form no cluster accepts."""
     forms = (
-        ("toleration", tolerations, _TOLERATION, f"KEY[=VALUE][:EFFECT], with {', '.join(_EFFECTS)}"),
-        ("node-affinity", affinities, _AFFINITY, "KEY=VALUE,..., a label of nodes and its values"),
-        ("exclude-node", nodes, OBJECT_NAME, "the name of a node"),
+        ("toleration", tolerations, _TOLERATION, f"KEY[=VALUE][:EFFECT] with EFFECT {', '.join(_EFFECTS)}"),
+        ("node-affinity", affinities, _AFFINITY, "KEY=VALUE[,VALUE...], such as zone=a,b"),
+        ("exclude-node", nodes, OBJECT_NAME, "a node name of lower-case letters, digits, - and ."),
     )
     for option, values, pattern, form in forms:
         for value in values:

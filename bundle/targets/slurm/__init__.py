@@ -118,9 +118,9 @@ def stop(number: str) -> None:
             (directory / f"stopped-{number}").touch()
         except OSError as error:
             raise LaunchUnavailable(
-                f"slurm:{number}: the job was not stopped. Slurm would queue it again, because {directory} is"
-                f" not writable here ({error.strerror}). Stop it on a machine that has its run directory, or"
-                f" run `scancel {number}`"
+                f"slurm:{number}: the job was not stopped, because no stop file can be written to {directory}"
+                f" ({error.strerror}). Without this file, Slurm queues the job again. Stop it on a machine"
+                f" that has its run directory, or run `scancel {number}`"
             ) from error
         # Signal the step, as the script must write the exit code. With Ray, the script requests the save.
         batch = ["--batch"] if files.is_file(directory / ray.TOKEN_NAME) else []

@@ -123,8 +123,8 @@ def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterato
         limit = parse_time_limit(sbatch_options.get(name, ""))
         if limit is not None and limit <= lead_seconds:
             yield (
-                f"--sbatch {name}={sbatch_options[name]}: the request to save comes up to {lead_seconds} s"
-                f" before this limit, so the job would only save. Set more than {lead_seconds // 60} minutes"
+                f"--sbatch {name}={sbatch_options[name]}: too short to train, because the job is asked to"
+                f" save up to {lead_seconds} s before this limit. Set more than {lead_seconds // 60} minutes"
             )
 
 

@@ -57,10 +57,10 @@ def test_more_sequences_than_a_call_takes_are_several_calls(calls):
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ((0, 4, 2, 8), "must begin with 0 and never decrease"),
+        ((0, 4, 2, 8), "decrease from 4 to 2"),
         ((0, 4), "do not end at row 8"),
         ((0, 4, 9), "do not end at row 8"),
-        ((1, 8), "must begin with 0"),
+        ((1, 8), "begin with 1, not with 0"),
     ],
 )
 def test_boundaries_that_the_operator_would_not_compute_are_refused(boundaries, message):
