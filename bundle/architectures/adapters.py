@@ -27,6 +27,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _FIELD_BY_PEFT_KEY = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 _DROPOUT = "lora_dropout"
+FLAGS = ("use_rslora", "use_dora")  # change what adapters compute; false where a file has none
 # These keys say how an adapter is initialized, trained or loaded, not what it computes.
 _IGNORED_KEYS = {
     "auto_mapping",
@@ -45,19 +46,24 @@ _INIT_METHODS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class Matrix(NamedTuple):
-    """A or B of one weight: its name and shape in the whole model, and how ranks cut it."""
+    """A, B or magnitude of one weight: its name and shape in the whole model, and how ranks cut it."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     cut: Cut | None
     is_expert: bool
 
 
 class Pair(NamedTuple):
-    """The adapter of one published weight."""
+    """The adapter of one published weight; `magnitude` is DoRA's."""
 
     a: Matrix
     b: Matrix
+    magnitude: Matrix | None = None
+
+    def list_matrices(self) -> tuple[Matrix, ...]:
+        """Return all that is trained of the adapter."""
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
 
 
 def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames) -> Tensor:
@@ -70,14 +76,16 @@ def build_adapter_tensor(name: str, shape: Sequence[int], names: PublishedNames)
     )
 
 
-def build_adapter_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tuple[Pair | None, ...]:
+def build_adapter_pairs(
+    tensor: Tensor, targets: Sequence[str], rank: int, *, use_dora: bool = False
+) -> tuple[Pair | None, ...]:
     """Return the adapter of each published weight that a tensor is made of; None for one without an adapter.
 
     Return () where no weight has one. A weight's module is a target if its published name is one, or ends
     with `.` and one (`q_proj`, `self_attn.q_proj`), as in PEFT.
 
-    Where W is cut by rows, B is cut too; where W is cut by columns, A is. A part of W's rows is a part of
-    each published weight's rows, in any order of ours.
+    Where W is cut by rows, B and the magnitude are too; where W is cut by columns, A is. A part of W's rows
+    is a part of each published weight's rows, in any order of ours.
     """
     if not is_adaptable(tensor):
         return ()
@@ -94,6 +102,7 @@ def build_adapter_pairs(tensor: Tensor, targets: Sequence[str], rank: int) -> tu
             Pair(
                 Matrix(f"{module}.lora_A.weight", (rank, columns), column_cut, expert),
                 Matrix(f"{module}.lora_B.weight", (rows, rank), row_cut, expert),
+                Matrix(f"{module}.lora_magnitude_vector", (rows,), row_cut, expert) if use_dora else None,
             )
         )
     return tuple(weight_pairs) if any(weight_pairs) else ()
@@ -164,7 +173,7 @@ def _find_adaptable_modules(table: Iterable[Tensor]) -> set[str]:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Return rank, alpha, targets and dropout. Raise UsageError with all that is not computed here."""
+    """Return rank, alpha, targets, dropout and flags. Raise UsageError with all that is not computed here."""
     path = directory / CONFIG_FILE
     settings = files.read_json_object(path, "model.lora.path must be a directory in PEFT's format")
     refused = []
@@ -177,7 +186,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         refused.append(f"bias {format_value(settings['bias'])}: training biases is not supported")
     refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
     refused += _find_invalid_settings(settings)
-    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT, "peft_type", "init_lora_weights", "bias"}
+    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT, *FLAGS}
+    known |= {"peft_type", "init_lora_weights", "bias"}
     refused += [
         f"{files.to_printable(key)[:60]} {format_value(value)}: not supported"
         for key, value in settings.items()
@@ -190,11 +200,12 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         "targets": sorted(values["targets"]),
         "alpha": float(values["alpha"]),
         "dropout": float(settings.get(_DROPOUT) or 0),
+        **{flag: bool(settings.get(flag)) for flag in FLAGS},
     }
 
 
 def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings of rank, alpha, targets and dropout in PEFT's files that have an invalid value."""
+    """Yield the settings in PEFT's files that have an invalid value."""
     rank, alpha, targets = (settings.get(key) for key in _FIELD_BY_PEFT_KEY)
     if rank is not None and not (type(rank) is int and rank > 0):
         yield f"r {format_value(rank)}: must be a whole number above 0"
@@ -203,6 +214,9 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     dropout = settings.get(_DROPOUT)
     if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
         yield f"{_DROPOUT} {format_value(dropout)}: must be a number from 0 and below 1"
+    for flag in FLAGS:
+        if not isinstance(settings.get(flag), bool | None):
+            yield f"{flag} {format_value(settings[flag])}: must be true or false"
     if isinstance(targets, str):
         yield "target_modules: a pattern is not supported; name the modules in model.lora.targets"
     elif targets is not None and not (
@@ -213,18 +227,20 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"target_modules {format_value(targets)}: must be a list of module names"
 
 
-def build_adapter_config(
-    rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str | None
-) -> Mapping[str, Any]:
-    """Return the content of an adapter_config.json for adapters of the model in the directory `base`."""
+def build_adapter_config(values: Mapping[str, Any], base: str | None) -> Mapping[str, Any]:
+    """Return the content of an adapter_config.json for adapters of the model in the directory `base`.
+
+    `values` has at least what `read_adapter_config` returns.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": list(targets),
-        _DROPOUT: dropout,
+        "r": values["rank"],
+        "lora_alpha": values["alpha"],
+        "target_modules": list(values["targets"]),
+        _DROPOUT: values["dropout"],
+        **{flag: values[flag] for flag in FLAGS},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

@@ -8,6 +8,7 @@ from typing import Any
 
 from bundle import files
 from bundle.architectures import identity
+from bundle.architectures.adapters import FLAGS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
@@ -79,7 +80,9 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
     if lora is None:
         return None
     base_weights = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
-    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "beside": base_weights}
+    described: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    flags = {flag: True for flag in FLAGS if getattr(lora, flag)}  # older checkpoints name none
+    return described | flags | {"beside": base_weights}
 
 
 def _format_adapters(adapters: Mapping[str, Any] | None) -> str:

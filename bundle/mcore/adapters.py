@@ -9,11 +9,14 @@ An expert's layers exchange nothing themselves. The dispatcher brings all tokens
 expert-tensor-parallel rank and adds up the ranks' outputs, forward and backward. There each rank has its
 addend of the gradient of a whole matrix, and the addends are summed here.
 
+DoRA (Liu et al., 2024) also multiplies each row of the adapted weight by its magnitude / its norm. Magnitudes
+are cut and marked as the rows of B are.
+
 Dropout follows PEFT: each pair drops values of its own input, in training only. Ranks that see the same input
 drop the same values; ranks that see parts of it drop others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -29,10 +32,11 @@ from bundle.mcore.groups import fork_random
 
 
 class LowRankPair(NamedTuple):
-    """A [rank, in] and B [out, rank] of one weight, or this rank's parts of them."""
+    """A [rank, in], B [out, rank] and DoRA's magnitude [out] of one weight, or this rank's parts of them."""
 
     a: torch.nn.Parameter
     b: torch.nn.Parameter
+    magnitude: torch.nn.Parameter | None = None
 
 
 class Adapter(torch.nn.Module):
@@ -45,6 +49,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self,
         pairs_by_expert: Sequence[Sequence[LowRankPair | None]],
+        base_weights: Sequence[Tensor],
         widths: Sequence[int],
         repeats: int,
         *,
@@ -55,18 +60,20 @@ class Adapter(torch.nn.Module):
         is_expert: bool,
         sequence_parallel: bool,
     ) -> None:
-        """Register the pairs of the layer.
+        """Register the pairs of the layer, whose own weights are `base_weights`.
 
         `pairs_by_expert`: for each weight of the layer its pairs, None where a published weight has none. All
         have one rank. `dim` of the weights is cut between `group`'s ranks.
         """
         super().__init__()
         self._pairs: list[list[LowRankPair | None]] = [list(pairs) for pairs in pairs_by_expert]
+        self._base_weights = list(base_weights)  # in a list, which registers nothing
         for expert_index, pairs in enumerate(self._pairs):
             for number, pair in enumerate(pairs):
                 if pair is not None:
                     self.register_parameter(f"lora_A{number}_{expert_index}", pair.a)
                     self.register_parameter(f"lora_B{number}_{expert_index}", pair.b)
+                    self.register_parameter(f"magnitude{number}_{expert_index}", pair.magnitude)
         self._adapted_indices = [n for n in range(len(widths)) if any(pairs[n] for pairs in self._pairs)]
         self._widths, self._repeats, self._scale = tuple(widths), repeats, scale
         self._dropout = dropout
@@ -96,19 +103,93 @@ class Adapter(torch.nn.Module):
                 pieces.append(low.new_zeros(()).expand(*low.shape[:-1], self._repeats, width))
         return torch.cat(pieces, -1).flatten(-2)
 
-    def compute_delta_weight(self, expert: int) -> Tensor:
-        """Return what is added to this expert's weight: [out, in] in fp32, this rank's part."""
-        template = next(pair for pair in self._pairs[expert] if pair is not None)
-        parts = []
-        for width, pair in zip(self._widths, self._pairs[expert], strict=True):
-            if pair is None:
-                parts.append(
-                    template.a.new_zeros(self._repeats, width, template.a.shape[1], dtype=torch.float)
+    def add_to(
+        self, output: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the layer's output for `x`, which has the layer's `bias` in it, with the adapter."""
+        adapted = output + self(x, counts)
+        if not self._magnitudes:
+            return adapted
+        # The ratio is near 1, and bf16 has more digits of the difference.
+        excess = (self._compute_row_ratios(range(len(self._pairs))) - 1).to(adapted.dtype)
+        if counts is None:
+            excess = excess[0]
+        else:
+            repeats = torch.tensor(counts, device=excess.device)
+            excess = excess.repeat_interleave(repeats, 0, output_size=len(adapted))
+        return torch.addcmul(adapted, adapted if bias is None else adapted - bias, excess)
+
+    def merge_into(self, weight: Tensor, expert: int) -> Tensor:
+        """Return this expert's weight with the adapter: [out, in] in fp32, this rank's part.
+
+        With magnitudes all ranks that the weight is cut between call it.
+        """
+        deltas = [pair and pair.b.float() @ pair.a.float() * self._scale for pair in self._pairs[expert]]
+        merged = weight.float() + self._join_rows(deltas, 0.0, weight.shape[1:])
+        return merged * self._compute_row_ratios([expert]).mT if self._magnitudes else merged
+
+    def initialize_magnitudes(self) -> None:
+        """Fill magnitudes with the norms of the rows, as PEFT does. All ranks of the group call it."""
+        if self._magnitudes:
+            norms = self._compute_row_norms(range(len(self._pairs)))
+            for magnitude, values in zip(self._magnitudes, norms, strict=True):
+                magnitude.data.copy_(values)
+
+    @property
+    def _magnitudes(self) -> list[torch.nn.Parameter]:
+        pairs = (pair for expert_pairs in self._pairs for pair in expert_pairs)
+        return [pair.magnitude for pair in pairs if pair and pair.magnitude is not None]
+
+    def _compute_row_ratios(self, experts: Sequence[int]) -> Tensor:
+        """Return magnitude / norm of every row of these experts' weights: [experts, out], fp32.
+
+        A row without an adapter has 1.
+        """
+        norms = iter(self._compute_row_norms(experts))
+
+        def divide(magnitude: Tensor) -> Tensor:
+            if self._is_expert and self._dim == 1:
+                magnitude = sum_gradient_in_backward(magnitude, self._group)
+            return magnitude.float() / next(norms)
+
+        ratios = [
+            [None if pair is None or pair.magnitude is None else divide(pair.magnitude) for pair in pairs]
+            for pairs in map(self._pairs.__getitem__, experts)
+        ]
+        return torch.stack([self._join_rows(expert_ratios, 1.0) for expert_ratios in ratios])
+
+    def _compute_row_norms(self, experts: Iterable[int]) -> list[Tensor]:
+        """Return the norms of the rows of each adapted weight plus its delta, [out] in fp32.
+
+        The delta is not multiplied out. No gradient goes to the norms.
+        """
+        squares = []
+        for expert in experts:
+            pieces = self._base_weights[expert].unflatten(0, (self._repeats, -1)).split(self._widths, 1)
+            for piece, pair in zip(pieces, self._pairs[expert], strict=True):
+                if pair is None:
+                    continue
+                a, b = pair.a.detach().float(), pair.b.detach().float()
+                weight_squares = torch.linalg.vector_norm(piece, dim=-1, dtype=torch.float).square().flatten()
+                cross = (F.linear(piece, pair.a.detach()).flatten(0, 1).float() * b).sum(-1)
+                squares.append(
+                    weight_squares + 2 * self._scale * cross + self._scale**2 * (b @ (a @ a.mT) * b).sum(-1)
                 )
-            else:
-                delta = pair.b.float() @ pair.a.float() * self._scale
-                parts.append(delta.unflatten(0, (self._repeats, width)))
-        return torch.cat(parts, 1).flatten(0, 1)
+        joined = torch.cat(squares)
+        if self._dim == 1 and self._group.size() > 1:
+            dist.all_reduce(joined, group=self._group)
+        smallest = torch.finfo(joined.dtype).tiny  # rounding may leave less than 0
+        return list(joined.clamp(min=smallest).sqrt().split([len(rows) for rows in squares]))
+
+    def _join_rows(self, parts: Sequence[Tensor | None], default: float, shape: Sequence[int] = ()) -> Tensor:
+        """Return rows of this shape of the published weights, in fp32, as rows of the layer's weight."""
+        pieces = [
+            self._base_weights[0].new_full((self._repeats, width, *shape), default, dtype=torch.float)
+            if part is None
+            else part.unflatten(0, (self._repeats, width))
+            for width, part in zip(self._widths, parts, strict=True)
+        ]
+        return torch.cat(pieces, 1).flatten(0, 1)
 
     def _project_down(self, x: Tensor, a: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the products of `x` and every A side by side; in training each has its own dropout."""
@@ -187,17 +268,25 @@ def attach(adapter: Adapter, layer: torch.nn.Module) -> None:
         untyped_layer.return_layernorm_output = True
 
     def add(_: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        bias: Tensor | None = getattr(layer, "bias", None)
         if isinstance(output, Tensor):
-            return output if adapter.is_disabled else output + adapter(*arguments)
+            return output if adapter.is_disabled else adapter.add_to(output, bias, *arguments)
         result, *rest = output
         x, *counts = arguments
         if has_folded_norm and isinstance(result, tuple):
             result, x = result
         elif has_folded_norm:
             x = rest.pop()  # behind the bias that the caller adds
-        return (result if adapter.is_disabled else result + adapter(x, *counts), *rest)
+        if rest[0] is not None or (bias is not None and not bias.numel()):
+            bias = None  # the caller adds it, or Transformer Engine has none
+        return (result if adapter.is_disabled else adapter.add_to(result, bias, x, *counts), *rest)
 
     layer.register_forward_hook(add)
+
+
+def has_loraplus_rate(name: str) -> bool:
+    """Return whether LoRA+ changes the learning rate of the parameter of this name."""
+    return name.rpartition(".")[2].startswith(("lora_B", "magnitude"))
 
 
 def require_output_grad(embedding: torch.nn.Module) -> None:

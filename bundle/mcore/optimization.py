@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bundle.mcore import context, filter_keywords
+from bundle.mcore.adapters import has_loraplus_rate
 from bundle.mcore.gpt import DTYPES
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
@@ -122,30 +123,35 @@ def _split_param_groups_by_lr(recipe: Recipe, chunks: Sequence[DistributedDataPa
     The recipe's own rate comes first. By `lr_mult` megatron identifies a group when it loads a checkpoint, in
     every release. The way to ask for several groups differs by release.
     """
-    vision, default_rate, original = recipe.model.vision, recipe.optimizer.lr, optimizers._get_param_groups
-    rates = dict.fromkeys(
-        (default_rate, vision.tower_lr or default_rate, vision.projector_lr or default_rate)
+    model, default_rate, original = recipe.model, recipe.optimizer.lr, optimizers._get_param_groups
+    loraplus_ratio = model.lora.loraplus_lr_ratio if model.lora else 1.0
+    other_rates = (model.vision.tower_lr, model.vision.projector_lr)
+    multiples = dict.fromkeys(
+        (1.0, *((rate or default_rate) / default_rate for rate in other_rates), loraplus_ratio)
     )
     parameters = [
         (name.rpartition("module.")[2], parameter)
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     ]
-    rates_by_id = {id(parameter): lr for name, parameter in parameters if (lr := vision.find_lr(name))}
+    multiples_by_id = {
+        id(parameter): loraplus_ratio
+        if has_loraplus_rate(name)
+        else (model.vision.find_lr(name) or default_rate) / default_rate
+        for name, parameter in parameters
+    }
 
     def split_groups(*args: Any, **keywords: Any) -> list[dict[str, Any]]:
         return [
             {
                 **group,
                 "params": [
-                    parameter
-                    for parameter in group["params"]
-                    if rates_by_id.get(id(parameter), default_rate) == rate
+                    parameter for parameter in group["params"] if multiples_by_id[id(parameter)] == multiple
                 ],
             }
-            | {"lr_mult": rate / default_rate}
+            | {"lr_mult": multiple}
             for group in original(*args, **keywords)
-            for rate in rates
+            for multiple in multiples
         ]
 
     optimizers._get_param_groups = split_groups

@@ -32,7 +32,7 @@ from bundle.recipe.recipe import LoRA
 
 
 class Adapters(torch.nn.Module):
-    """Every adapter of one chunk; `matrices` are their A and B under the names that they are published by."""
+    """Every adapter of one chunk; `matrices` are all that is trained, under the published names."""
 
     def __init__(self, lora: LoRA, groups: Groups, *, sequence_parallel: bool) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class Adapters(torch.nn.Module):
     def add(self, layer: torch.nn.Module, weights: Sequence[tuple[NamedTensor, tensors.Tensor]]) -> None:
         """Add a new adapter beside the layer that has these weights, where one of them is a target."""
         lora = self._lora
-        pairs = [adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) for _, tensor in weights]
+        pairs = [
+            adapters.build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
+            for _, tensor in weights
+        ]
         if not any(pairs):
             return
         weight, tensor = weights[0]
@@ -62,9 +65,10 @@ class Adapters(torch.nn.Module):
                 ]
                 for (weight, _), weight_pairs in zip(weights, pairs, strict=True)
             ],
+            [weight.parameter for weight, _ in weights],
             rule.widths,
             rule.repeats,
-            scale=lora.alpha / lora.rank,
+            scale=lora.scale,
             dropout=lora.dropout,
             dim=weight_cut.dim if weight_cut else None,
             group=(self._groups.etp if expert else self._groups.tp).group,
@@ -78,20 +82,21 @@ class Adapters(torch.nn.Module):
         }
 
     def _build_pair(self, pair: adapters.Pair, template: Tensor, sequence_parallel: bool) -> LowRankPair:
-        """Return new A and B of this rank, of a weight's dtype and on its device, with megatron's marks."""
-        a, b = (_build_matrix(matrix, template, self._groups, sequence_parallel) for matrix in pair)
-        self.matrices += [a, b]
-        return LowRankPair(a.parameter, b.parameter)
+        """Return the new pair of this rank, of a weight's dtype and on its device, with megatron's marks."""
+        matrices = [
+            _build_matrix(matrix, template, self._groups, sequence_parallel)
+            for matrix in pair.list_matrices()
+        ]
+        self.matrices += matrices
+        return LowRankPair(*(matrix.parameter for matrix in matrices))
 
     def merge_adapter(self, weight: NamedTensor) -> NamedTensor:
-        """Return a weight's part on this rank plus its adapter's delta; the weight itself if it has none."""
+        """Return a weight's part on this rank with its adapter merged; the weight itself if it has none."""
         if weight.name not in self._by_weight:
             return weight
         adapter, number = self._by_weight[weight.name]
         with torch.no_grad():
-            values = (weight.parameter.float() + adapter.compute_delta_weight(number)).to(
-                weight.parameter.dtype
-            )
+            values = adapter.merge_into(weight.parameter, number).to(weight.parameter.dtype)
         return NamedTensor(weight.name, values, weight.shard)
 
     def sharded_state_dict(
@@ -134,7 +139,10 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def merge_adapters(weight: NamedTensor, chunks: Sequence[torch.nn.Module]) -> NamedTensor:
-    """Return this rank's part of a weight of these chunks plus its adapter's delta, not in place."""
+    """Return this rank's part of a weight of these chunks with its adapter merged, not in place.
+
+    With DoRA all ranks that the weight is cut between call it.
+    """
     for chunk_adapters in filter(None, map(find_adapters, chunks)):
         weight = chunk_adapters.merge_adapter(weight)
     return weight
@@ -148,7 +156,7 @@ def select_checkpoint_module(chunk: torch.nn.Module) -> torch.nn.Module:
 def add_adapters(
     chunks: Sequence[torch.nn.Module], recipe: Recipe, groups: Groups, lora: LoRA
 ) -> list[NamedTensor]:
-    """Freeze the chunks and add new adapters beside their linear layers; return every A and B."""
+    """Freeze the chunks and add new adapters beside their linear layers; return all that is trained."""
     table = {tensor.name: tensor for tensor in Tensors(recipe.architecture, groups.tp.size)}
     matrices: list[NamedTensor] = []
     for chunk in chunks:
@@ -183,10 +191,21 @@ def shard_rule(rule: ConversionRule, shard: Shard | None) -> ConversionRule:
     return rule._replace(widths=tuple(width // shard.size for width in rule.widths))
 
 
+def initialize_adapters(chunks: Sequence[torch.nn.Module], seed: int) -> None:
+    """Fill new adapters as PEFT does; the magnitudes follow from the chunks' weights. All ranks call it."""
+    initialize_matrices(list(list_matrices(chunks)), seed)
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapter):
+                module.initialize_magnitudes()
+
+
 def initialize_matrices(matrices: Sequence[NamedTensor], seed: int) -> None:
-    """Fill new adapters as PEFT does: B zero, A uniform. Values depend on (seed, name), not on the layout."""
+    """Fill new A and B as PEFT does: B zero, A uniform. Values depend on (seed, name), not on the layout."""
     with torch.no_grad():
         for named in matrices:
+            if named.parameter.ndim == 1:
+                continue  # a magnitude
             if named.name.endswith(".lora_B.weight"):
                 named.parameter.zero_()
                 continue
@@ -224,7 +243,7 @@ def _build_matrix(matrix: Matrix, template: Tensor, groups: Groups, sequence_par
 
 
 def list_matrices(chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """Yield A and B of all adapters of these chunks."""
+    """Yield A, B and magnitude of all adapters of these chunks."""
     for chunk in chunks:
         chunk_adapters = find_adapters(chunk)
         yield from chunk_adapters.matrices if chunk_adapters else ()

@@ -124,10 +124,12 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
     assert lora is not None
     local_tensors = {named.name: named for named in adapters.list_matrices(chunks)}
     model = Tensors(recipe.architecture)
-    all_pairs = (build_adapter_pairs(tensor, lora.targets, lora.rank) for tensor in model)
-    table = {
-        matrix.name: matrix for tensor_pairs in all_pairs for pair in tensor_pairs if pair for matrix in pair
-    }
+    all_pairs = (
+        pair
+        for tensor in model
+        for pair in build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
+    )
+    table = {matrix.name: matrix for pair in filter(None, all_pairs) for matrix in pair.list_matrices()}
     stream = TensorStream(
         [build_adapter_tensor(name, table[name].shape, model.names) for name in sorted(table)], local_tensors
     )
@@ -149,9 +151,7 @@ def export_adapters(directory: Path, recipe: Recipe, chunks: Sequence[torch.nn.M
         for matrix, full_matrix in stream.gather(0):
             output.append(matrix, full_matrix, numbers)
         run_on_all_ranks(output.close)
-        peft_config = build_adapter_config(
-            lora.rank, lora.alpha, lora.dropout, lora.targets, hub.strip_revision(recipe.model.path)
-        )
+        peft_config = build_adapter_config(lora.model_dump(), hub.strip_revision(recipe.model.path))
         run_on_rank_0(lambda: files.write_json(partial / CONFIG_FILE, peft_config))
         run_on_rank_0(stack.close)
 

@@ -67,7 +67,7 @@ def build_chunks(
     )
     if recipe.model.lora is not None:
         matrices = adapters.add_adapters(chunks, recipe, groups, recipe.model.lora)
-        adapters.initialize_matrices(matrices, recipe.seed)
+        adapters.initialize_adapters(chunks, recipe.seed)
         loading.load_adapters(matrices, recipe)
     return chunks
 

@@ -71,7 +71,7 @@ def load(
 
 
 def load_adapters(matrices: Sequence[NamedTensor], recipe: Recipe) -> None:
-    """Overwrite those of these A and B that the recipe's adapter (in PEFT's format) holds. All ranks call it.
+    """Overwrite the matrices that the recipe's adapter (in PEFT's format) holds. All ranks call it.
 
     Raises UsageError for an adapter of another model, or with values that are not finite, JobFailed for a
     file that cannot be read.

@@ -48,17 +48,24 @@ def find_base(recipe: Recipe) -> AdapterBaseModel | None:
 
 
 class MergedTensors:
-    """The tensors of a table: W + alpha / rank * B A where the checkpoint has an adapter."""
+    """The tensors of a table: W + scale * B A where the checkpoint has an adapter."""
 
     def __init__(self, checkpoint: TorchDistCheckpoint, table: Tensors, base: AdapterBaseModel) -> None:
         """Raise UsageError with every matrix that the checkpoint lacks or has in another shape."""
         self._checkpoint, self._base = checkpoint, base
         self._files, self._check = MappedFiles(), FiniteCheck(base.weights)
         self._pairs = {
-            tensor.name: adapters.build_adapter_pairs(tensor, base.lora.targets, base.lora.rank)
+            tensor.name: adapters.build_adapter_pairs(
+                tensor, base.lora.targets, base.lora.rank, use_dora=base.lora.use_dora
+            )
             for tensor in table
         }
-        matrices = (matrix for pairs in self._pairs.values() for pair in pairs if pair for matrix in pair)
+        matrices = (
+            matrix
+            for pairs in self._pairs.values()
+            for pair in filter(None, pairs)
+            for matrix in pair.list_matrices()
+        )
         mismatches = (_describe_mismatch(checkpoint.tensors, matrix) for matrix in matrices)
         if violations := [line for line in mismatches if line]:
             raise UsageError(
@@ -84,8 +91,12 @@ class MergedTensors:
         for piece in rule.iterate_pieces():
             if (product := products[piece.source]) is not None:
                 rows = (slice(None),) * rule.dim + (slice(piece.start, piece.stop, piece.step),)
-                scale = self._base.lora.alpha / self._base.lora.rank
-                merged.narrow(rule.dim, start, piece.length).add_(product[rows], alpha=scale)
+                target = merged.narrow(rule.dim, start, piece.length)
+                target.add_(product[rows], alpha=self._base.lora.scale)
+                pair = pairs[piece.source]
+                if pair is not None and pair.magnitude is not None:
+                    magnitude = self._checkpoint.read(pair.magnitude.name).float()[rows]
+                    target.mul_((magnitude / target.norm(dim=1)).unsqueeze(1))
             start += piece.length
         return merged.to(dtype)
 

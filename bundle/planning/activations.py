@@ -203,19 +203,22 @@ class LayerBytes:
         )
 
     def _count_adapter_bytes(self, has_experts: bool) -> int:
-        """Return the bytes of the narrow products that the adapters of a layer compute from their inputs."""
-        lora, total = self.recipe.model.lora, 0
+        """Return the bytes that the adapters of a layer save: narrow products, inputs of dropout, outputs."""
+        lora, total, size = self.recipe.model.lora, 0, self.saved.element_bytes
         if lora is None or self.adapted_matrices is None:
             return 0
         for name, matrix in self.adapted_matrices.items():
             module = name.partition(".")[0]
             if module == "self_attention" or (module == "mlp") != has_experts:
-                rows = self.expert_tokens if module == "experts" else self.tokens
-                total += rows * matrix.pairs * lora.rank * self.saved.element_bytes
+                rows = self.expert_tokens if (expert := module == "experts") else self.tokens
+                total += rows * matrix.pairs * lora.rank * size
                 if lora.dropout:  # the input that is left, and which of it
-                    input_rows = rows if matrix.is_cut_input or module == "experts" else self.stream_tokens
-                    mask = 1 if self.traits.fused_kernels else self.saved.element_bytes
-                    total += input_rows * matrix.pairs * matrix.columns * (self.saved.element_bytes + mask)
+                    input_rows = rows if matrix.is_cut_input or expert else self.stream_tokens
+                    mask = 1 if self.traits.fused_kernels else size
+                    total += input_rows * matrix.pairs * matrix.columns * (size + mask)
+                if lora.use_dora:  # the output before its rows are scaled; grouped experts: the scales too
+                    output_rows = self.stream_tokens if matrix.is_cut_input and not expert else rows
+                    total += output_rows * matrix.rows * size * (1 + (expert and self.traits.grouped_experts))
         return total
 
     def _count_norm_bytes(self, *, is_part_of_projection: bool, rereads_input: bool) -> int:
@@ -348,10 +351,11 @@ class LayerBytes:
 
 
 class AdaptedMatrix(NamedTuple):
-    """The number of adapters of a matrix, and the number of its columns on a rank."""
+    """The number of adapters of a matrix, and the number of its columns and rows on a rank."""
 
     pairs: int
     columns: int
+    rows: int
     is_cut_input: bool
 
 
@@ -365,15 +369,14 @@ def _find_adapted_matrices(recipe: Recipe) -> dict[str, AdaptedMatrix] | None:
     layers += [table.build_mtp_layer(depth, [0]) for depth in range(a.mtp_layers)]
     matrices: dict[str, AdaptedMatrix] = {}
     for tensor in filter(adapters.is_adaptable, chain.from_iterable(layers)):
-        pairs = [
-            pair for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank) if pair is not None
-        ]
+        pairs = list(filter(None, adapters.build_adapter_pairs(tensor, lora.targets, lora.rank)))
         *_, module, matrix, _ = tensor.name.replace(".local_experts.0.", ".").split(".")
         if pairs:
-            narrow = pairs[0].a
+            narrow, wide, _ = pairs[0]
             size = recipe.parallel.etp if narrow.is_expert else recipe.parallel.tp
-            columns = narrow.shape[1] // (size if narrow.cut else 1)
-            name, adapted = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, narrow.cut is not None)
+            is_cut_input, columns = narrow.cut is not None, narrow.shape[1] // (size if narrow.cut else 1)
+            rows = tensor.shape[0] // (size if wide.cut else 1)
+            name, adapted = f"{module}.{matrix}", AdaptedMatrix(len(pairs), columns, rows, is_cut_input)
             matrices[name] = max(adapted, matrices.get(name, adapted))
     return matrices
 

@@ -140,9 +140,9 @@ def list_trained_parameters(
             matrix.is_expert,
         )
         for tensor in chain.from_iterable(layers)
-        for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank)
+        for pair in adapters.build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
         if pair is not None
-        for matrix in pair
+        for matrix in pair.list_matrices()
     )
 
 

@@ -423,9 +423,11 @@ def _find_adapter_mismatches(tensors: dict[str, StoredTensor], recipe: Recipe) -
     optional: set[str] = set()
     table = Tensors(recipe.architecture)
     for tensor in table:
-        for pair in filter(None, adapters.build_adapter_pairs(tensor, lora.targets, lora.rank)):
+        pairs = adapters.build_adapter_pairs(tensor, lora.targets, lora.rank, use_dora=lora.use_dora)
+        for pair in filter(None, pairs):
             matrices = [
-                adapters.build_adapter_tensor(matrix.name, matrix.shape, table.names) for matrix in pair
+                adapters.build_adapter_tensor(matrix.name, matrix.shape, table.names)
+                for matrix in pair.list_matrices()
             ]
             pair_shapes = {matrix.published_names[0]: matrix.shape for matrix in matrices}
             expected |= pair_shapes

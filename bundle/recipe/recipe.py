@@ -1,5 +1,6 @@
 """The job file as one value that never changes, with the section of its model, and how two of them differ."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -160,10 +161,17 @@ class LoRA(Section):
         default=None,
         min_length=1,
         description="Adapters to start from: a PEFT directory, or ORG/NAME@REVISION of the Hub. Their config"
-        " sets all other keys; only dropout may differ. null: new adapters.",
+        " sets all other keys except loraplus_lr_ratio; only dropout may differ. null: new adapters.",
     )
     rank: Count = Field(default=_LORA_VALUES["rank"], description="Rows of A and columns of B.")
-    alpha: Positive = Field(default=_LORA_VALUES["alpha"], description="Scale of adapters: alpha / rank.")
+    alpha: Positive = Field(
+        default=_LORA_VALUES["alpha"],
+        description="Scale of adapters: alpha / rank; with use_rslora alpha / sqrt(rank).",
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Rank-stabilised scale (rsLoRA: Kalajdzievski, 2023), as PEFT's use_rslora.",
+    )
     dropout: float = Field(
         default=_LORA_VALUES["dropout"],
         ge=0,
@@ -176,6 +184,21 @@ class LoRA(Section):
         description="Published names of the projections that get an adapter, or their last parts: q_proj,"
         " v_proj, mlp.down_proj; all-linear: all of them.",
     )
+    use_dora: bool = Field(
+        default=False,
+        description="Weight-decomposed adapters (DoRA: Liu et al., 2024), as PEFT's use_dora: each row of"
+        " W + scale B A gets a trained magnitude as its norm.",
+    )
+    loraplus_lr_ratio: Positive = Field(
+        default=1.0,
+        description="Learning rate of B and of magnitudes, as a multiple of A's rate, optimizer.lr (LoRA+:"
+        " Hayou et al., 2024).",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 class VisionSection(Section):

@@ -372,6 +372,8 @@ def _check_adapters(recipe: Recipe) -> Iterator[Violation]:
     if missing := find_unmatched_targets(table, lora.targets):
         known = ", ".join(list_all_linear_targets(table))
         yield "model.lora.targets", f"no projection is called {', '.join(missing)}. Choose from {known}."
+    if lora.use_dora and lora.dropout:
+        yield "model.lora.dropout", f"{lora.dropout} is not supported with model.lora.use_dora. Set it to 0."
     if model.fp8 is not None:
         yield "model.lora", "adapters are not supported with FP8. Leave model.fp8 out."
     if model.moe.bias_update_rate and recipe.architecture.moe and recipe.architecture.moe.expert_bias:

@@ -140,7 +140,7 @@ def compare_with_peft() -> float:
         for layer in layers
     ]
     ours = Adapter(
-        [pairs], (6, 4), 1, scale=2.0, dropout=0.3, dim=None, group=dist.group.WORLD, is_expert=False,
+        [pairs], [], (6, 4), 1, scale=2.0, dropout=0.3, dim=None, group=dist.group.WORLD, is_expert=False,
         sequence_parallel=False,
     )  # fmt: skip
     tracker.states_["data-parallel-rng"] = torch.get_rng_state()
@@ -150,7 +150,7 @@ def compare_with_peft() -> float:
     (seen * weight).sum().backward()
     gaps = [seen - wanted]
     for layer, pair in zip(layers, pairs, strict=True):
-        for matrix, parameter in zip("AB", pair, strict=True):
+        for matrix, parameter in zip("AB", pair[:2], strict=True):
             gaps.append(parameter.grad - getattr(layer, f"lora_{matrix}")["default"].weight.grad)
     groups.destroy()
     return max(float(gap.detach().abs().max()) for gap in gaps)

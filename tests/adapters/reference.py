@@ -1,6 +1,7 @@
-"""What transformers computes with W + alpha / rank * B A in the place of W, and the gradients of A and B.
+"""What transformers computes with the merged weight in the place of W, and the gradients of A, B and m.
 
-They follow from the gradient G of the sum: A's is alpha / rank * B^T G, and B's alpha / rank * G A^T.
+They follow from the gradient G of W + s B A: A's is s B^T G, and B's s G A^T. With DoRA the merged weight is
+m / n (W + s B A), where the norm n is constant. Where PEFT has the options, the numbers are its own.
 """
 
 import json
@@ -14,19 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.adapters.cases import ALPHA, RANK, Case
+from tests.adapters.cases import ALPHA, LR_RATIO, OPTIMIZER, RANK, Case
 from tests.families import reference
 
 ADAPTER, NUMBERS = "adapter", "wanted.safetensors"
 BARE = "log-probs of the model alone"
-SCALE = ALPHA / RANK
+STEPPED = "stepped.safetensors"
 _PREFIX = "base_model.model."
 
 
 def write(case: Case, directory: Path) -> None:
     """Writes the model as transformers saves it, an adapter of random A and B, log-probs and gradients.
 
-    The log-probs are those of both and those of the model alone.
+    The log-probs are those of both and those of the model alone. Also writes the adapter after one step.
     """
     reference.write(case.of, directory)
     weights, _ = reference.read(directory)
@@ -37,25 +38,121 @@ def write(case: Case, directory: Path) -> None:
         if any(module.endswith(f".{target}") for target in case.targets):
             given[f"{module}.lora_A.weight"] = torch.randn(RANK, value.shape[1], generator=generator) * 0.2
             given[f"{module}.lora_B.weight"] = torch.randn(value.shape[0], RANK, generator=generator) * 0.2
+            if case.options.get("use_dora"):
+                factor = 0.5 + torch.rand(value.shape[0], generator=generator)
+                given[f"{module}.lora_magnitude_vector"] = value.norm(dim=1) * factor
     _write_adapter(case, given, directory)
-    model = opened(directory)
-    bare = log_probs(model, tokens_of(directory))
+    model, tokens = opened(directory), tokens_of(directory)
+    bare = log_probs(model, tokens)
+    is_peft = bool(case.options) and not any("experts." in name for name in given)
+    if is_peft:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, directory / ADAPTER, is_trainable=True).eval()
+    else:
+        before = _merge_all(model, given, case.scale)
+    model(tokens, labels=tokens).loss.backward()
+    wanted = {"log-probs": log_probs(model, tokens)}
+    if is_peft:
+        wanted |= {name: parameter.grad.clone() for name, parameter in _of_peft(model).items()}
+        stepped = _step_of_peft(model)
+    else:
+        for module, gradient in _parts(model, of_gradients=True):
+            wanted |= _gradients(module, gradient, before.get(module), given, case.scale)
+        stepped = _step(given, wanted)
+    assert wanted.keys() - {"log-probs"} == given.keys() == stepped.keys()
+    wanted[BARE] = bare
+    for numbers, file in ((wanted, NUMBERS), (stepped, STEPPED)):
+        save_file({name: value.contiguous() for name, value in numbers.items()}, directory / file)
+
+
+def merged(module: str, weight: Tensor, given: dict[str, Tensor], scale: float) -> Tensor:
+    """A weight with its adapter, if it has one, in float64."""
+    if f"{module}.lora_A.weight" not in given:
+        return weight.double()
+    a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
+    summed = weight.double() + scale * b @ a
+    magnitude = given.get(f"{module}.lora_magnitude_vector")
+    return summed if magnitude is None else summed * (magnitude / summed.norm(dim=1))[:, None]
+
+
+def _merge_all(model: Any, given: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The weights of adapted modules before every weight was merged."""
+    before = {}
     with torch.no_grad():
         for module, part in _parts(model):
             if f"{module}.lora_A.weight" in given:
-                a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
-                part.add_(SCALE * b @ a)
-    tokens = tokens_of(directory)
-    model(tokens, labels=tokens).loss.backward()
-    wanted = {"log-probs": log_probs(model, tokens)}
-    for module, gradient in _parts(model, of_gradients=True):
-        if f"{module}.lora_A.weight" in given:
-            a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
-            wanted[f"{module}.lora_A.weight"] = SCALE * b.T @ gradient
-            wanted[f"{module}.lora_B.weight"] = SCALE * gradient @ a.T
-    assert wanted.keys() - {"log-probs"} == given.keys()
-    wanted[BARE] = bare
-    save_file({name: value.contiguous() for name, value in wanted.items()}, directory / NUMBERS)
+                before[module] = part.clone()
+                part.copy_(merged(module, part, given, scale))
+    return before
+
+
+def _gradients(
+    module: str, gradient: Tensor, weight: Tensor | None, given: dict[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """The gradients of a module's A, B and magnitude, by their names."""
+    if weight is None:
+        return {}
+    a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
+    found = {}
+    if (magnitude := given.get(f"{module}.lora_magnitude_vector")) is not None:
+        summed = weight + scale * b @ a
+        found[f"{module}.lora_magnitude_vector"] = (gradient * summed).sum(1) / summed.norm(dim=1)
+        gradient = gradient * (magnitude / summed.norm(dim=1))[:, None]
+    return found | {
+        f"{module}.lora_A.weight": scale * b.T @ gradient,
+        f"{module}.lora_B.weight": scale * gradient @ a.T,
+    }
+
+
+def _step(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All of the adapter after torch's first step of AdamW, with the rates of LoRA+."""
+    parameters = {name: torch.nn.Parameter(value.double()) for name, value in given.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = wanted[name].clone()
+    lr, decay = OPTIMIZER["lr"], OPTIMIZER["weight_decay"]
+    groups = [
+        {
+            "params": [parameter],
+            "lr": lr * (1 if ".lora_A." in name else LR_RATIO),
+            "weight_decay": decay if parameter.ndim > 1 else 0,
+        }
+        for name, parameter in parameters.items()
+    ]
+    torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER["clip_grad"])
+    torch.optim.AdamW(groups, eps=OPTIMIZER["eps"]).step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _step_of_peft(model: Any) -> dict[str, Tensor]:
+    """All of PEFT's adapter after a step of PEFT's optimizer of LoRA+; here vectors have no weight decay."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    optimizer = create_loraplus_optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=OPTIMIZER["lr"],
+        loraplus_lr_ratio=LR_RATIO,
+        loraplus_weight_decay=OPTIMIZER["weight_decay"],
+        eps=OPTIMIZER["eps"],
+    )
+    *_, with_decay, without = optimizer.param_groups
+    without["params"] += [parameter for parameter in with_decay["params"] if parameter.ndim == 1]
+    with_decay["params"] = [parameter for parameter in with_decay["params"] if parameter.ndim > 1]
+    torch.nn.utils.clip_grad_norm_(_of_peft(model).values(), OPTIMIZER["clip_grad"])
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in _of_peft(model).items()}
+
+
+def _of_peft(model: Any) -> dict[str, torch.nn.Parameter]:
+    """All that PEFT trains, by the names of its files."""
+    return {
+        name.removeprefix(_PREFIX)
+        .replace(".default", "")
+        .replace("magnitude_vector.weight", "magnitude_vector"): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def adapter(directory: Path) -> dict[str, Tensor]:
@@ -89,7 +186,7 @@ def _write_adapter(case: Case, given: dict[str, Tensor], directory: Path) -> Non
     if any("experts." in name for name in given):
         (directory / ADAPTER).mkdir()
         said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(case.targets)}
-        (directory / ADAPTER / "adapter_config.json").write_text(json.dumps(said))
+        (directory / ADAPTER / "adapter_config.json").write_text(json.dumps(said | dict(case.options)))
         named = {f"{_PREFIX}{name}": value for name, value in given.items()}
         save_file(named, directory / ADAPTER / "adapter_model.safetensors")
         return
@@ -98,7 +195,12 @@ def _write_adapter(case: Case, given: dict[str, Tensor], directory: Path) -> Non
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=list(case.targets), lora_dropout=0.1, task_type="CAUSAL_LM"
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=list(case.targets),
+        lora_dropout=0.1,
+        task_type="CAUSAL_LM",
+        **case.options,
     )
     made = get_peft_model(model, config)
     named = {f"{_PREFIX}{name}": value for name, value in given.items()}

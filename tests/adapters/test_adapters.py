@@ -1,4 +1,4 @@
-"""Adapters compute what transformers does with W + alpha / rank * B A, in every layout."""
+"""Adapters compute what transformers does with merged weights and what PEFT does, in every layout."""
 
 import json
 from pathlib import Path
@@ -70,20 +70,17 @@ def test_every_layout_computes_and_trains_as_transformers_does(directories, core
             merged = {
                 key: value for file in out.glob("hf/*.safetensors") for key, value in load_file(file).items()
             }
-            _assert_merged(merged, given, families.read(root / case.name)[0], out.name)
+            _assert_merged(merged, given, families.read(root / case.name)[0], case.scale, out.name)
     if core.tree is None:
         for case in CASES.values():
             _assert_opened(root / case.name, beside=case.loads)
 
 
-def _assert_merged(merged, given, before, where):
+def _assert_merged(merged, given, before, scale, where):
     modules = {name.removesuffix(".lora_A.weight") for name in given if "lora_A" in name}
     for name, value in merged.items():
         module = name.removesuffix(".weight")
-        expected = before[name].double()
-        if module in modules:
-            a, b = (given[f"{module}.lora_{which}.weight"].double() for which in "AB")
-            expected = expected + reference.SCALE * b @ a
+        expected = reference.merged(module, before[name], given, scale)
         assert (value - expected).abs().max() <= 1e-6 * expected.abs().max(), f"{where} {name}"
     assert modules <= {name.removesuffix(".weight") for name in merged}
 

@@ -6,6 +6,7 @@ import pytest
 
 from bundle.architectures import adapters
 from bundle.errors import UsageError
+from bundle.recipe.recipe import LoRA
 from tests.adapters.dropout import LAYOUTS, PEFT, SAME
 from tests.adapters.test_refusals import WRITTEN, with_lora
 
@@ -26,7 +27,20 @@ def test_a_directory_s_dropout_is_read_and_may_be_replaced(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(WRITTEN | {"lora_dropout": 0.25}))
     assert with_lora(model={"lora": {"path": str(tmp_path)}}).model.lora.dropout == 0.25
     assert with_lora(model={"lora": {"path": str(tmp_path), "dropout": 0.0}}).model.lora.dropout == 0
-    assert adapters.build_adapter_config(4, 8.0, 0.25, ["q_proj"], None)["lora_dropout"] == 0.25
+    values = LoRA(dropout=0.25).model_dump()
+    assert adapters.build_adapter_config(values, None)["lora_dropout"] == 0.25
+
+
+def test_dropout_with_magnitudes_is_refused(tmp_path, messages):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(WRITTEN | {"lora_dropout": 0.25, "use_dora": True})
+    )
+    with pytest.raises(UsageError) as error:
+        with_lora(model={"lora": {"path": str(tmp_path)}})
+    (said,) = error.value.violations
+    assert said.startswith("model.lora.dropout: ") and "0.25" in said and "model.lora.use_dora" in said
+    messages(said)
+    assert with_lora(model={"lora": {"path": str(tmp_path), "dropout": 0}}).model.lora.use_dora
 
 
 @pytest.mark.parametrize("wrong", [1, 1.5, -0.1, "0.1", True])

@@ -6,6 +6,8 @@ from itertools import product
 
 import pytest
 
+from bundle.architectures import adapters
+from bundle.checkpoints import state
 from bundle.environment.hardware import build_preset, detect
 from bundle.errors import UsageError
 from bundle.planning.inputs import inspect_weights
@@ -123,12 +125,32 @@ def test_an_adapter_says_its_rank_alpha_and_targets(tmp_path):
     assert " 4 " in said
 
 
+@pytest.mark.parametrize("flag", ["use_rslora", "use_dora"])
+def test_an_adapter_says_by_flags_what_it_computes(tmp_path, flag):
+    given = {flag: True}
+    read = beginning(directory(tmp_path / "adapter", WRITTEN | given), dropout=0, loraplus_lr_ratio=16)
+    lora = read.model.lora
+    assert (lora.use_rslora, lora.use_dora) == (flag == "use_rslora", flag == "use_dora")
+    assert lora.scale == (8 / 4**0.5 if lora.use_rslora else 8 / 4)
+    written = adapters.build_adapter_config(lora.model_dump(), None)
+    assert (written["use_rslora"], written["use_dora"]) == (lora.use_rslora, lora.use_dora)
+    plain = beginning(directory(tmp_path / "plain"))
+    saved = [state.describe_adapters(recipe, loaded=True) or {} for recipe in (read, plain)]
+    assert saved[0] == saved[1] | given and len(saved[0]) > len(saved[1])
+    with pytest.raises(UsageError) as error:
+        beginning(tmp_path / "plain", **given)
+    (said,) = error.value.violations
+    assert f"model.lora.{flag}: True " in said
+    missing = "\n".join(problem.text for problem in inspect_weights(read).problems)
+    assert ("self_attn.q_proj.lora_magnitude_vector" in missing) == lora.use_dora
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("peft_type", "IA3"),
-        ("use_dora", True),
-        ("use_rslora", True),
+        ("use_dora", "true"),
+        ("use_rslora", 1),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),

@@ -21,8 +21,8 @@ from tests.adapters.cases import ALPHA, CASES, RANK
 from tests.families import reference as families
 
 
-def recipe(directory, targets) -> Recipe:
-    lora = {"rank": RANK, "alpha": ALPHA, "targets": list(targets)}
+def recipe(directory, case) -> Recipe:
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": list(case.targets), **case.options}
     return from_mapping(
         {
             "name": "merging",
@@ -44,24 +44,21 @@ def checkpoint(root, matrices) -> TorchDistCheckpoint:
     return TorchDistCheckpoint(root)
 
 
-@pytest.fixture(scope="module", params=["dense", "some", "experts", "latent"])
+@pytest.fixture(scope="module", params=["dense", "some", "experts", "latent", "rsLoRA and DoRA"])
 def case(request, tmp_path_factory):
     """A case, its directory with an adapter in it, and what merging is to give, in float64."""
     case, directory = CASES[request.param], tmp_path_factory.mktemp("merging") / "model"
     reference.write(case, directory)
     matrices = reference.adapter(directory / reference.ADAPTER)
     wanted = {name: value.double() for name, value in families.tensors(directory).items()}
-    for name in matrices:
-        module = name.removesuffix(".lora_A.weight")
-        if module != name:
-            a, b = (matrices[f"{module}.lora_{which}.weight"].double() for which in "AB")
-            wanted[f"{module}.weight"] += reference.SCALE * b @ a
+    for name, value in wanted.items():
+        wanted[name] = reference.merged(name.removesuffix(".weight"), value, matrices, case.scale)
     return case, directory, matrices, wanted
 
 
 def test_every_weight_is_merged_as_peft_does(case, tmp_path):
     of, directory, matrices, wanted = case
-    job = recipe(directory, of.targets)
+    job = recipe(directory, of)
     saved = checkpoint(tmp_path / "saved", matrices)
     conversion.to_hugging_face(
         saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
@@ -84,7 +81,7 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
     from bundle.models.generation import GenerationOptions, generate_answers
     from bundle.packing.prompts import Prompt
 
-    job = recipe(directory, of.targets)
+    job = recipe(directory, of)
     saved = checkpoint(tmp_path / "saved", matrices)
     conversion.to_hugging_face(
         saved, PublishedModel.from_recipe(job), tmp_path / "hf", "fp32", find_base(job)
@@ -111,7 +108,7 @@ def test_greedy_tokens_are_those_of_peft(case, tmp_path):
 
 def test_matrices_that_are_missing_or_of_another_shape_are_named(case, tmp_path):
     of, directory, matrices, _ = case
-    job = recipe(directory, of.targets)
+    job = recipe(directory, of)
     first, second, *_ = sorted(matrices)
     others = {name: value for name, value in matrices.items() if name != first}
     saved = checkpoint(tmp_path / "saved", others | {second: torch.zeros(2, 2)})
@@ -132,7 +129,7 @@ def test_weights_that_are_not_finite_are_named(case, tmp_path):
     weights[name][0, 0] = torch.nan
     save_file(weights, file, {"format": "pt"})
     try:
-        job = recipe(directory, of.targets)
+        job = recipe(directory, of)
         saved = checkpoint(tmp_path / "saved", matrices)
         with pytest.raises(UsageError) as error:
             conversion.to_hugging_face(
@@ -145,6 +142,6 @@ def test_weights_that_are_not_finite_are_named(case, tmp_path):
 
 def test_random_weights_are_not_merged(case):
     of, directory, *_ = case
-    job = recipe(directory, of.targets)
+    job = recipe(directory, of)
     with pytest.raises(UsageError, match=r"model\.lora"):
         find_base(job.model_copy(update={"model": job.model.model_copy(update={"weights": "random"})}))

@@ -38,6 +38,7 @@ def _laid_out(pp: int, layout: str) -> dict[str, Any]:
 
 
 _LORA = {"rank": 3, "alpha": 6.0}
+_DORA = {"use_dora": True, "loraplus_lr_ratio": 4.0}
 _ADAPTED = {"lora": {**_LORA, "targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}}
 _LATENT = {"lora": {**_LORA, "targets": ["q_b_proj", "kv_a_proj_with_mqa", "gate_proj", "down_proj"]}}
 SEEING = CASES_THAT_SEE[0].config
@@ -76,6 +77,12 @@ CASES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
     (2, QWEN2_TIED, {"parallel": {"pp": 2}, "model": _ADAPTED, "distributed": _OVERLAP}),
     (4, DEEPSEEK, {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": _LATENT}),
     (2, DEEPSEEK | {"num_nextn_predict_layers": 0}, {"parallel": {"tp": 1, "etp": 2}, "model": _LATENT}),
+    (2, QWEN3, {"parallel": {"tp": 2}, "model": {"lora": {**_ADAPTED["lora"], **_DORA}}}),
+    (
+        4,
+        DEEPSEEK,
+        {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": {"lora": {**_LATENT["lora"], **_DORA}}},
+    ),
     (2, GPT_OSS, {"parallel": {"tp": 2, "etp": 1}}),
     (4, GPT_OSS, {"parallel": {"pp": 2, "ep": 2}, "distributed": _OVERLAP}),
     (2, QWEN3_NEXT, {"parallel": {"tp": 2}}),

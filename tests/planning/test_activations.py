@@ -15,6 +15,7 @@ from bundle.recipe import load
 BF16 = "model.dtype=bf16"
 SELECTIVE = "model.recompute.granularity=selective"
 LORA = "model.lora={{rank: 12, alpha: 8, targets: [{}]}}"  # what is frozen keeps no input
+DORA = LORA.replace("rank", "use_dora: true, rank")
 DROPOUT = LORA.replace("rank", "dropout: 0.1, rank")
 CASES = [
     ["demo"],
@@ -50,6 +51,8 @@ CASES = [
     ["demo", LORA.format("o_proj"), "model.recompute.granularity=full"],
     ["qwen3-tp2-sp", BF16, DROPOUT.format("all-linear")],
     ["demo", BF16, DROPOUT.format("all-linear")],
+    ["qwen3-tp2-sp", BF16, DORA.format("q_proj, o_proj, up_proj")],
+    ["demo", BF16, DORA.format("all-linear")],
 ]
 
 

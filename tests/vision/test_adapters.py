@@ -62,9 +62,9 @@ def test_all_linear_are_the_layers_that_peft_takes_by_that_word_and_by_our_targe
     table = Tensors(from_config(case.config))
     theirs, targets = taken("all-linear"), adapters.list_all_linear_targets(table)
     ours = {
-        adapting.tail(matrix.name.removesuffix(".lora_A.weight"))
+        adapting.tail(pair.a.name.removesuffix(".lora_A.weight"))
         for tensor in table
-        for matrix, _ in filter(None, adapters.build_adapter_pairs(tensor, targets, 2))
+        for pair in filter(None, adapters.build_adapter_pairs(tensor, targets, 2))
     }
     assert taken(targets) == theirs
     assert {name.replace(".language_model.", ".") for name in theirs} == ours
