@@ -165,7 +165,9 @@ class Adapter(torch.nn.Module):
         """
         squares = []
         for expert in experts:
-            pieces = self._base_weights[expert].unflatten(0, (self._repeats, -1)).split(self._widths, 1)
+            pieces = (
+                self._base_weights[expert].detach().unflatten(0, (self._repeats, -1)).split(self._widths, 1)
+            )
             for piece, pair in zip(pieces, self._pairs[expert], strict=True):
                 if pair is None:
                     continue
