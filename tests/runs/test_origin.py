@@ -15,6 +15,7 @@ from bundle.runs.directory import Origin, RunDirectory, find_starting_checkpoint
 
 def kept_by(root: Path, recipe: Recipe, *steps: int, loaded: bool = False) -> Path:
     """A run that has these checkpoints of a recipe's model, without their tensors."""
+    root.mkdir(exist_ok=True)
     kept = CheckpointDirectory(root / "checkpoints")
     for step in steps:
         place = kept.create_partial(step)
