@@ -18,13 +18,13 @@ from bundle.engine.losses import (
     LossFactors,
     LossTap,
     Objective,
-    Scores,
     collect_scores,
     compute_factors,
 )
 from bundle.engine.microbatch import Mean, MicroBatch, build_blanks
 from bundle.engine.reference import HostReference
 from bundle.engine.replay import RouterReplay
+from bundle.engine.scores import Scores
 from bundle.errors import JobFailed
 from bundle.mcore import mtp, optimization
 from bundle.mcore.gpt import build_transformer_config
@@ -32,6 +32,7 @@ from bundle.mcore.groups import Groups
 from bundle.models import adapters, gpt, vision
 from bundle.pretrained import PretrainedWeights
 from bundle.recipe import Recipe
+from bundle.recipe.loss_chunks import choose_loss_chunk
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Engine:
             depths=recipe.architecture.mtp_layers,
             mtp_loss_scale=mtp_options.loss_scale,
             vocabulary=recipe.architecture.vocab_size,
+            chunk=choose_loss_chunk(recipe),
             tp_group=groups.tp.group,
             device=device,
             measures=getattr(objective, "measures", None),

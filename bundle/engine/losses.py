@@ -16,118 +16,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.scores import Head, Scores, mask_padding, score_labels
+from bundle.mcore.gpt import defer_output_layer
 from bundle.mcore.groups import Groups, get_dp_cp_group
-
-# Rows are taken in portions: beside the logits and their gradient, no tensor is as large as them. This many
-# numbers (128 MiB in float32) are enough to keep a device busy.
-_PORTION_VALUES = 1 << 25
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What a model says of each label: its log-probability, and the entropy [nats] of the distribution."""
-
-    log_probs: Tensor
-    entropy: Tensor
-
-
-def score_labels(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, temperature: Tensor | None = None
-) -> Scores:
-    """Return the scores [b, s] of `labels` [b, s] under `logits` [s, b, vocabulary / tp], float32 at least.
-
-    `group` holds the ranks that share the vocabulary; None for one. `temperature` [b, s] divides the logits
-    of each token. Both results are differentiable with respect to the logits, exactly. The log-probability
-    of a label that has no logit is not a number.
-    """
-    columns = logits.shape[-1] * (group.size() if group is not None else 1)
-    is_known = (labels >= 0) & (labels < columns)
-    rows = labels.shape[::-1]
-    log_probs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, 1),
-        labels.t().flatten(),
-        None if temperature is None else temperature.t().flatten(),
-        group if group is not None and group.size() > 1 else None,
-    )
-    return Scores(log_probs.view(rows).t() * torch.where(is_known, 1.0, float("nan")), entropy.view(rows).t())
-
-
-class _Score(torch.autograd.Function):
-    """(log-probabilities, entropies) [n] from logits [n, v]; keeps those as they came, and [n] numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: Tensor | None, group: Any) -> Any:
-        width = logits.shape[1]
-        column = labels - (width * group.rank() if group is not None else 0)
-        is_local = (column >= 0) & (column < width)
-        column = column.where(is_local, 0)
-
-        parts = []
-        for rows in _split_rows(logits):
-            x = _take_scaled_rows(logits, temperature, rows)
-            peak = x.amax(1)
-            x = x - peak[:, None]
-            picked = x.gather(1, column[rows, None]).squeeze(1)
-            weights = x.exp()
-            total = weights.sum(1)
-            parts.append((peak, total, weights.mul_(x).sum(1), picked))
-        peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
-        if group is not None:
-            peak, total, weighted, picked = _reduce_over_ranks(
-                group, peak, total, weighted, picked.where(is_local, 0), is_local
-            )
-
-        norm = total.log()
-        entropy = norm - weighted / total
-        ctx.save_for_backward(logits, column, is_local, temperature, peak + norm, entropy)
-        ctx.set_materialize_grads(False)
-        return picked - norm, entropy
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        logits, column, is_local, temperature, norm, entropy = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows in _split_rows(logits):
-            log_p = _take_scaled_rows(logits, temperature, rows) - norm[rows, None]
-            p = log_p.exp()
-            if grad_entropy is None:
-                slope = torch.zeros_like(p)
-            else:
-                slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).mul_(p).neg_()
-            if grad_log_probs is not None:
-                slope -= p.mul_(grad_log_probs[rows, None])
-                slope.scatter_add_(1, column[rows, None], (grad_log_probs * is_local)[rows, None])
-            gradient[rows] = slope if temperature is None else slope.div_(temperature[rows, None])
-        return gradient, None, None, None
-
-
-def _reduce_over_ranks(
-    group: dist.ProcessGroup, peak: Tensor, total: Tensor, weighted: Tensor, picked: Tensor, is_local: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the same numbers over the vocabulary of all ranks, from the numbers of each rank."""
-    highest = peak.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    below = peak - highest
-    share = below.exp()
-    sums = torch.stack((total * share, (weighted + below * total) * share, (picked + below) * is_local))
-    dist.all_reduce(sums, group=group)
-    return highest, *sums.unbind()
-
-
-def _split_rows(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, _PORTION_VALUES // logits.shape[1])
-    return (slice(first, first + rows) for first in range(0, logits.shape[0], rows))
-
-
-def _take_scaled_rows(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
-    """Return these rows of the logits, float32 at least, divided by their temperatures; may be the logits."""
-    x = logits[rows]
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x if temperature is None else x / temperature[rows, None]
 
 
 def collect_scores(
@@ -158,10 +51,6 @@ def collect_scores(
         )
     return collected
 
-
-# The logit of a padding row of the vocabulary: no share in any softmax. Finite, in bf16 and at any
-# temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
-_PADDING_LOGIT = -1e20
 
 # Takes scores where the head is; returns each token's loss [b, s / cp] before weights, masks and division,
 # or with an attribute `measures` ({name: reduction}) [1 + measures, b, s / cp]: the loss, then the measures.
@@ -278,6 +167,7 @@ class LossTap:
         depths: int,
         mtp_loss_scale: float,
         vocabulary: int,
+        chunk: int | None,
         tp_group: dist.ProcessGroup,
         device: torch.device,
         measures: Mapping[str, Reduction] | None = None,
@@ -285,8 +175,9 @@ class LossTap:
         """`model` is the bare GPTModel; on stages without a head the sums stay zero.
 
         `vocabulary` is the number of tokens that there are, without padding; `mtp_loss_scale` the weight of
-        the MTP losses in the total, shared by the `depths`; `measures` are those of the engine's own
-        objective, of which alone a checkpoint knows.
+        the MTP losses in the total, shared by the `depths`; `chunk` the tokens whose logits exist at a
+        time, None for all; `measures` are those of the engine's own objective, of which alone a checkpoint
+        knows.
         """
         self._depths, self._tp_group, self._vocabulary = depths, tp_group, vocabulary
         self._totals = torch.zeros(3 + 2 * depths, dtype=torch.float64, device=device)
@@ -297,10 +188,13 @@ class LossTap:
         self._objective: Objective | None = None
         self._labels: Tensor | None = None
         self._mtp_sums: list[Tensor] = []
+        self._head: Head | None = None
         self._original = model.compute_language_model_loss
         if model.post_process:
             model.compute_language_model_loss = self._compute_loss
             model.register_forward_pre_hook(self._record_labels, with_kwargs=True)
+            if chunk is not None:
+                defer_output_layer(model, lambda weight: self._set_head(weight, chunk))
 
     def set_micro_batch(self, micro_batch: MicroBatch, objective: Objective | None) -> None:
         """Set the micro-batch that the model runs next, and its main loss (None: the model's own)."""
@@ -404,17 +298,20 @@ class LossTap:
     ) -> None:
         self._labels, self._mtp_sums = keywords["labels"], []
 
-    def _compute_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token [b, s], from `labels` [b, s] and `logits` [s, b, vocabulary / tp]."""
+    def _compute_loss(self, labels: Tensor, states: Tensor) -> Tensor:
+        """Return the loss of each token [b, s], from `labels` [b, s] and what the head returned.
+
+        These are the logits [s, b, vocabulary / tp], or the head's input [s, b, h] where it is deferred.
+        """
         micro_batch = self._micro_batch
         assert micro_batch is not None, "expect() comes before the model's forward"
-        self._mask_padded_vocabulary(logits)
+        if self._head is None:
+            mask_padding(states, self._count_local_tokens(states.shape[-1]))
         if labels is self._labels:
             labels, factor = self._mask_unknown_labels(labels, micro_batch.loss_mask)
             if self._objective is None or micro_batch.is_blank:
-                main: Tensor = self._original(labels, logits) * factor
-                return main
-            scores = score_labels(logits, labels, self._tp_group, micro_batch.temperature)
+                return self._compute_cross_entropy(labels, states) * factor
+            scores = self._score(labels, states, micro_batch.temperature)
             result = self._objective(micro_batch, Scores(scores.log_probs * factor, scores.entropy * factor))
             sums = self._ensure_measure_sums(self._objective)
             if sums is None:
@@ -423,9 +320,27 @@ class LossTap:
             return result[0]
         mask = micro_batch.mtp_masks[len(self._mtp_sums)]
         labels, factor = self._mask_unknown_labels(labels, mask)
-        loss: Tensor = self._original(labels, logits) * factor
+        loss = self._compute_cross_entropy(labels, states) * factor
         self._mtp_sums.append((loss.float() * mask).sum())
         return loss.detach()
+
+    def _compute_cross_entropy(self, labels: Tensor, states: Tensor) -> Tensor:
+        """Return the model's own loss of each token [b, s]."""
+        loss: Tensor = (
+            self._original(labels, states) if self._head is None else -self._score(labels, states).log_probs
+        )
+        return loss
+
+    def _score(self, labels: Tensor, states: Tensor, temperature: Tensor | None = None) -> Scores:
+        return score_labels(states, labels, self._tp_group, temperature, self._head)
+
+    def _set_head(self, weight: Tensor, chunk: int) -> None:
+        self._head = Head(weight, chunk, self._count_local_tokens(weight.shape[0]))
+
+    def _count_local_tokens(self, width: int) -> int:
+        """Return how many of this rank's `width` logits are of the vocabulary, and not padding."""
+        rank: int = self._tp_group.rank()
+        return max(0, self._vocabulary - width * rank)
 
     def _mask_unknown_labels(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels, with 0 where one is not a token, and a factor for each loss.
@@ -442,13 +357,3 @@ class LossTap:
     def _is_token(self, ids: Tensor) -> Tensor:
         """Return a mask of the ids that are tokens."""
         return (ids >= 0) & (ids < self._vocabulary)
-
-    def _mask_padded_vocabulary(self, logits: Tensor) -> None:
-        """Take the padding rows of the vocabulary out of every softmax, in place.
-
-        Autograd does not see it, as it would copy the gradient: that of a logit without a share is 0 already.
-        """
-        width = logits.shape[-1]
-        real = self._vocabulary - width * self._tp_group.rank()
-        if real < width:
-            logits.detach()[..., max(0, real) :].fill_(_PADDING_LOGIT)

@@ -6,7 +6,7 @@ It also builds single attention layers.
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -397,6 +397,23 @@ def compute_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, smoothing:
     """
     loss: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, smoothing)
     return loss
+
+
+def defer_output_layer(model: Any, receive: Callable[[torch.Tensor], None]) -> None:
+    """Make the head of a bare GPTModel return its input [s, b, h] for the logits.
+
+    All tensor-parallel ranks get the same, and add up their gradients. `receive` is called with the weight
+    of each pass: the head's own, the embedding's if tied, or a constant (`mcore.mtp.detach_mtp`).
+    """
+    layer = model.output_layer
+
+    def return_input(hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> Any:
+        receive(layer.weight if weight is None else weight)
+        if layer.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden), None
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden), None
+
+    layer.forward = return_input
 
 
 def build_sink_attention(config: TransformerConfig) -> torch.nn.Module:

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bundle.engine.losses import Reduction, Scores
+from bundle.engine.losses import Reduction
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.scores import Scores
 from bundle.engine.sums import SequenceSums
 from bundle.mcore.groups import Groups
 from bundle.rl.corrections import LOG_RATIO_LIMIT, Correction, compute_weights

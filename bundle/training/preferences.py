@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bundle.engine.losses import Reduction, Scores
+from bundle.engine.losses import Reduction
 from bundle.engine.microbatch import MicroBatch
+from bundle.engine.scores import Scores
 from bundle.engine.sums import SequenceSums
 from bundle.mcore.groups import Groups
 from bundle.recipe.recipe import DPO

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from bundle.engine.losses import score_labels
+from bundle.engine.scores import score_labels
 from bundle.errors import JobFailed
 from bundle.recipe import Recipe, from_mapping
 from bundle.verification.numbers import DENSE, Bench, find_worst

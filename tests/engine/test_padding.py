@@ -7,7 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from bundle.engine.losses import LossTap, score_labels
+from bundle.engine.losses import LossTap
+from bundle.engine.scores import mask_padding, score_labels
 
 VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing else
 
@@ -15,8 +16,9 @@ VOCABULARY, WIDTH, RANKS = 50, 32, 4  # whole, in part, and two ranks of nothing
 def tap(rank: int) -> LossTap:
     model: Any = SimpleNamespace(compute_language_model_loss=None, post_process=False)
     group: Any = SimpleNamespace(rank=lambda: rank)
+    device = torch.device("cpu")
     return LossTap(
-        model, depths=0, mtp_loss_scale=0.0, vocabulary=VOCABULARY, tp_group=group, device=torch.device("cpu")
+        model, depths=0, mtp_loss_scale=0, vocabulary=VOCABULARY, chunk=None, tp_group=group, device=device
     )
 
 
@@ -27,7 +29,7 @@ def test_over_ranks_the_softmax_is_that_of_the_vocabulary(dtype):
     shards = [shard * 1 for shard in leaf.chunk(RANKS, -1)]  # no leaves, as megatron's are not
     for rank, shard in enumerate(shards):
         function = shard.grad_fn
-        tap(rank)._mask_padded_vocabulary(shard)
+        mask_padding(shard, tap(rank)._count_local_tokens(WIDTH))
         assert shard.grad_fn is function, "autograd would copy the gradient of all logits"
     whole = torch.cat(shards, -1)
     assert torch.equal(whole[..., :VOCABULARY], leaf[..., :VOCABULARY])

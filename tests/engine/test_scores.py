@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("megatron.core")
-from bundle.engine import losses
-from bundle.engine.losses import score_labels
+from bundle.engine import scores
+from bundle.engine.scores import score_labels
 
 S, B, V = 7, 3, 50
 
@@ -31,7 +31,7 @@ def reference(logits, labels, temperature=None):
 @pytest.mark.parametrize("tempered", [False, True])
 @pytest.mark.parametrize("portion", [1, 3 * V, 1 << 25], ids=["row by row", "uneven portions", "at once"])
 def test_values_and_gradients(monkeypatch, tempered, portion):
-    monkeypatch.setattr(losses, "_PORTION_VALUES", portion)
+    monkeypatch.setattr(scores, "_PORTION_VALUES", portion)
     logits, labels, temperature = drawn()
     temperature = temperature if tempered else None
     ours, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
@@ -111,7 +111,7 @@ class Largest(TorchDispatchMode):
 
 def test_nothing_but_the_gradient_is_as_large_as_the_logits(monkeypatch):
     """Where the logits are more than a portion; a float32 softmax of bf16 logits would be twice as large."""
-    monkeypatch.setattr(losses, "_PORTION_VALUES", 2 * V)
+    monkeypatch.setattr(scores, "_PORTION_VALUES", 2 * V)
     logits, labels, temperature = drawn(torch.bfloat16)
     logits.requires_grad_()
     with Largest(logits.numel()) as largest:

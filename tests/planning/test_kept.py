@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bundle.engine.losses import score_labels
+from bundle.engine.scores import score_labels
 from bundle.environment.hardware import build_preset, detect
 from bundle.environment.machine import DetectedValue
 from bundle.planning import to_text

@@ -1,0 +1,261 @@
+"""Log-probabilities and entropies of labels, from logits, or from hidden states in chunks of tokens.
+
+In chunks, the logits of a chunk are computed, measured and forgotten, and computed again in the backward
+pass. Then no tensor is as large as the logits of all tokens.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Rows are taken in portions: beside the logits and their gradient, no tensor is as large as them. This many
+# numbers (128 MiB in float32) are enough to keep a device busy.
+_PORTION_VALUES = 1 << 25
+
+# The logit of a padding row of the vocabulary: no share in any softmax. Finite, in bf16 and at any
+# temperature: 0 times infinity, in an entropy or on a rank whose rows are all padding, would be no number.
+_PADDING_LOGIT = -1e20
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model says of each label: its log-probability, and the entropy [nats] of the distribution."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class Head(NamedTuple):
+    """The product that gives logits: this rank's weight [vocabulary / tp, h], for `chunk` tokens at a time.
+
+    The first `limit` logits of a token are of the vocabulary, the rest is padding.
+    """
+
+    weight: Tensor
+    chunk: int
+    limit: int
+
+
+def mask_padding(logits: Tensor, limit: int) -> None:
+    """Take all but the first `limit` logits of each token out of every softmax, in place.
+
+    Autograd does not see it, as it would copy the gradient: that of a logit without a share is 0 already.
+    """
+    if limit < logits.shape[-1]:
+        logits.detach()[..., limit:].fill_(_PADDING_LOGIT)
+
+
+def score_labels(
+    states: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    temperature: Tensor | None = None,
+    head: Head | None = None,
+) -> Scores:
+    """Return the scores [b, s] of `labels` [b, s] under logits, float32 at least.
+
+    `states` are the logits [s, b, vocabulary / tp], or with a `head` its input [s, b, h], the same on all
+    ranks that share the vocabulary. `group` holds these ranks; None for one. `temperature` [b, s] divides
+    the logits of each token. Both results are differentiable with respect to the states and the weight,
+    exactly; the gradient of the states is this rank's part of a sum over the group. The log-probability of
+    a label that has no logit is not a number.
+    """
+    weight, chunk, limit = head or (None, max(1, labels.numel()), 0)
+    width = states.shape[-1] if weight is None else weight.shape[0]
+    columns = width * (group.size() if group is not None else 1)
+    is_known = (labels >= 0) & (labels < columns)
+    rows = labels.shape[::-1]
+    log_probs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
+        states.flatten(0, 1),
+        weight,
+        labels.t().flatten(),
+        None if temperature is None else temperature.t().flatten(),
+        group if group is not None and group.size() > 1 else None,
+        chunk,
+        limit,
+    )
+    return Scores(log_probs.view(rows).t() * torch.where(is_known, 1.0, float("nan")), entropy.view(rows).t())
+
+
+class _Score(torch.autograd.Function):
+    """(log-probabilities, entropies) [n] from logits [n, v], or from states [n, h] and a weight [v, h].
+
+    It keeps those as they came, and [n] numbers.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        temperature: Tensor | None,
+        group: Any,
+        chunk: int,
+        limit: int,
+    ) -> Any:
+        width = states.shape[1] if weight is None else weight.shape[0]
+        column = labels - (width * group.rank() if group is not None else 0)
+        is_local = (column >= 0) & (column < width)
+        column = column.where(is_local, 0)
+
+        measure, buffer = _choose_form(_measure_rows, weight), _build_buffer(states, weight, chunk)
+        parts = [
+            measure(*portion)
+            for inputs, *others in _split(chunk, states, column, temperature)
+            for portion in _split_portions(_compute_logits(inputs, weight, limit, buffer), *others)
+        ]
+        peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
+        if group is not None:
+            peak, total, weighted, picked = _reduce_over_ranks(
+                group, peak, total, weighted, picked.where(is_local, 0), is_local
+            )
+
+        norm = total.log()
+        entropy = norm - weighted / total
+        ctx.save_for_backward(states, weight, column, is_local, temperature, peak + norm, entropy)
+        ctx.set_materialize_grads(False)
+        ctx.chunk, ctx.limit = chunk, limit
+        return picked - norm, entropy
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        states, weight, *rows = ctx.saved_tensors
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(rows[-1])
+        gradient = torch.empty_like(states)
+        weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        write, buffer = _choose_form(_write_slopes, weight), _build_buffer(states, weight, ctx.chunk)
+        for inputs, result, *others in _split(
+            ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
+        ):
+            logits = _compute_logits(inputs, weight, ctx.limit, buffer)
+            slopes = result if weight is None else logits
+            for portion in _split_portions(logits, slopes, *others):
+                write(*portion)
+            if weight is not None:
+                torch.mm(slopes, weight, out=result)
+            if weight_gradient is not None:
+                weight_gradient.add(slopes.t() @ inputs)
+        return gradient, weight_gradient and weight_gradient.finish(), None, None, None, None, None
+
+
+class _WeightGradient:
+    """The gradient of a weight [v, h], added up in float32.
+
+    Where megatron accumulates in float32, that is `main_grad`, and autograd adds zeros to it later.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        main: Tensor | None = getattr(weight, "main_grad", None)
+        self._is_main = main is not None and main.dtype is torch.float32
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._weight = weight
+        self._sum = main if main is not None and self._is_main else torch.zeros_like(weight, dtype=dtype)
+
+    def add(self, part: Tensor) -> None:
+        self._sum += part
+
+    def finish(self) -> Tensor:
+        """Return what autograd adds to the gradient of the weight."""
+        return torch.zeros_like(self._weight) if self._is_main else self._sum.to(self._weight.dtype)
+
+
+def _build_buffer(states: Tensor, weight: Tensor | None, chunk: int) -> Tensor | None:
+    """Return the memory of a chunk's logits, one for all chunks; None without a weight."""
+    return None if weight is None else states.new_empty(min(chunk, len(states)), len(weight))
+
+
+def _compute_logits(states: Tensor, weight: Tensor | None, limit: int, buffer: Tensor | None) -> Tensor:
+    """Return the logits [n, v] of states [n, h], in the buffer; without a weight, the states themselves."""
+    if weight is None or buffer is None:
+        return states
+    logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
+    mask_padding(logits, limit)
+    return logits
+
+
+def _measure_rows(
+    logits: Tensor, column: Tensor, temperature: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the peak, the sums of exp(x - peak) and of its products with x - peak, the label's x - peak."""
+    x = _scale(logits, temperature)
+    peak = x.amax(1)
+    x = x - peak[:, None]
+    picked = x.gather(1, column[:, None]).squeeze(1)
+    weights = x.exp()
+    return peak, weights.sum(1), (weights * x).sum(1), picked
+
+
+def _write_slopes(
+    logits: Tensor,
+    result: Tensor,
+    column: Tensor,
+    is_local: Tensor,
+    temperature: Tensor | None,
+    norm: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Write the gradient of the logits to `result`, which may be the logits themselves."""
+
+    def compute_slope(x: Tensor) -> Tensor:
+        log_p = x - norm[:, None]
+        p = log_p.exp()
+        slope = -(p * grad_log_probs[:, None])
+        if grad_entropy is not None:
+            slope = slope - (log_p + entropy[:, None]) * grad_entropy[:, None] * p
+        return slope
+
+    x, label = _scale(logits, temperature), column[:, None]
+    of_label = compute_slope(x.gather(1, label)) + (grad_log_probs * is_local)[:, None]
+    slope = compute_slope(x)
+    if temperature is not None:
+        slope, of_label = slope / temperature[:, None], of_label / temperature[:, None]
+    result.copy_(slope)
+    result.scatter_(1, label, of_label.to(result.dtype))
+
+
+def _scale(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return the logits, float32 at least, divided by the temperatures; may be the logits."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return x if temperature is None else x / temperature[:, None]
+
+
+def _split_portions(logits: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    return _split(max(1, _PORTION_VALUES // logits.shape[1]), logits, *others)
+
+
+def _split(rows: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Return so many rows of each tensor at a time, once if there are none; None stays None."""
+    return zip(*(repeat(None) if tensor is None else tensor.split(rows) for tensor in tensors), strict=False)
+
+
+def _choose_form(function: Callable[..., Any], weight: Tensor | None) -> Callable[..., Any]:
+    """Return the function, compiled where a GPU computes chunks: one kernel makes no copies of the logits."""
+    return _compile(function) if weight is not None and weight.device.type == "cuda" else function
+
+
+_compile = functools.cache(torch.compile)
+
+
+def _reduce_over_ranks(
+    group: dist.ProcessGroup, peak: Tensor, total: Tensor, weighted: Tensor, picked: Tensor, is_local: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same numbers over the vocabulary of all ranks, from the numbers of each rank."""
+    highest = peak.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    below = peak - highest
+    share = below.exp()
+    sums = torch.stack((total * share, (weighted + below * total) * share, (picked + below) * is_local))
+    dist.all_reduce(sums, group=group)
+    return highest, *sums.unbind()

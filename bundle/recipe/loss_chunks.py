@@ -1,0 +1,23 @@
+"""Decides how many tokens the loss takes at a time, for the engine and for the memory estimate alike."""
+
+from bundle.architectures import pad_vocab_size
+from bundle.recipe.recipe import Recipe
+
+# The logits of a chunk, 512 MiB in bf16: wide enough for fast matrix products.
+_CHUNK_LOGITS = 1 << 28
+
+
+def choose_loss_chunk(recipe: Recipe) -> int | None:
+    """Return the tokens of a chunk; None where a rank computes the logits of a micro-batch at once.
+
+    Chunks cost one more matrix product in the backward pass. Up to two chunks save little.
+    """
+    chunk = max(1, _CHUNK_LOGITS // count_local_logits(recipe))
+    tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_rows
+    return chunk if tokens > 2 * chunk else None
+
+
+def count_local_logits(recipe: Recipe) -> int:
+    """Return the logits of one token on a rank, padding included."""
+    tp = recipe.parallel.tp
+    return pad_vocab_size(recipe.architecture.vocab_size, tp) // tp
