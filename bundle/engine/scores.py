@@ -109,8 +109,8 @@ class _Score(torch.autograd.Function):
         measure, buffer = _choose_form(_measure_rows, weight), _build_buffer(states, weight, chunk)
         parts = [
             measure(*portion)
-            for inputs, *others in _split(chunk, states, column, temperature)
-            for portion in _split_portions(_compute_logits(inputs, weight, limit, buffer), *others)
+            for inputs, *row_values in _split(chunk, states, column, temperature)
+            for portion in _split_portions(_compute_logits(inputs, weight, limit, buffer), *row_values)
         ]
         peak, total, weighted, picked = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
@@ -134,12 +134,12 @@ class _Score(torch.autograd.Function):
         gradient = torch.empty_like(states)
         weight_gradient = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         write, buffer = _choose_form(_write_slopes, weight), _build_buffer(states, weight, ctx.chunk)
-        for inputs, result, *others in _split(
+        for inputs, result, *row_values in _split(
             ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
         ):
             logits = _compute_logits(inputs, weight, ctx.limit, buffer)
             slopes = result if weight is None else logits
-            for portion in _split_portions(logits, slopes, *others):
+            for portion in _split_portions(logits, slopes, *row_values):
                 write(*portion)
             if weight is not None:
                 torch.mm(slopes, weight, out=result)
@@ -231,8 +231,8 @@ def _scale(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return x if temperature is None else x / temperature[:, None]
 
 
-def _split_portions(logits: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    return _split(max(1, _PORTION_VALUES // logits.shape[1]), logits, *others)
+def _split_portions(logits: Tensor, *row_values: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    return _split(max(1, _PORTION_VALUES // logits.shape[1]), logits, *row_values)
 
 
 def _split(rows: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:

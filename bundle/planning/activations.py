@@ -9,20 +9,21 @@ one operation saves of a token. `LayerBytes` counts one layer without its recomp
 from itertools import chain
 from typing import NamedTuple
 
-from bundle.architectures import MLA, DeltaNet, VisionArchitecture, adapters, pad_vocab_size
+from bundle.architectures import MLA, DeltaNet, VisionArchitecture, adapters
 from bundle.architectures.tensors import Tensors
 from bundle.capabilities import LayerTraits
 from bundle.environment.packages import MegatronCode, SourcePredicate
+from bundle.planning.head import ID_BYTES, HeadBytes
 from bundle.planning.layout import ModelChunk, RankLayout
 from bundle.planning.size import BF16, FP32
 from bundle.recipe import Recipe
+from bundle.recipe.loss_chunks import choose_loss_chunk, count_local_logits
 from bundle.recipe.recipe import VisionSection as VisionSection
 
 # The gate of experts is computed with glu_linear_offset, zero or not.
 SHIFTED_GATE = SourcePredicate("transformer/mlp.py", "glu_linear_offset", "0.15")
 # Earlier releases never recompute MTP layers.
 MTP_RECOMPUTATION = SourcePredicate("transformer/multi_token_prediction.py", "_checkpointed_forward", "0.14")
-ID_BYTES = 8  # bytes of a token's id, and of an expert's number
 DELTA_NET_CHUNK = 64  # rows that a gated delta net takes at once
 
 
@@ -134,12 +135,22 @@ class LayerBytes:
             is_frozen=recipe.model.lora is not None,
         )
         self.adapted_matrices = _find_adapted_matrices(recipe)
-        self.is_dpo = recipe.dpo is not None
         self.cp = parallel.cp
         self.rows = recipe.data.sequence_length // parallel.cp
         self.tokens = self.rows * recipe.micro_batch_rows
         self.stream_tokens = self.tokens // (parallel.tp if parallel.sequence_parallel else 1)
         self.stream_bytes = self.stream_tokens * recipe.architecture.hidden_size * self.saved.element_bytes
+        self.head = HeadBytes(
+            self.tokens,
+            self.stream_bytes,
+            size,
+            recipe.architecture.hidden_size,
+            count_local_logits(recipe),
+            choose_loss_chunk(recipe),
+            is_dpo=recipe.dpo is not None,
+            is_frozen=recipe.model.lora is not None,
+            is_fused=traits.fused_loss,
+        )
         # A rank gets as many copies as it sends, and those of the ranks that hold parts of the same experts.
         moe = recipe.architecture.moe
         self.expert_tokens = self.stream_tokens * moe.topk * parallel.etp if moe else 0
@@ -396,7 +407,10 @@ def estimate_activations(
         microbatch_bytes=sum(sizes),
         saved=sum(size * count for size, count in zip(sizes, in_flight_counts, strict=True)),
         transient=max(
-            max(_count_recomputed_bytes(layer_bytes, chunk), _count_logit_bytes(layer_bytes, chunk))
+            max(
+                _count_recomputed_bytes(layer_bytes, chunk),
+                layer_bytes.head.count_transient_bytes(chunk.losses),
+            )
             + _count_frozen_embedding_bytes(layer_bytes, chunk)
             for chunk in chunks
         ),
@@ -429,7 +443,7 @@ def _count_chunk_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
         embedding
         + trunk
         + chunk.mtp_layers * _count_mtp_bytes(layer_bytes)
-        + _count_loss_bytes(layer_bytes, chunk)
+        + layer_bytes.head.count_saved_bytes(chunk.losses)
     )
 
 
@@ -504,38 +518,6 @@ def _count_norm_bytes(layer_bytes: LayerBytes) -> int:
     return layer_bytes.stream_tokens * layer_bytes.saved.count_norm_bytes(
         layer_bytes.recipe.architecture.hidden_size
     )
-
-
-def _count_loss_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """Return the bytes of the output layer's input of each loss, and of its softmax, in fp32.
-
-    The softmax is over the vocabulary. A preference's loss keeps the logits in their own type instead.
-    """
-    vocabulary, scored = _count_local_vocabulary(layer_bytes), chunk.head and layer_bytes.is_dpo
-    logit_bytes = (
-        chunk.losses - scored
-    ) * vocabulary * FP32 + scored * vocabulary * layer_bytes.saved.element_bytes
-    head_bytes = layer_bytes.stream_bytes * (layer_bytes.adapted_matrices is None)
-    return chunk.losses * (head_bytes + layer_bytes.tokens * ID_BYTES) + layer_bytes.tokens * logit_bytes
-
-
-def _count_logit_bytes(layer_bytes: LayerBytes, chunk: ModelChunk) -> int:
-    """Return the bytes of every loss's logits beside the softmax, and of the fp32 copy of a fused loss.
-
-    A preference's loss has its gradient there. What it computes at a time is no more than a workspace.
-    """
-    if not chunk.head:
-        return 0
-    plain_losses = chunk.losses - layer_bytes.is_dpo
-    copies = 0 if layer_bytes.saved.element_bytes == FP32 else plain_losses * layer_bytes.saved.element_bytes
-    fused = FP32 if layer_bytes.traits.fused_loss and plain_losses else 0
-    logits = layer_bytes.tokens * _count_local_vocabulary(layer_bytes)
-    return logits * (copies + fused + layer_bytes.is_dpo * layer_bytes.saved.element_bytes)
-
-
-def _count_local_vocabulary(layer_bytes: LayerBytes) -> int:
-    tp = layer_bytes.recipe.parallel.tp
-    return pad_vocab_size(layer_bytes.recipe.architecture.vocab_size, tp) // tp
 
 
 def _count_tower_bytes(recipe: Recipe, element_bytes: int) -> int:

@@ -15,6 +15,7 @@ from bundle.planning.plan import Plan
 from bundle.planning.size import DiskUsage, ModelSize
 from bundle.recipe import Recipe
 from bundle.recipe.completion import list_settings
+from bundle.recipe.loss_chunks import choose_loss_chunk
 
 SCHEMA = 1
 _LABEL_WIDTH = 13
@@ -43,6 +44,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "step": {"tokens": plan.step_tokens, "flops": plan.step_flops, "peak": to_json_value(plan.peak)},
         "checkpoint": {"bytes": plan.checkpoint_bytes},
         "export": {"bytes": plan.export_bytes} if plan.export_bytes else None,
+        "loss": {"chunk_tokens": choose_loss_chunk(plan.recipe)},
         "balancing": _build_balancing_json(plan.recipe),
         "stages": [_build_stage_json(chunks, memory) for chunks, memory in _pair_stages(plan)],
         "attention": to_json_value(plan.attention),
@@ -124,6 +126,7 @@ def to_text(plan: Plan, run_command: str, start_text: str) -> str:
         ("settings", format_settings(plan.recipe)),
         ("validation", [_format_validation(plan.recipe)]),
         ("step", [_format_step(plan), *_format_bubble(plan.layout)]),
+        ("loss", list(_format_loss(plan.recipe))),
         ("experts", list(_format_experts(plan.recipe))),
         (
             "stages",
@@ -224,6 +227,12 @@ def _format_bubble(layout: RankLayout | None) -> Iterator[str]:
             f"pipeline bubble: stages are idle for {layout.bubble:.0%} of a step ({schedule}, if all stages"
             " take equally long)"
         )
+
+
+def _format_loss(recipe: Recipe) -> Iterator[str]:
+    """Yield how the loss takes its tokens, if not all at once."""
+    if (chunk := choose_loss_chunk(recipe)) is not None:
+        yield f"in chunks of {chunk:,} tokens: the backward pass computes their logits again, to save memory"
 
 
 def _format_training_length(plan: Plan) -> str:

@@ -1,14 +1,15 @@
 """What a job's attention kernel, loss, FP8 products and optimizer keep, on a device and beside it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from bundle.engine.scores import score_labels
+from bundle.engine.scores import Head, score_labels
 from bundle.environment.hardware import build_preset, detect
 from bundle.environment.machine import DetectedValue
-from bundle.planning import to_text
+from bundle.planning import to_json, to_text
 from tests.environment.machines import recorded
 from tests.planning.jobs import DEEPSEEK, QWEN3, job, plan
 
@@ -140,3 +141,40 @@ def test_sgd_without_momentum_is_refused_where_it_keeps_one():
     assert any(text.startswith("optimizer.sgd_momentum: 0") for text in problems("h200", **plain))
     assert not problems("a3", **plain)
     assert not problems("h200", optimizer={"name": "sgd", "sgd_momentum": 0.5})
+
+
+@pytest.mark.parametrize("adapters", [None, {"rank": 4, "alpha": 8, "targets": ["q_proj"]}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_loss_in_chunks_keeps_its_input_and_computes_few_logits(tp, adapters):
+    length, hidden, vocabulary = 8192, 64, 151936
+    weight = torch.randn(vocabulary // tp, hidden, dtype=torch.bfloat16, requires_grad=adapters is None)
+    states = torch.randn(64, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels, head = torch.zeros(1, 64, dtype=torch.long), Head(weight, 16, vocabulary // tp)
+    seen = kept(lambda: score_labels(states, labels, None, None, head)) - weight.nbytes
+    sections: dict[str, Any] = {
+        "config": QWEN3 | {"max_position_embeddings": length},
+        "model": {"lora": adapters},
+        "data": {"sequence_length": length, "packed": True},
+        "train": {"micro_batch_size": 1, "global_batch_size": 1},
+        "parallel": {"tp": tp, "sequence_parallel": tp > 1},
+    }
+    few, many = (
+        planned("h200", **sections | {"config": sections["config"] | {"vocab_size": size}})
+        for size in (512, vocabulary)
+    )
+    chunk = 2**28 * tp // vocabulary
+    # With few words the loss keeps its softmax, and its input unless the weight is frozen.
+    small = 512 // tp * 4 + (0 if adapters else hidden * 2 // tp)
+    grows = many.memory[0].activations.saved - few.memory[0].activations.saved
+    assert grows == length * (seen // 64 - small)
+    # The logits of a chunk, the gradient of its input, the weight's of a chunk and of all.
+    weights = 0 if adapters else 2 * weight.nbytes
+    embedding = (
+        2 * length // tp * hidden * 2 if adapters else 0
+    )  # what the frozen one gives, and its gradient
+    assert many.memory[0].activations.transient == (
+        chunk * vocabulary // tp * 2 + length * hidden * 2 + weights + embedding
+    )
+    assert to_json(many)["loss"] == {"chunk_tokens": chunk} and to_json(few)["loss"] == {"chunk_tokens": None}
+    assert f"in chunks of {chunk:,} tokens" in to_text(many, "run", "starts")
+    assert "in chunks of" not in to_text(few, "run", "starts")
