@@ -12,9 +12,14 @@ def choose_loss_chunk(recipe: Recipe) -> int | None:
 
     Chunks cost one more matrix product in the backward pass. Up to two chunks save little.
     """
-    chunk = max(1, _CHUNK_LOGITS // count_local_logits(recipe))
+    chunk = count_chunk_tokens(count_local_logits(recipe))
     tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_rows
     return chunk if tokens > 2 * chunk else None
+
+
+def count_chunk_tokens(local_logits: int) -> int:
+    """Return the tokens of a chunk on a rank that has so many logits of one token."""
+    return max(1, _CHUNK_LOGITS // local_logits)
 
 
 def count_local_logits(recipe: Recipe) -> int:
