@@ -5,16 +5,18 @@ from bundle.recipe.recipe import Recipe
 
 # The logits of a chunk, 512 MiB in bf16: wide enough for fast matrix products.
 _CHUNK_LOGITS = 1 << 28
+# The least logits of a micro-batch on a rank for which chunks are used: 4 GiB in bf16, and 8 more in fp32.
+_LEAST_LOGITS = 1 << 31
 
 
 def choose_loss_chunk(recipe: Recipe) -> int | None:
     """Return the tokens of a chunk; None where a rank computes the logits of a micro-batch at once.
 
-    Chunks cost one more matrix product in the backward pass. Up to two chunks save little.
+    Chunks cost one more matrix product in the backward pass, so that only many logits are worth it.
     """
-    chunk = count_chunk_tokens(count_local_logits(recipe))
+    local_logits = count_local_logits(recipe)
     tokens = recipe.data.sequence_length // recipe.parallel.cp * recipe.micro_batch_rows
-    return chunk if tokens > 2 * chunk else None
+    return count_chunk_tokens(local_logits) if tokens * local_logits >= _LEAST_LOGITS else None
 
 
 def count_chunk_tokens(local_logits: int) -> int:

@@ -146,7 +146,7 @@ def test_sgd_without_momentum_is_refused_where_it_keeps_one():
 @pytest.mark.parametrize("adapters", [None, {"rank": 4, "alpha": 8, "targets": ["q_proj"]}])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_loss_in_chunks_keeps_its_input_and_computes_few_logits(tp, adapters):
-    length, hidden, vocabulary = 8192, 64, 151936
+    length, hidden, vocabulary = 32768, 64, 151936
     weight = torch.randn(vocabulary // tp, hidden, dtype=torch.bfloat16, requires_grad=adapters is None)
     states = torch.randn(64, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
     labels, head = torch.zeros(1, 64, dtype=torch.long), Head(weight, 16, vocabulary // tp)

@@ -30,21 +30,20 @@ def of(length, words=WORDS, *, data=PACKED, rows=1, tp=1, cp=1, **sections):
 @pytest.mark.parametrize(
     ("recipe", "chunk"),
     [
-        (of(3532), None),  # no more than two chunks
-        (of(3533), 1766),
-        (of(8192), 1766),
-        (of(8192, WORDS - 1), 1766),  # padded to as many
-        (of(8192, 32768), None),
-        (of(16385, 32768), 8192),
-        (of(7068, tp=2), 3533),
-        (of(7066, tp=2), None),
-        (of(8192, cp=2), 1766),
-        (of(7064, cp=2), None),
-        (of(1024, data=ROWS, rows=4, task="sft"), 1766),
-        (of(1024, data=ROWS, rows=2, task="dpo"), 1766),  # a pair has two rows
-        (of(1024, data=ROWS, rows=2, task="sft"), None),
+        (of(14134), None),  # one token too few
+        (of(14135), 1766),
+        (of(16384, WORDS - 1), 1766),  # padded to as many
+        (of(32768, 32768), None),
+        (of(65536, 32768), 8192),
+        (of(28270, tp=2), 3533),
+        (of(28266, tp=2), None),
+        (of(32768, cp=2), 1766),
+        (of(28264, cp=2), None),
+        (of(4096, data=ROWS, rows=4, task="sft"), 1766),
+        (of(4096, data=ROWS, rows=2, task="dpo"), 1766),  # a pair has two rows
+        (of(4096, data=ROWS, rows=2, task="sft"), None),
     ],
 )
-def test_more_than_two_chunks_are_taken_one_by_one(recipe, chunk):
+def test_many_logits_are_computed_in_chunks(recipe, chunk):
     assert choose_loss_chunk(recipe) == chunk
     assert chunk is None or chunk * count_local_logits(recipe) <= 2**28
