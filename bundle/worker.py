@@ -37,7 +37,6 @@ def run_rank(
     rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
-    orphans.die_with_parent()
     orphans.kill_forks_on_exit()
     watchdog.show_stacks_on_request()
     return outcomes.run_and_report(

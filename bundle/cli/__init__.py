@@ -94,6 +94,11 @@ def main() -> None:
     guard_streams()
     # Our models take no plugins, so pydantic need not search all installed packages for them.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    if sys.argv[1:2] == ["train"] and "TORCHELASTIC_RUN_ID" in os.environ:
+        # Before any slow import: a rank that is still starting also ends with its agent.
+        from bundle.launch import orphans
+
+        orphans.die_with_parent()
     try:
         try:
             log.start()

@@ -39,6 +39,8 @@ _MAX_OPEN_FILES = 1 << 20  # some programs go through all numbers up to the limi
 _GRACE_SECONDS = 5.0
 # The time for torchrun to end after its ranks were killed; the kernel may hold one of them.
 _AFTER_KILL_SECONDS = 8.0
+# The time for ranks to end after their agent was killed.
+_ORPHAN_SECONDS = 5.0
 _FIRST_REPORT_SECONDS = 10.0
 # In /proc/PID/status: the signals that a process ignores, and those that it handles.
 _SIGNAL_MASKS = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
@@ -143,6 +145,8 @@ def run(
             stop_signal = passed_on.enter_context(_forward_stop_signals(agent, folder, node_wait))
         passed_on.enter_context(output.forward_lines(agent.stdout, _build_line_printer(launch)))
         agent_exit = _watch(agent, folder, local_folder, launch.rendezvous, node_wait, peers, send_heartbeat)
+        if agent_exit.status < 0:
+            _kill_orphans(outcomes.read(folder, local_folder))
         launch_verdict = judge(
             gather_evidence(
                 folder,
@@ -265,21 +269,28 @@ def _watch(
             )
         for rank in ranks:
             _send_signal(rank.pid, signal.SIGKILL)
-        if now - killed_at > _AFTER_KILL_SECONDS:
-            _abandon_agent(agent, ranks)
+        if now - killed_at > _AFTER_KILL_SECONDS:  # the agent waits for ranks which the kernel holds
+            agent.kill()
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(_POLL_SECONDS)
             return agent_exit
 
 
-def _abandon_agent(agent: subprocess.Popen[bytes], ranks: Sequence[outcomes.Outcome]) -> None:
-    """End an agent that waits for ranks which the kernel holds; log the ranks that do not end."""
-    agent.kill()
-    with suppress(subprocess.TimeoutExpired):
-        agent.wait(_POLL_SECONDS)
-    for rank in ranks:
-        if (process_state := describe_process_state(rank.pid)) != PROCESS_ENDED:
-            _log.warning(
-                "rank %d, process %d, was killed but does not end: %s", rank.rank, rank.pid, process_state
-            )
+def _kill_orphans(ranks: Sequence[outcomes.Outcome]) -> None:
+    """Kill ranks whose agent was killed, and wait for their end; log those that do not end."""
+    deadline = time.monotonic() + _ORPHAN_SECONDS
+    remaining = [rank for rank in ranks if rank.code is None]
+    while remaining := [rank for rank in remaining if describe_process_state(rank.pid) != PROCESS_ENDED]:
+        if time.monotonic() > deadline:
+            break
+        for rank in remaining:
+            _send_signal(rank.pid, signal.SIGKILL)
+        time.sleep(_ORPHAN_SECONDS / 100)
+    for rank in remaining:
+        process_state = describe_process_state(rank.pid)
+        _log.warning(
+            "rank %d, process %d, was killed but does not end: %s", rank.rank, rank.pid, process_state
+        )
 
 
 def _has_failed(outcome: outcomes.Outcome) -> bool:

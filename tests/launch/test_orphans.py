@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from tests.launch.launched import ROOT, alive, gone
 
@@ -41,6 +42,18 @@ os.register_at_fork(after_in_child=wait)
 orphans.kill_forks_on_exit()
 if not os.fork():
     time.sleep(600)
+sys.stdin.read()
+"""
+
+AGENT = """
+import os, subprocess, sys
+from pathlib import Path
+folder = Path("outcomes")
+folder.mkdir()
+(folder / "agent.pid").write_text(str(os.getpid()))
+ours = {"TORCHELASTIC_RUN_ID": "ranks", "BUNDLE_OUTCOMES": str(folder), "PYTHONPATH": sys.argv[1]}
+command = [sys.executable, "-m", "bundle", "train", "demo"]
+print(subprocess.Popen(command, env=os.environ | ours).pid, flush=True)
 sys.stdin.read()
 """
 
@@ -85,3 +98,19 @@ def test_a_fork_whose_parent_ended_before_it_could_ask_for_the_signal_ends_too()
     process, forks = begun(TOO_LATE)
     killed(process)
     assert gone(forks)
+
+
+def test_a_rank_that_still_imports_ends_with_its_agent(tmp_path):
+    module = "import pathlib, time\npathlib.Path('imports').touch()\ntime.sleep(60)\n"
+    (tmp_path / "packaging.py").write_text(module)  # found before the real one, which `train` imports
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", AGENT, str(ROOT)]
+    agent = subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True)
+    assert agent.stdout
+    rank, deadline = int(agent.stdout.readline()), time.monotonic() + 60
+    while not (tmp_path / "imports").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert alive(rank)
+    killed(agent)
+    assert gone([rank])

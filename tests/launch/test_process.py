@@ -89,6 +89,14 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     assert gone([agent, *pids])
 
 
+def test_a_launcher_ends_the_ranks_of_an_agent_that_was_killed_before_it_ends(tmp_path):
+    starter = start(tmp_path, WORKER, "unbound")
+    pids = wait_until_ready(tmp_path)
+    os.kill(int((tmp_path / "logs" / outcomes.AGENT_PID_FILE).read_text()), signal.SIGKILL)
+    finish(starter, 1, 20)
+    assert gone(pids, 0)
+
+
 def test_sigterm_lets_the_ranks_save_and_ends_with_75(tmp_path):
     starter = start(tmp_path, WORKER, "wait_for_request")
     wait_until_ready(tmp_path)

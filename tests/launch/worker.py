@@ -128,6 +128,11 @@ def talk() -> None:
     raise hang
 
 
+def unbound() -> None:
+    """Does not end with its agent."""
+    sleep()
+
+
 def stubborn() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleep()
@@ -142,5 +147,6 @@ def well() -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    if sys.argv[1] != "unbound":
+        die_with_parent()
     os._exit(outcomes.run_and_report(RANK, LOCAL_RANK, globals()[sys.argv[1]]))
