@@ -17,6 +17,7 @@ from bundle.errors import JobFailed, UsageError, format_bytes
 
 # Bytes of a large file that are handed over at a time, and those after which it goes to the disk.
 _PIECE_BYTES, _AHEAD_BYTES = 1 << 20, 1 << 26
+_UMASK = 0o027
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -98,6 +99,11 @@ def read_bytes(path: Path, limit: int = 4 << 20) -> bytes | None:
         return read_content(path, limit)
     except OSError:
         return None
+
+
+def restrict_new_files() -> None:
+    """Deny others all rights to new files of this process, and the group to write: 0640 and 0750 at most."""
+    os.umask(os.umask(_UMASK) | _UMASK)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store
 
-from bundle import backends, log
+from bundle import backends, files, log
 from bundle.distributed import watchdog, world
 from bundle.distributed.watchdog import Watchdog, compute_collective_timeout
 from bundle.distributed.world import agree_on_fields, share_decision
@@ -37,6 +37,7 @@ def run_rank(
     rank, local_rank = rendezvous.rank, rendezvous.local_rank
     assert rank is not None and local_rank is not None, "only a rank works"
     log.start(rank)
+    files.restrict_new_files()
     orphans.kill_forks_on_exit()
     watchdog.show_stacks_on_request()
     return outcomes.run_and_report(

@@ -25,6 +25,20 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
 
 
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0, (0o640, 0o750)), (0o022, (0o640, 0o750)), (0o077, (0o600, 0o700))]
+)
+def test_others_have_no_rights_to_new_files_and_a_narrower_umask_stays(tmp_path, umask, mode):
+    earlier = os.umask(umask)
+    try:
+        files.restrict_new_files()
+        files.write_text(tmp_path / "file", "")
+        (tmp_path / "folder").mkdir()
+    finally:
+        os.umask(earlier)
+    assert tuple((tmp_path / name).stat().st_mode & 0o777 for name in ("file", "folder")) == mode
+
+
 def test_who_writes_a_file_at_the_same_time_as_others_writes_a_whole_one(tmp_path, monkeypatch):
     path, sync, both = tmp_path / "state.json", os.fsync, threading.Barrier(2, timeout=30)
     met = threading.local()

@@ -3,13 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bundle import files
 from bundle.cli import ignore_lost_output, options
 from bundle.cli.disk_space import warn_disk_space
 from bundle.cli.request import JobRequest, Machines, expand_options, plan_job
@@ -18,20 +19,23 @@ from bundle.environment.ascend import read_cann_version
 from bundle.environment.doctor import check_packages
 from bundle.environment.machine import Level
 from bundle.environment.packages import parse_version
-from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, UsageError
+from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed, UsageError
 from bundle.imports import pause_collection
-from bundle.launch import command, events, process
+from bundle.launch import command, events, nodes, outcomes, process
 from bundle.launch import job as job_file
+from bundle.launch.causes import FailureKind
 from bundle.launch.job import Job
+from bundle.launch.process import LaunchFailed
 from bundle.launch.rendezvous import Rendezvous, discover
 from bundle.launch.restarts import run_with_restarts
 from bundle.launch.spares import NodeRunnerWithSpares
+from bundle.launch.verdict import Verdict
 from bundle.patches import megatron_core
 from bundle.planning import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.plan import refuse
 from bundle.planning.problems import find_device_problems
 from bundle.recipe import Recipe
-from bundle.runs.directory import RunDirectory, find_newest_checkpoint
+from bundle.runs.directory import DirectoryInUse, RunDirectory, find_newest_checkpoint
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 # The parameters about this node, which ranks get from their starter.
@@ -170,6 +174,7 @@ def run_job(
 ) -> None:
     """Run this node's ranks of a job to their end, or print that its run is finished."""
     run = RunDirectory(job.directory)
+    files.restrict_new_files()
     is_resumed = run.decide_resume(job.recipe, job.start)
     with _announce(job, rendezvous, has_events=has_events):
         if is_resumed and run.is_finished(job.recipe):
@@ -177,7 +182,11 @@ def run_job(
             return
         if rendezvous.node_rank == 0:
             warn_disk_space(job.recipe, run)
-        unfit_reason = _run_preflight(job, run, rendezvous, wait, spares) if preflight else ""
+        unfit_reason = ""
+        if preflight:
+            # Several nodes also meet in preflight, where nobody tells them that node 0 was refused.
+            with run.hold_lock() if rendezvous.nodes == 1 else nullcontext():
+                unfit_reason = _run_preflight(job, run, rendezvous, wait, spares)
         _run_ranks(job, run, rendezvous, wait, restarts, spares, unfit_reason, has_events=has_events)
 
 
@@ -247,8 +256,9 @@ def _run_ranks(
         # A run that has begun anew continues at a restart.
         is_fresh = decided_job.start.fresh and run.identify_start() == earlier_start and not continues
         job = replace(decided_job, start=decided_job.start.model_copy(update={"fresh": is_fresh}))
-        launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
-        process.run(launch, os.environ, alive)
+        with _hold_run_directory(run, placement):
+            launch = replace(job_file.build_launch(job, placement, wait), has_events=has_events)
+            process.run(launch, os.environ, alive)
 
     def get_progress() -> object:
         return find_newest_checkpoint(decided_job.directory)
@@ -259,6 +269,34 @@ def _run_ranks(
         )
     else:
         run_with_restarts(lambda: start(rendezvous, False, lambda: None), restarts, get_progress)
+
+
+@contextmanager
+def _hold_run_directory(run: RunDirectory, rendezvous: Rendezvous) -> Iterator[None]:
+    """Lock the run directory within the context, on the node of rank 0.
+
+    Raise LaunchFailed where it cannot be locked, after the nodes that wait for this one were told.
+    """
+    place = f", port {rendezvous.port}" if rendezvous.nodes > 1 else ""
+    with ExitStack() as stack:
+        if rendezvous.node_rank == 0:
+            try:
+                stack.enter_context(run.hold_lock(place))
+            except BundleError as error:
+                refusal = Verdict(
+                    ExitCode(error.code),
+                    FailureKind.REFUSED,
+                    str(error),
+                    node=outcomes.get_node_name(),
+                    nodes=rendezvous.nodes,
+                )
+                # At the same port the other nodes meet the holder of the lock, and may wait for it.
+                if not (isinstance(error, DirectoryInUse) and error.holder.endswith(place)):
+                    folder = outcomes.find_next_log_folder(run.root, rendezvous.node_rank)
+                    with suppress(JobFailed):
+                        nodes.report_failed_start(folder, rendezvous, refusal)
+                raise LaunchFailed(refusal) from error
+        yield
 
 
 def _check_spares(spares: int, rendezvous: Rendezvous) -> Rendezvous:

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from bundle.errors import UsageError
 
-LOCK_FILE = ".lock"  # in the run directory; ranks hold it while they write there
+LOCK_FILE = ".lock"  # in the run directory; the launcher of rank 0 and rank 0 hold it
 
 
 def _refuse_null_character(path: Path) -> Path:

@@ -111,17 +111,21 @@ def build_lost_node_verdict(node_names: Sequence[str], reason: str) -> Verdict:
     )
 
 
-def report_failed_start(folder: Path, verdict: Verdict) -> None:
+def report_failed_start(folder: Path, rendezvous: Rendezvous, verdict: Verdict) -> None:
     """Tell the nodes that wait for this one why it ended; one file has the last failure of any node."""
     if (path := outcomes.find_failed_start_path(folder)) is not None:
-        files.write_json(path, verdict.dump())
+        files.write_json(path, {"port": rendezvous.port, **verdict.dump()})
 
 
 class FailedStarts:
-    """The failures of other nodes before the nodes met, from the creation of this object."""
+    """The failures of other nodes before the nodes met, from the creation of this object.
+
+    Nodes that meet at another port belong to another launch in the same run directory.
+    """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
         self._path, self._nodes = outcomes.find_failed_start_path(folder), rendezvous.nodes
+        self._port = rendezvous.port
         self._earlier, self._last_poll = self._read_signature(), time.monotonic()
         self.cause = ""
 
@@ -133,8 +137,10 @@ class FailedStarts:
         self._last_poll = now
         if self._read_signature() != self._earlier:
             with suppress(OSError, ValueError, KeyError):  # another launch of the node may replace the file
-                verdict = parse(_read_json(self._path))
-                self.cause = f"node {verdict.node_rank} ({verdict.node}) failed: {verdict.cause}"
+                values = _read_json(self._path)
+                verdict = parse(values)
+                if values["port"] == self._port:
+                    self.cause = f"node {verdict.node_rank} ({verdict.node}) failed: {verdict.cause}"
         return self.cause
 
     def _read_signature(self) -> tuple[int, int] | None:

@@ -168,7 +168,7 @@ def run(
     world = outcomes.find_world_folder(folder)
     try:
         if not node_wait.is_over and not agent_exit.wait_failure and not stop_signal:
-            nodes.report_failed_start(folder, launch_verdict)
+            nodes.report_failed_start(folder, launch.rendezvous, launch_verdict)
         launch_verdict = nodes.agree_on_verdict(launch_verdict, world, send_heartbeat=send_heartbeat)
         verdict.write(folder, launch_verdict)
         if local_folder is not None:

@@ -177,6 +177,7 @@ def main() -> None:
     """Start a program, wait for its end, and report what hinders it from starting."""
     setting, channel, status = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
+    os.umask(0o022)  # the program is another user, who passes through directories that are made here
     try:
         call("prctl", _SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != setting["parent"]:

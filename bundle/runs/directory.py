@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 from bundle import files
 from bundle.checkpoints import manifest, state
 from bundle.checkpoints.directory import CheckpointDirectory
-from bundle.errors import UsageError
+from bundle.errors import EnvironmentUnfit, UsageError
 from bundle.launch import LOCK_FILE, Start
 from bundle.planning import Problem
 from bundle.planning.inputs import InitialWeights, find_input_problems, inspect_weights, to_problems
@@ -28,6 +29,8 @@ _RECIPE_HEADER = "# The recipe of the run in this directory, written by mcore-bu
 # The names that a directory may have before its first run: logs, tokens, and names of the file system.
 _ALLOWED_NAMES = {"logs", "data", "lost+found"}
 _MAX_NAMED_FILES = 8  # the most foreign files in a message
+# The time for processes of a launch that was killed to end: its ranks end within 5 seconds.
+_LOCK_SECONDS, _LOCK_POLL_SECONDS = 5.0, 0.1
 _EXPORT_NAME = re.compile(r"(hf|peft)(-\d{8,})?")
 
 
@@ -44,6 +47,14 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'--weights-only ' if self.weights_only else ''}--from {self.checkpoint}"
+
+
+class DirectoryInUse(UsageError):
+    """The error that another run uses a run directory; `holder` describes its process."""
+
+    def __init__(self, root: Path, holder: str) -> None:
+        super().__init__(f"{root}: another run is using it ({holder})")
+        self.holder = holder
 
 
 class RunDirectory:
@@ -280,42 +291,48 @@ class RunDirectory:
         files.write_text(self.metrics, "".join(f"{line}\n" for line in lines))
 
     @contextmanager
-    def hold_lock(self) -> Iterator[None]:
+    def hold_lock(self, place: str = "", *, joins_launcher: bool = False) -> Iterator[None]:
         """Lock the directory for this process within the context; the kernel releases the lock at its end.
 
-        Raise UsageError while another run holds it, and where the file system has no locks.
+        The launcher of rank 0 and rank 0, which joins it, hold the lock together: it is free once both have
+        ended. `place` is where the nodes meet. Raise DirectoryInUse while another run holds the lock,
+        UsageError where the file system has no locks, EnvironmentUnfit where nothing can be written.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
         with self._open_lock() as file:
+            # A fork shares the lock and may outlive this process, so it closes the file at once.
+            os.register_at_fork(after_in_child=file.close)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not joins_launcher:
+                    _lock_alone(file)
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {socket.gethostname()}{place}")
+                    file.flush()
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                raise UsageError(f"{self.root}: another run is using it ({file.read()})") from None
+                raise DirectoryInUse(self.root, file.read()) from None
             except OSError as error:
                 raise UsageError(
                     f"{self.root}: the file system has no file locks ({error.strerror}), so two runs could"
                     " use this directory at the same time. Mount the file system with flock, or name another"
                     " directory with --run-directory"
                 ) from error
-            # A fork shares the lock and may outlive this process, so it closes the file at once.
-            os.register_at_fork(after_in_child=file.close)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
             yield
 
     def _open_lock(self) -> TextIO:
         """Open the lock's file; raise UsageError for a symbolic link, whose target is another file."""
         path = self.root / LOCK_FILE
         try:
+            self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o640)
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise UsageError(
-                f"{path}: is a symbolic link, and a run would overwrite its target. Remove the link"
-            ) from None
+            if error.errno == errno.ELOOP:
+                raise UsageError(
+                    f"{path}: is a symbolic link, and a run would overwrite its target. Remove the link"
+                ) from None
+            raise EnvironmentUnfit(
+                f"{path}: cannot be written: {error.strerror}. Name another directory with --run-directory"
+            ) from error
         return os.fdopen(descriptor, "a+", encoding="utf-8")
 
     def _has_progress(self) -> bool:
@@ -394,6 +411,23 @@ class RunDirectory:
     def _write_description(self, job: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
         files.write_json(self.job, job)
         files.write_json(self.versions, versions)
+
+
+def _lock_alone(file: TextIO) -> None:
+    """Lock a file that nobody else holds, once the processes of an earlier launch have ended.
+
+    Raise BlockingIOError where another process still holds it after _LOCK_SECONDS.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return
 
 
 def _is_foreign(path: Path) -> bool:

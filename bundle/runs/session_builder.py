@@ -260,7 +260,8 @@ def run_job(
     directory = RunDirectory(job.directory)
     with ExitStack() as exit_stack:
         stop = StopRequest(device)
-        run_on_rank_0(lambda: exit_stack.enter_context(directory.hold_lock()))
+        has_launcher = outcomes.get_launch_folder() is not None
+        run_on_rank_0(lambda: exit_stack.enter_context(directory.hold_lock(joins_launcher=has_launcher)))
         is_resumed = run_on_rank_0(lambda: _begin(job, directory))
         if is_resumed is not None:
             train(

@@ -27,7 +27,8 @@ def read_events(out: str) -> list[dict[str, Any]]:
 @pytest.mark.world
 def test_a_run_writes_events_alone_on_standard_output(tmp_path):
     keys = sets("train.eval_interval=1", "data.validation=0.1", "checkpoint.interval=1")
-    out, err = train(tmp_path, *keys, "--json")
+    ended = run_bundle("train", *RECIPE, *keys, "--json", cwd=tmp_path, code=0, umask=0)
+    out, err = ended.stdout, ended.stderr
     first, *between, last = read_events(out)
     run = tmp_path / "run"
     assert (first["event"], first["run_directory"]) == ("start", str(run))
@@ -42,6 +43,8 @@ def test_a_run_writes_events_alone_on_standard_output(tmp_path):
     assert same == [{k: v for k, v in line.items() if k != "time"} for line in reported]
     assert all(Path(event["directory"]).is_dir() for event in between if event["event"] == "checkpoint")
     assert "finished" in err
+    for path in (run, *run.rglob("*")):
+        assert path.stat().st_mode & 0o777 in ((0o750, 0o700) if path.is_dir() else (0o640, 0o600)), path
 
 
 def block_logs(run: Path) -> None:

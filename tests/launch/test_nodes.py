@@ -9,7 +9,7 @@ import pytest
 
 from bundle import log
 from bundle.errors import ExitCode
-from bundle.launch import outcomes
+from bundle.launch import nodes, outcomes
 from bundle.launch.causes import FailureKind
 from bundle.launch.process import NodeWait
 from bundle.launch.rendezvous import discover
@@ -83,6 +83,19 @@ def test_a_node_that_fails_before_the_nodes_meet_ends_those_that_wait_for_it(tmp
     assert first["cause"] in second["cause"] and first["node"] in second["cause"]
     assert (second["kind"], second["code"], second["node_rank"]) == ("launch", 5, 1)
     assert err.splitlines()[-1] == second["sentence"]
+
+
+@pytest.mark.parametrize(("port", "is_ours"), [(29500, True), (29501, False)])
+def test_a_node_that_fails_in_another_launch_of_the_run_ends_nobody(tmp_path, monkeypatch, port, is_ours):
+    seconds = iter(range(0, 100, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    folder = tmp_path / "logs" / "node-1" / "1"
+    folder.mkdir(parents=True)
+    starts = nodes.FailedStarts(folder, discover({}, nodes=2, node_rank=1, endpoint="node0:29500"))
+    assert starts.poll() == ""
+    refusal = Verdict(ExitCode.USAGE, FailureKind.REFUSED, "another run is using it", node="gpu7")
+    nodes.report_failed_start(folder, discover({}, nodes=2, node_rank=0, endpoint=f"gpu7:{port}"), refusal)
+    assert ("gpu7" in starts.poll(), bool(starts.cause)) == (is_ours, is_ours)
 
 
 def test_the_wait_is_told_at_intervals_that_double(tmp_path, monkeypatch, capsys):

@@ -69,7 +69,9 @@ def pool(folder) -> Iterator[RewardPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("TRAINER_SECRET", "hidden")
+        earlier = os.umask(0o027)  # that of ranks
         opened = RewardPool([reward()])
+        os.umask(earlier)
     with opened:
         yield opened
 

@@ -4,8 +4,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ from bundle.errors import UsageError
 from bundle.launch import Start
 from bundle.recipe import Recipe, load
 from bundle.recipe.document import to_yaml
-from bundle.runs.directory import Origin, RunDirectory
+from bundle.runs import directory
+from bundle.runs.directory import DirectoryInUse, Origin, RunDirectory
+from tests.command import capture_bundle
 
 ROOT = Path(__file__).parents[2]
 
@@ -331,10 +337,30 @@ HOLD = """
 import sys
 from pathlib import Path
 from bundle.runs.directory import RunDirectory
-with RunDirectory(Path(sys.argv[1])).hold_lock():
+with RunDirectory(Path(sys.argv[1])).hold_lock(", port 7", joins_launcher=sys.argv[2] == "rank"):
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+@contextmanager
+def holder(run: RunDirectory, role: str) -> Iterator[subprocess.Popen]:
+    """A process that holds the lock of a run."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", HOLD, str(run.root), role]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.0)
 
 
 def test_a_file_system_without_locks_is_one_clear_error(run, messages, monkeypatch):
@@ -358,20 +384,33 @@ def test_the_lock_is_not_written_through_a_symbolic_link(run, messages, tmp_path
     assert target.read_text() == "of somebody else"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_two_runs_cannot_use_one_directory_and_a_killed_one_lets_go(run):
-    command = [sys.executable, "-c", HOLD, str(run.root)]
-    pipe = subprocess.PIPE
-    holder = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-    try:
-        assert holder.stdout
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=f"process {holder.pid} on "), run.hold_lock():
-            pass
-    finally:
-        holder.kill()
-        holder.communicate()
+    with holder(run, "launcher") as launcher:
+        for _ in range(2):  # a refusal leaves the holder's name
+            with pytest.raises(DirectoryInUse) as error, run.hold_lock():
+                pass
+            assert error.value.holder == f"process {launcher.pid} on {socket.gethostname()}, port 7"
     with run.hold_lock():
         pass
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_outlives_its_launcher_keeps_the_lock(run):
+    with holder(run, "launcher") as launcher, holder(run, "rank"):
+        launcher.kill()
+        launcher.wait()
+        with pytest.raises(DirectoryInUse, match=f"process {launcher.pid} on "), run.hold_lock():
+            pass
+    with run.hold_lock():
+        pass
+
+
+def test_a_launch_waits_for_the_processes_of_the_last_one_to_end(run):
+    with holder(run, "rank") as rank:
+        threading.Timer(0.5, rank.kill).start()
+        with run.hold_lock():
+            assert rank.wait(5) == -signal.SIGKILL
 
 
 FORK = """
@@ -385,6 +424,7 @@ with RunDirectory(Path(sys.argv[1])).hold_lock():
 """
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_the_holder_forked_does_not_hold_it_any_longer(run):
     command = [sys.executable, "-c", FORK, str(run.root)]
     holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -401,6 +441,45 @@ def test_what_the_holder_forked_does_not_hold_it_any_longer(run):
         holder.kill()
         os.kill(child, signal.SIGKILL)
         holder.communicate()
+
+
+@pytest.fixture
+def train_beside(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Return what `train` prints in a run directory that another run uses; it starts no rank."""
+    monkeypatch.setattr(directory, "_LOCK_SECONDS", 0.0)
+    monkeypatch.chdir(run.root.parent)
+    umask = os.umask(0o022)
+
+    def start(*words: str) -> str:
+        code, printed = capture_bundle("train", "demo", "--backend=cpu", "--run-directory=demo", *words)
+        assert code == 2 and "demo: another run is using it" in printed, printed
+        assert not list(run.root.glob("logs/node-*"))
+        return printed
+
+    yield start
+    os.umask(umask)
+
+
+def test_a_second_launch_is_refused_before_preflight_and_ranks(run, train_beside):
+    with holder(run, "launcher") as launcher:
+        printed = train_beside("--preflight", "--devices-per-node=2")
+    assert f"(process {launcher.pid} on " in printed
+    assert not (run.root / "logs").exists()
+
+
+@pytest.mark.parametrize(("port", "is_told"), [(8, True), (7, False)])
+def test_nodes_that_wait_for_a_refused_one_are_told_unless_they_meet_the_holder(
+    run, train_beside, port, is_told
+):
+    report = run.root / "logs" / "failed-start.json"
+    report.parent.mkdir(parents=True)
+    with holder(run, "launcher"):
+        rendezvous = f"--rendezvous=127.0.0.1:{port}"
+        train_beside("--devices-per-node=1", "--nodes=2", "--node-rank=0", rendezvous)
+    assert report.exists() == is_told
+    values = json.loads(report.read_text()) if is_told else {}
+    refusal = {"port": 8, "code": 2, "kind": "refused", "action": "none", "nodes": 2}
+    assert {key: values.get(key) for key in refusal} == refusal or not is_told
 
 
 def test_an_export_is_asked_of_a_finished_run_and_removed_by_a_fresh_one(run):

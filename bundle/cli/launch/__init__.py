@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bundle import files
 from bundle.cli.launch.docker import docker
 from bundle.cli.launch.kubernetes import kubernetes
 from bundle.cli.launch.local import local
@@ -16,6 +17,7 @@ from bundle.cli.launch.submission import Handle, find_target
 from bundle.cli.request import expand_options
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
+app.callback(help="")(files.restrict_new_files)  # a job writes into its run directory
 for target in (local, docker, slurm, kubernetes, ray):
     app.command()(expand_options(target))
 
