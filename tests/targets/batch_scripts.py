@@ -19,9 +19,10 @@ def decided(backend: str = "cuda", hardware: str = "h200", nodes: int = 2, per_n
 
 
 def in_bash(script: str, srun: str = "exit 0", log: Path | None = None) -> list[str]:
-    """The words that srun and scontrol get when bash runs a batch script; what it writes goes to a log."""
-    recorder = (
-        f"srun() {{ printf '%s\\0' \"$@\" >&3; ({srun}); }}\nscontrol() {{ printf '%s\\0' \"$@\" >&3; }}\n"
+    """The words that Slurm's clients get when bash runs a batch script; what it writes goes to a log."""
+    recorder = f"srun() {{ printf '%s\\0' \"$@\" >&3; ({srun}); }}\n"
+    recorder += (
+        "scontrol() { printf '%s\\0' \"$@\" >&3; }\nscancel() { printf '%s\\0' scancel \"$@\" >&3; }\n"
     )
     command = f'exec 3>&1 >>"$LOG"\n{recorder}{script}'
     done = subprocess.run(

@@ -2,13 +2,15 @@
 
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bundle.errors import LaunchUnavailable, UsageError
 from bundle.launch.job import Job
-from bundle.targets import ray, slurm
+from bundle.targets import ray, slurm, states
 from bundle.targets.slurm import batch
 from bundle.targets.slurm.options import SlurmOptions
 from tests.targets.batch_scripts import decided, in_bash
@@ -49,7 +51,58 @@ def test_a_stopped_job_is_told_to_save_and_is_not_queued_again(job, tmp_path, mo
     clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said}'", scancel=f'echo "$@" >{tmp_path}/asked')
     slurm.stop("7")
     assert (tmp_path / "asked").read_text() == f"{'--batch ' if through else ''}--signal=TERM 7\n"
-    assert "requeue" not in in_bash(text, "exit 75")
+    for code, words in ((75, ["scancel", "7"]), (143, ["scancel", "7"]), (1, [])):
+        asked = in_bash(text, f"exit {code}")
+        assert "requeue" not in asked and asked[len(asked) - len(words) :] == words
+        assert ("scancel" in asked) == bool(words)
+        # Slurm's record of the job is that of a cancelled one, whose script says how its ranks ended.
+        for state in ("RUNNING", "COMPLETING", "CANCELLED"):
+            answer = said.replace("RUNNING", state)
+            clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{answer}'")
+            assert slurm.query_state("7")[::2] == (state, code)
+    clients(tmp_path / "bin", monkeypatch, scontrol=f"echo '{said.replace('RUNNING', 'PENDING')}'")
+    assert not slurm.query_state("7").has_ended
+
+
+def test_a_job_that_starts_again_has_not_ended(job, tmp_path):
+    job = replace(job, directory=tmp_path / "run")
+    where = batch.get_job_directory(job)
+    where.mkdir(parents=True)
+    text = batch.build_script(job, SlurmOptions(), tmp_path)
+    in_bash(text, "exit 6")
+    assert (where / "ended-7").read_text() == "6\n"
+    in_bash(text, f"[ ! -e {where}/ended-7 ] && exit 75")
+    assert not (where / "ended-7").exists()
+
+
+@pytest.mark.parametrize("answer", ["JobState=RUNNING", ""])
+def test_slurm_is_asked_seldom_and_at_once_when_the_script_has_ended(tmp_path, monkeypatch, answer):
+    log, asked, seconds = tmp_path / "slurm-7.log", tmp_path / "asked", [0.0]
+    first = f"JobId=7 JobState=RUNNING StdOut={log}"
+    said = f"echo 'JobId=7 {answer} ExitCode=0:0 StdOut={log}'" if answer else "exit 1"
+    script = f"echo x >>{asked}; [ $(wc -l <{asked}) = 1 ] && echo '{first}' || {said}"
+    clients(tmp_path / "bin", monkeypatch, scontrol=script)
+
+    def sleep(interval: float) -> None:
+        seconds[0] += interval
+        log.write_text(f"{log.read_text() if log.exists() else ''}{seconds[0]:.0f} ")
+        if seconds[0] >= 61:
+            (tmp_path / "ended-7").write_text("4\n")
+
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(states, "time", SimpleNamespace(sleep=sleep))
+    if answer:
+        texts = list(slurm.follow("7"))
+        assert "".join(texts).split() == [str(second) for second in range(2, 63, 2)] and len(texts) == 31
+        assert seconds[0] == 62
+        assert len(asked.read_text().split()) == 5  # at 0, 16, 32 and 48 s, and at the end
+        assert slurm.wait("7") == 4
+    else:  # a controller that does not answer is not asked more often
+        patient = partial(states.poll_states, patience_seconds=40)
+        monkeypatch.setattr("bundle.targets.slurm.poll_states", patient)
+        with pytest.raises(LaunchUnavailable):
+            slurm.wait("7")
+        assert len(asked.read_text().split()) <= seconds[0] // 15 + 2
 
 
 def test_a_job_that_cannot_be_kept_from_the_queue_is_not_told_to_save(tmp_path, monkeypatch, messages):
@@ -174,6 +227,7 @@ def test_a_controller_that_is_away_for_a_while_loses_nothing_of_what_a_job_write
     running, ended = (
         f"JobId=7 JobState={state} ExitCode=4:0 StdOut={log}" for state in ("RUNNING", "FAILED")
     )
+    monkeypatch.setattr(slurm, "QUERY_SECONDS", 0.0)
     scontrol(tmp_path / "bin", monkeypatch, running, "", "", running, ended)
     assert list(slurm.follow("7", 0.01)) == ["0: all of it\n"]
     (warning,) = (message for message in caplog.messages if "slurm controller" in message)

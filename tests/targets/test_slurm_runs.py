@@ -112,7 +112,7 @@ def test_told_to_save_it_is_queued_again_and_goes_on_and_stop_ends_it(bundle, en
     assert bundle("launch", "wait", handle).returncode == 75
     assert sorted(losses(run)) == list(range(1, max(losses(run)) + 1))
     until(lambda: not left(rf"{re.escape(str(run))}|{OWN_RAY}"), 60)
-    assert "FAILED" in bundle("launch", "status", handle).stdout  # ended, and not queued again
+    assert "CANCELLED" in bundle("launch", "status", handle).stdout  # ended, and not queued again
     assert bundle("launch", "stop", handle).returncode == 0  # of what has ended: nothing
 
 

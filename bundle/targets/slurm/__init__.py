@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from bundle.launch.job import FILE_NAME, Job
 from bundle.targets import ray
 from bundle.targets.client import ClientTimeout, run_client
 from bundle.targets.log_reader import tail_log
-from bundle.targets.slurm.batch import build_script, get_job_directory
+from bundle.targets.slurm.batch import ENDED_PREFIX, STOPPED_PREFIX, build_script, get_job_directory
 from bundle.targets.slurm.options import SlurmOptions, find_overriding_variables
 from bundle.targets.states import PATIENCE_SECONDS, JobState, find_exit_code, poll_states
 
 SCRIPT_NAME = "job.sh"
-POLL_SECONDS = 2.0
+# A look at the files of a job, and a question to Slurm's controller, which answers every user of the cluster.
+POLL_SECONDS, QUERY_SECONDS = 2.0, 15.0
+# States in which the exit code that the script has written counts: it ends, or was cancelled after a stop.
+_SCRIPT_STATES = ("RUNNING", "COMPLETING", "CANCELLED")
 # The final states of a job (squeue's manual page, JOB STATE CODES), with the exit code. None stands for the
 # code of its script. In any other state the job has not ended.
 _EXIT_CODES: Mapping[str, ExitCode | None] = {
@@ -88,9 +92,10 @@ def query_state(number: str) -> JobState:
     name, output = fields.get("JobState", ""), fields.get("StdOut")
     if not name:
         raise LaunchUnavailable(f"scontrol reports no state of job {number}")
-    return JobState(
-        name, fields.get("Reason", ""), _read_exit_code(name, fields), Path(output) if output else None
-    )
+    code = _read_exit_code(name, fields)
+    if output and name in _SCRIPT_STATES and (script_code := _read_script_code(Path(output).parent, number)):
+        code = int(script_code)
+    return JobState(name, fields.get("Reason", ""), code, Path(output) if output else None)
 
 
 def _read_exit_code(name: str, fields: Mapping[str, str]) -> int | None:
@@ -115,7 +120,7 @@ def stop(number: str) -> None:
     if now.name == "RUNNING" and now.output is not None:
         directory = now.output.parent  # the same as `get_job_directory`, as no option may set another
         try:
-            (directory / f"stopped-{number}").touch()
+            (directory / f"{STOPPED_PREFIX}{number}").touch()
         except OSError as error:
             raise LaunchUnavailable(
                 f"slurm:{number}: the job was not stopped, because no stop file can be written to {directory}"
@@ -148,15 +153,46 @@ def wait(number: str, seconds: float = POLL_SECONDS) -> int:
 
 
 def _poll_states(number: str, seconds: float) -> Iterator[JobState]:
-    return poll_states(lambda: query_state(number), seconds)
+    return poll_states(_PacedQuery(number).query_state, seconds)
+
+
+class _PacedQuery:
+    """The state of a job; Slurm is asked once in QUERY_SECONDS, and as soon as the job's script has ended."""
+
+    def __init__(self, number: str) -> None:
+        self._number, self._next_query = number, 0.0
+        self._answer: JobState | LaunchUnavailable | None = None
+        self._script_code = ""
+
+    def query_state(self) -> JobState:
+        """Return the last state that Slurm reported. Raise LaunchUnavailable where it did not answer."""
+        if time.monotonic() >= self._next_query or self._read_script_code() != self._script_code:
+            try:
+                self._answer = query_state(self._number)
+            except LaunchUnavailable as error:
+                self._answer = error
+            self._next_query, self._script_code = time.monotonic() + QUERY_SECONDS, self._read_script_code()
+        if isinstance(self._answer, JobState):
+            return self._answer
+        assert self._answer is not None, "it was asked above"
+        raise self._answer
+
+    def _read_script_code(self) -> str:
+        output = self._answer.output if isinstance(self._answer, JobState) else None
+        return _read_script_code(output.parent, self._number) if output else self._script_code
+
+
+def _read_script_code(directory: Path, number: str) -> str:
+    """Return the exit code that a job's script has written; empty before its end."""
+    code = (files.read_text(directory / f"{ENDED_PREFIX}{number}") or "").strip()
+    return code if code.isdigit() else ""
 
 
 def _find_forgotten_state(number: str) -> JobState | None:
     """Return the final state of a job that Slurm has forgotten, from run directories below this one."""
-    for path in Path().glob(f"runs/*/logs/slurm-*/ended-{number}"):
-        code = (files.read_text(path) or "").strip()
-        if code.isdigit():
-            return JobState("ENDED", "Slurm has no record", int(code), path.parent / f"slurm-{number}.log")
+    for directory in Path().glob("runs/*/logs/slurm-*"):
+        if code := _read_script_code(directory, number):
+            return JobState("ENDED", "Slurm has no record", int(code), directory / f"slurm-{number}.log")
     return None
 
 

@@ -21,6 +21,8 @@ from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_
 # The starts in a row that may make one step each. A job that is told to save while it starts makes one step.
 # Without this maximum it would be queued again for ever where its time limit, or the partition's, is short.
 MAX_SHORT_STARTS = 3
+# Files beside the script, followed by the job's number: the request to stop, and the exit code of its script.
+STOPPED_PREFIX, ENDED_PREFIX = "stopped-", "ended-"
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 
 
@@ -96,6 +98,8 @@ def _render_prologue(job: Job, directory: Path) -> str:
     return f"""latest={shlex.quote(str(latest))}
 newest() {{ step=$(cat "$latest" 2>/dev/null | tr -dc 0-9); echo $((10#0$step)); }}
 starts={shlex.quote(f"{directory}/starts-")}$SLURM_JOB_ID
+ended={shlex.quote(f"{directory}/{ENDED_PREFIX}")}$SLURM_JOB_ID
+rm -f "$ended"
 (newest >>"$starts") 2>/dev/null"""
 
 
@@ -104,11 +108,10 @@ def _render_requeue_or_exit(directory: Path) -> str:
 
     A job is queued again where it can continue.
     """
-    stopped, ended = (shlex.quote(f"{directory}/{name}-") for name in ("stopped", "ended"))
-    limit = MAX_SHORT_STARTS
+    stopped, limit = shlex.quote(f"{directory}/{STOPPED_PREFIX}") + '"$SLURM_JOB_ID"', MAX_SHORT_STARTS
     return f"""# A job that was asked to save, as by its time limit, is queued again; a stopped job is not.
 goes_on() {{
-    [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped}"$SLURM_JOB_ID" ] || return
+    [ $code -eq {ExitCode.PREEMPTED.value} ] && [ ! -e {stopped} ] || return
     mapfile -t last < <(tail -n {limit} "$starts" 2>/dev/null)
     if [ ${{#last[@]}} -ge {limit} ] && [ "$(newest)" -le $((last[0] + {limit})) ]; then
         echo "not queued again: {limit} starts in a row made one step each, as the job is asked to save while"
@@ -117,7 +120,13 @@ goes_on() {{
     fi
 }}
 if ! {{ goes_on && scontrol requeue "$SLURM_JOB_ID"; }}; then
-    (echo $code >{ended}"$SLURM_JOB_ID") 2>/dev/null
+    # The exit code tells other machines that the output is complete there.
+    sync /dev/stdout 2>/dev/null
+    (echo $code >"$ended") 2>/dev/null
+    # The record of a job that was stopped says CANCELLED, not FAILED.
+    case $code in {ExitCode.PREEMPTED.value} | {ExitCode.TERMINATED.value})
+        [ ! -e {stopped} ] || scancel "$SLURM_JOB_ID" ;;
+    esac
 fi
 exit $code
 """

@@ -17,6 +17,8 @@ ulimit -l "$(ulimit -Hl)"
 latest=/runs/demo/checkpoints/latest
 newest() { step=$(cat "$latest" 2>/dev/null | tr -dc 0-9); echo $((10#0$step)); }
 starts=/runs/demo/logs/slurm-DIGEST/starts-$SLURM_JOB_ID
+ended=/runs/demo/logs/slurm-DIGEST/ended-$SLURM_JOB_ID
+rm -f "$ended"
 (newest >>"$starts") 2>/dev/null
 srun --cpu-bind=none --kill-on-bad-exit=0 -- apptainer exec --nv --no-home --pwd /work --bind /work:/work --bind /runs/demo:/runs/demo --bind /dev/infiniband:/dev/infiniband /images/bundle.sif mcore-bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json
 code=$?
@@ -31,6 +33,12 @@ goes_on() {
     fi
 }
 if ! { goes_on && scontrol requeue "$SLURM_JOB_ID"; }; then
-    (echo $code >/runs/demo/logs/slurm-DIGEST/ended-"$SLURM_JOB_ID") 2>/dev/null
+    # The exit code tells other machines that the output is complete there.
+    sync /dev/stdout 2>/dev/null
+    (echo $code >"$ended") 2>/dev/null
+    # The record of a job that was stopped says CANCELLED, not FAILED.
+    case $code in 75 | 143)
+        [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ] || scancel "$SLURM_JOB_ID" ;;
+    esac
 fi
 exit $code

@@ -14,6 +14,8 @@
 latest=/runs/demo/checkpoints/latest
 newest() { step=$(cat "$latest" 2>/dev/null | tr -dc 0-9); echo $((10#0$step)); }
 starts=/runs/demo/logs/slurm-DIGEST/starts-$SLURM_JOB_ID
+ended=/runs/demo/logs/slurm-DIGEST/ended-$SLURM_JOB_ID
+rm -f "$ended"
 (newest >>"$starts") 2>/dev/null
 srun --cpu-bind=none --kill-on-bad-exit=0 --container-image=bundle --container-mounts=/work:/work,/runs/demo:/runs/demo,/dev/davinci0:/dev/davinci0,/dev/davinci1:/dev/davinci1,/dev/davinci2:/dev/davinci2,/dev/davinci3:/dev/davinci3,/dev/davinci_manager:/dev/davinci_manager,/dev/devmm_svm:/dev/devmm_svm,/dev/hisi_hdc:/dev/hisi_hdc,/usr/local/dcmi:/usr/local/dcmi:ro,/usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro,/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64:ro,/usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info:ro,/etc/ascend_install.info:/etc/ascend_install.info:ro --container-workdir=/work --no-container-mount-home -- mcore-bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json
 code=$?
@@ -28,6 +30,12 @@ goes_on() {
     fi
 }
 if ! { goes_on && scontrol requeue "$SLURM_JOB_ID"; }; then
-    (echo $code >/runs/demo/logs/slurm-DIGEST/ended-"$SLURM_JOB_ID") 2>/dev/null
+    # The exit code tells other machines that the output is complete there.
+    sync /dev/stdout 2>/dev/null
+    (echo $code >"$ended") 2>/dev/null
+    # The record of a job that was stopped says CANCELLED, not FAILED.
+    case $code in 75 | 143)
+        [ ! -e /runs/demo/logs/slurm-DIGEST/stopped-"$SLURM_JOB_ID" ] || scancel "$SLURM_JOB_ID" ;;
+    esac
 fi
 exit $code
