@@ -33,7 +33,7 @@ from bundle.launch.verdict import Verdict
 from bundle.patches import megatron_core
 from bundle.planning import Problem, to_hardware_problem, to_recipe_problem
 from bundle.planning.plan import refuse
-from bundle.planning.problems import find_device_problems
+from bundle.planning.problems import find_device_problems, find_open_file_problems
 from bundle.recipe import Recipe
 from bundle.runs.directory import DirectoryInUse, RunDirectory, find_newest_checkpoint
 
@@ -362,6 +362,7 @@ def _check_job(job: Job, rendezvous: Rendezvous, nodes: int) -> None:
             *_find_starter_problems(job.per_node, rendezvous),
             *_find_package_problems(),
             *find_device_problems(local_hardware, job.per_node),
+            *find_open_file_problems(local_hardware, job.nodes, job.per_node),
         ],
     )
     job_file.refuse_misfits(job)

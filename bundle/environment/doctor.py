@@ -14,7 +14,7 @@ from packaging.version import Version
 import bundle
 from bundle import files
 from bundle.environment.ascend import read_cann_version
-from bundle.environment.hardware import detect
+from bundle.environment.hardware import count_node_0_files, detect
 from bundle.environment.image import check_image
 from bundle.environment.machine import DetectedValue, Finding, Hardware, Machine, fail, ok, warn
 from bundle.environment.packages import (
@@ -147,8 +147,12 @@ def _check_host(hardware: Hardware) -> Iterator[Finding]:
         yield warn("shared memory", cause, fix)
     most = host.open_files
     if most.value is not None and most.value < ENOUGH_FILES:
-        cause = f"only {most.value:g} ({most.reason})"
-        yield warn("open files", cause, f"`ulimit -n {ENOUGH_FILES}` or more")
+        most_nodes = int(most.value - count_node_0_files(0, ranks)) // (ranks + 1)
+        cause = (
+            f"only {most.value:g} ({most.reason}), so a job may have at most {max(most_nodes, 1)} nodes of"
+            f" {ranks} ranks, as each rank and node has a connection to node 0"
+        )
+        yield warn("open files", cause, f"raise the hard limit (`ulimit -Hn`) to {ENOUGH_FILES} or more")
 
 
 def check_packages(

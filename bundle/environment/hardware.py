@@ -25,6 +25,8 @@ from bundle.errors import EnvironmentUnfit, UsageError
 BACKEND_CHOICES = ("auto", *BACKENDS)  # auto: what the machine has
 
 MIB = 2**20
+# Open files of an agent besides the connections to its store and two logs of each rank; measured.
+_AGENT_FILES = 12
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
 _NO_LIMIT_V1 = 2**62
 
@@ -155,7 +157,7 @@ def read_host(machine: Machine) -> Host:
         memory=_read_memory_limit(machine, total),
         shared_memory=_read_shared_memory(machine, total),
         locked_memory=_read_limit(limits, "Max locked memory"),
-        open_files=_read_limit(limits, "Max open files"),
+        open_files=_read_limit(limits, "Max open files", column=1),
         stack=_read_limit(limits, "Max stack size"),
     )
 
@@ -263,12 +265,18 @@ def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> Detect
     return DetectedValue(half, "/dev/shm is mounted without a size: half of the memory")
 
 
-def _read_limit(limits: DetectedValue[str], name: str) -> DetectedValue[float]:
+def count_node_0_files(nodes: int, per_node: int) -> int:
+    """Return the open files of node 0's agent, whose store has a connection from each rank and each agent."""
+    return nodes * (per_node + 1) + 2 * per_node + _AGENT_FILES
+
+
+def _read_limit(limits: DetectedValue[str], name: str, column: int = 0) -> DetectedValue[float]:
+    """Return the soft limit of that name, or with column 1 the hard limit."""
     for line in (limits.value or "").splitlines():
-        soft = line.removeprefix(name).split()[:1]
-        if line.startswith(name) and soft and (soft[0] == "unlimited" or soft[0].isdecimal()):
+        words = line.removeprefix(name).split()[column : column + 1]
+        if line.startswith(name) and words and (words[0] == "unlimited" or words[0].isdecimal()):
             return DetectedValue(
-                math.inf if soft[0] == "unlimited" else float(soft[0]), f"/proc/self/limits {name}"
+                math.inf if words[0] == "unlimited" else float(words[0]), f"/proc/self/limits {name}"
             )
     return DetectedValue(None, limits.reason)
 

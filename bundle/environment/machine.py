@@ -94,7 +94,10 @@ class VendorDevices(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The limits of this process besides the devices; sizes in bytes, `math.inf` means unlimited."""
+    """The limits of this process besides the devices; sizes in bytes, `math.inf` means unlimited.
+
+    `open_files` is the hard limit, to which the launcher raises the soft one.
+    """
 
     processors: DetectedValue[float]
     memory: DetectedValue[float]

@@ -31,6 +31,7 @@ from bundle.planning.problems import (
     find_layout_problems,
     find_memory_problems,
     find_mindspeed_problems,
+    find_open_file_problems,
     find_patch_problems,
     to_recipe_problem,
 )
@@ -239,6 +240,7 @@ def assemble_plan(
         *(() if layout is None else find_layout_problems(recipe, can, layout, patch_survey.decisions)),
         *find_patch_problems(patch_survey.decisions),
         *find_device_problems(hardware, per_node),
+        *find_open_file_problems(hardware, nodes, per_node),
         *find_memory_problems(recipe, stages, hardware, per_node),
         *(() if device_share is None else device_share.find_problems()),
         *(() if recipe.rl is None else find_transport_problems(recipe, can.backend, environment)),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from bundle.capabilities import Capabilities, EnvVariable
 from bundle.environment import MOST_RANKS_PER_NODE
+from bundle.environment.hardware import count_node_0_files
 from bundle.environment.machine import Hardware
 from bundle.environment.packages import MegatronCode, Packages, SourcePredicate
 from bundle.errors import ExitCode, format_bytes
@@ -282,6 +283,16 @@ def find_device_problems(hardware: Hardware, per_node: int) -> Iterator[Problem]
         )
     if hardware.unfit_reason:
         yield to_hardware_problem(hardware.unfit_reason)
+
+
+def find_open_file_problems(hardware: Hardware, nodes: int, per_node: int) -> Iterator[Problem]:
+    """Yield the problem that node 0 cannot have a connection from each rank and each node."""
+    most, needed = hardware.host.open_files, count_node_0_files(nodes, per_node)
+    if nodes > 1 and most.value is not None and needed > most.value:
+        yield to_hardware_problem(
+            f"open files: node 0 needs {needed} for {nodes} nodes of {per_node} ranks, but may have"
+            f" {most.value:g} ({most.reason}). Raise its hard limit (`ulimit -Hn`)"
+        )
 
 
 def find_memory_problems(

@@ -1,6 +1,8 @@
 """`mcore-bundle plan` as a user meets it."""
 
 import json
+import resource
+from functools import partial
 
 import pytest
 
@@ -40,6 +42,19 @@ def test_a_trap_ends_with_2_and_says_what_to_change(tmp_path, messages):
     (line,) = [line for line in said.splitlines() if f" {trap}: " in line and "exit 2" in line]
     assert "parallel.etp" in line and "parallel.tp" in line
     messages(line)
+
+
+@pytest.mark.parametrize(("nodes", "code"), [(504, 0), (506, 3)])
+def test_the_open_files_of_node_0_are_compared_with_all_ranks_and_nodes(tmp_path, nodes, code):
+    args = [f"--nodes={nodes}", "--devices-per-node=1", f"--set=train.global_batch_size={8 * nodes}"]
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (300, 1024))
+    done = run_bundle(
+        "plan", "demo", "--backend=cpu", *args, "--json", cwd=tmp_path, code=code, preexec_fn=few
+    )
+    problems = [problem["text"] for problem in json.loads(done.stdout)["problems"]]
+    assert [f"needs {2 * nodes + 14} for {nodes} nodes" in problem for problem in problems] == [True] * (
+        code > 0
+    )
 
 
 def test_an_unfit_machine_ends_with_3(tmp_path, messages):

@@ -41,6 +41,14 @@ def test_one_limit_too_low_is_one_warning(limit, value, subject):
     assert finding.fix
 
 
+@pytest.mark.parametrize(("devices", "most_nodes"), [(2, 336), (0, 505)])
+def test_open_files_are_compared_with_the_connections_of_all_ranks_and_nodes(devices, most_nodes):
+    hardware = detect(machine=recorded("h200-x2"))
+    host = hardware.host._replace(open_files=DetectedValue(1024.0, "a test"))
+    (finding,) = findings(hardware._replace(host=host, devices=hardware.devices[:devices]))
+    assert f" {most_nodes} nodes of {max(devices, 1)} ranks" in finding.cause
+
+
 def test_an_inference_card_cannot_train(messages):
     (failed,) = [f for f in findings(detect(machine=recorded("310p"))) if f.level is Level.FAIL]
     assert failed.cause.startswith("310P3 ")

@@ -33,6 +33,15 @@ def test_limits_and_unlimited():
     assert read_host(recorded("h200-x2")).locked_memory.value == math.inf
 
 
+def test_the_limit_of_open_files_is_the_hard_one(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    for hard, value in (("524288", 524288), ("unlimited", math.inf)):
+        (tmp_path / "proc/self/limits").write_text(
+            f"Max open files            1024                 {hard}  files\n"
+        )
+        assert read_host(Machine(tmp_path, {}, recorded("cgroup-v1").run)).open_files.value == value
+
+
 def test_no_proc_is_unknown_not_an_error(tmp_path):
     limits = read_host(Machine(tmp_path, {}, recorded("cgroup-v1").run))
     assert limits.memory.value is None
