@@ -147,7 +147,8 @@ def _check_host(hardware: Hardware) -> Iterator[Finding]:
         yield warn("shared memory", cause, fix)
     most = host.open_files
     if most.value is not None and most.value < ENOUGH_FILES:
-        most_nodes = int(most.value - count_node_0_files(0, ranks)) // (ranks + 1)
+        own_files = count_node_0_files(0, ranks)
+        most_nodes = int(most.value - own_files) // (count_node_0_files(1, ranks) - own_files)
         cause = (
             f"only {most.value:g} ({most.reason}), so a job may have at most {max(most_nodes, 1)} nodes of"
             f" {ranks} ranks, as each rank and node has a connection to node 0"
