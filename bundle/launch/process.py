@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -131,6 +132,9 @@ def run(
         variables[outcomes.LOCAL_VARIABLE] = str(local_folder)
     is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
+        if launch.rendezvous.nodes == 1:  # else torchrun leaves the file of its store behind
+            temporary = passed_on.enter_context(tempfile.TemporaryDirectory(prefix="mcore-bundle-"))
+            variables["PET_RDZV_ENDPOINT"] = str(Path(temporary, "store"))
         with _block_signals():
             agent = subprocess.Popen(
                 torchrun.argv,

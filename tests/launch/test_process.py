@@ -21,6 +21,13 @@ def test_arguments_reach_the_ranks_as_they_are_and_only_the_first_prints(tmp_pat
     assert err == ""
 
 
+def test_nothing_temporary_stays_of_a_launch(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    finish(start(tmp_path, WORKER, "well"), 0)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_ranks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
