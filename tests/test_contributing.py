@@ -49,7 +49,7 @@ from bundle.planning import build_plan
 from bundle.planning.problems import FEATURE_BY_FAMILY, MegatronFeature, find_missing_feature
 from bundle.recipe import Recipe
 from bundle.targets.options import Restarts
-from bundle.targets.states import JobState, Target, find_exit_code, poll_states
+from bundle.targets.states import JobState, ListedJob, Target, find_exit_code, poll_states
 from bundle.verification.check import Gap, Observation, Status, build_check, judge
 from tests.command import capture_bundle
 from tests.environment.machines import recorded
@@ -353,6 +353,10 @@ class PaperTarget(ModuleType):
             raise LaunchUnavailable(f"no job {name}")
         return self.answers.pop(0) if self.answers else JobState("FAILED", "code 6", 6)
 
+    def list_jobs(self) -> Iterator[ListedJob]:
+        for name in self.jobs:
+            yield ListedJob(name, "RUNNING", False, Path("runs/demo"))
+
     def read_log(self, name: str) -> str:
         return " ".join(self.jobs[name])
 
@@ -370,7 +374,7 @@ class PaperTarget(ModuleType):
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> PaperTarget:
     made = PaperTarget()
-    monkeypatch.setitem(submission._TARGETS, "paper", (made, r"[0-9]+"))
+    monkeypatch.setitem(submission.TARGETS, "paper", (made, r"[0-9]+"))
 
     def print_job(
         recipe: options.Recipe,
@@ -418,6 +422,9 @@ def test_a_job_is_handed_over_with_its_options_and_is_asked_about_by_its_handle(
     assert (code, printed) == (0, "paper:1\n")
     assert target.jobs == {"1": ["upper", "train", "--job=job.json", "--restarts=2"]}
     assert run_launch("status", "paper:1")[1].split() == ["paper:1", "PENDING", "(no", "tray)"]
+    assert ["paper:1", "RUNNING", "runs/demo"] in [
+        line.split() for line in run_launch("list")[1].splitlines()
+    ]
     assert run_launch("logs", "paper:1")[1].split() == target.jobs["1"]
     assert run_launch("stop", "paper:1")[0] == 0 and target.stopped == ["1"]
     assert run_launch("wait", "paper:1")[0] == 6

@@ -5,6 +5,7 @@ import subprocess
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
+from bundle.targets.states import TargetNotConfigured
 
 TIMEOUT_SECONDS = 60  # the longest time for one answer of a client
 
@@ -16,11 +17,13 @@ class ClientTimeout(LaunchUnavailable):
 def run_client(*command: str, seconds: float | None = TIMEOUT_SECONDS, include_stderr: bool = False) -> str:
     """Return what a client prints on stdout, with its stderr where `include_stderr` is set.
 
-    Raise LaunchUnavailable where the client is not installed, or where it fails; the message has its output.
-    Raise ClientTimeout where it does not answer within `seconds`.
+    Raise TargetNotConfigured where the client is not installed. Raise LaunchUnavailable where it fails; the
+    message has its output. Raise ClientTimeout where it does not answer within `seconds`.
     """
     if shutil.which(command[0]) is None:
-        raise LaunchUnavailable(f"{command[0]} is not on the PATH. Run this where {command[0]} is installed")
+        raise TargetNotConfigured(
+            f"{command[0]} is not on the PATH. Run this where {command[0]} is installed"
+        )
     try:
         completed = subprocess.run(
             command,

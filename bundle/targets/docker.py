@@ -5,6 +5,7 @@ nowhere else. It executes the job file, which lies in the run directory. Referen
 docs.docker.com/reference/cli/docker/container/run. The parts for Ascend (targets.devices) were read, not run.
 """
 
+import os
 import re
 import signal
 import subprocess
@@ -23,17 +24,17 @@ from bundle.launch import job as job_file
 from bundle.launch.command import Command
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.orphans import prepare_parent_death_signal
-from bundle.targets import devices
+from bundle.targets import devices, images
 from bundle.targets.client import run_client
 from bundle.targets.mounts import Mount
 from bundle.targets.options import Grace, Preflight, Rdma, Restarts
-from bundle.targets.states import JobState
+from bundle.targets.states import JobState, ListedJob
 
-# In our images, libraries put compiled code here; it is lost with the container (images/README.md).
-HOME = "/home/bundle"
 # The network card writes to memory that must stay pinned.
 _RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICES}", "--cap-add=IPC_LOCK", "--ulimit=memlock=-1:-1")
-_LABEL = "mcore-bundle.job"
+# The labels of a container: who started it, and the run directory.
+_OWNER_LABEL, _DIRECTORY_LABEL = "mcore-bundle.owner", "mcore-bundle.run-directory"
+_ENDED_STATES = ("exited", "dead")
 _SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -43,7 +44,7 @@ class DockerOptions:
     """The engine's options beside the job: the image, and what the user chooses.
 
     The container gets the values of the variables `environment`; they are not read here. `user` owns the
-    files that the container writes.
+    files that the container writes. `owner` is the user who starts it.
     """
 
     image: str = ""
@@ -56,7 +57,11 @@ class DockerOptions:
         typer.Option("--env", metavar="NAME", help="Pass this environment variable, for example HF_TOKEN."),
     ] = ()
     user: Annotated[
-        str, typer.Option(metavar="UID:GID", help="Run as this user. Default: your user, with group 0.")
+        str,
+        typer.Option(
+            metavar="UID:GID",
+            help="Run as this user. Default: your user, with group 0; for root, a user without rights.",
+        ),
     ] = ""
     groups: Annotated[
         tuple[int, ...],
@@ -67,6 +72,7 @@ class DockerOptions:
     grace_seconds: Grace = None
     restarts: Restarts = 0
     preflight: Preflight = False
+    owner: str = str(os.getuid())
 
     def find_violations(self) -> Iterator[str]:
         """Yield a message for each option that docker would refuse or misread."""
@@ -85,6 +91,15 @@ class DockerOptions:
                 )
         if not _SIZE.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
+
+
+def choose_user(directory: Path) -> str:
+    """Return the user of a run's container where none is named: this user, in group 0, but never root.
+
+    For root, it is the owner of the run directory, or the user of our images where root owns the directory.
+    """
+    owner = directory.stat().st_uid if directory.exists() else 0
+    return f"{os.getuid() or owner or images.USER}:0"
 
 
 def get_job_directory(job: Job) -> Path:
@@ -115,11 +130,12 @@ def build_command(
     arguments = (
         *("docker", "run", "--detach"),
         f"--name={build_container_name(job, node_rank)}",
-        f"--label={_LABEL}={digest_json(job.dump())}",
+        f"--label={_OWNER_LABEL}={options.owner}",
+        f"--label={_DIRECTORY_LABEL}={job.directory.absolute()}",
         *([f"--user={options.user}"] if options.user else []),
         *(f"--group-add={group}" for group in options.groups),
         # It writes to its mounts, and to memory that is lost with the container.
-        *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={HOME}:exec,mode=1777"),
+        *("--read-only", "--tmpfs=/tmp:exec,mode=1777", f"--tmpfs={images.HOME}:exec,mode=1777"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges"),
         f"--shm-size={options.shared_memory}",
         f"--stop-timeout={options.grace_seconds or grace.estimate_save_seconds(job)}",
@@ -168,14 +184,24 @@ def render_dry_run(job: Job, options: DockerOptions, workdir: Path, rendezvous: 
 def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, rendezvous: str = "") -> str:
     """Start one node and return the name of its container.
 
-    Raise LaunchUnavailable where docker refuses, or where this job runs already.
+    Raise LaunchUnavailable where docker refuses, or where this job runs already. Raise UsageError where the
+    container of root has a user who cannot enter `workdir`.
     """
     node_command, directory = (
         build_command(job, options, workdir, node_rank, rendezvous),
         get_job_directory(job),
     )
+    uid, _, gid = options.user.partition(":")
+    hands_over = os.getuid() == 0 and uid.isdecimal()  # only the image has the number of a name
+    if hands_over and not _can_enter(workdir, int(uid), int(gid) if gid.isdecimal() else 0):
+        raise UsageError(
+            f"--user {options.user}: this user of the container cannot enter {workdir}. Change the mode of"
+            " this directory, or set --user to its owner"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / FILE_NAME, job.to_text())
+    if hands_over:
+        _give_root_files(job.directory, int(uid))
     name = build_container_name(job, node_rank)
     if run_client("docker", "ps", "--all", "--quiet", f"--filter=name=^{name}$").strip():
         if query_state(name).code is None:
@@ -185,6 +211,30 @@ def submit(job: Job, options: DockerOptions, workdir: Path, node_rank: int = 0, 
         run_client("docker", "rm", name)
     run_client(*node_command.argv, seconds=None)  # it may fetch the image
     return name
+
+
+def list_jobs() -> Iterator[ListedJob]:
+    """Yield the containers that this user started."""
+    template = f'{{{{.Names}}}}|{{{{.State}}}}|{{{{.Label "{_DIRECTORY_LABEL}"}}}}'
+    owner = f"--filter=label={_OWNER_LABEL}={os.getuid()}"
+    for row in run_client("docker", "ps", "--all", owner, f"--format={template}").splitlines():
+        name, state, directory = row.split("|", 2)
+        yield ListedJob(name, state.upper(), state in _ENDED_STATES, Path(directory))
+
+
+def _can_enter(directory: Path, uid: int, gid: int) -> bool:
+    """Return whether a user without rights may look up the names in a directory."""
+    place = directory.stat()
+    bit = 0o100 if place.st_uid == uid else 0o010 if place.st_gid == gid else 0o001
+    return bool(place.st_mode & bit)
+
+
+def _give_root_files(directory: Path, uid: int) -> None:
+    """Give root's files in a run directory to a user."""
+    for _, _, names, descriptor in os.fwalk(directory):  # which follows no links
+        for name in (".", *names):
+            if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid == 0:
+                os.chown(name, uid, -1, dir_fd=descriptor, follow_symlinks=False)
 
 
 def query_state(name: str) -> JobState:
@@ -197,7 +247,7 @@ def query_state(name: str) -> JobState:
         "docker", "inspect", "--type=container", f"--format={template}", name
     ).split(" ", 3)
     reason = "the container reached its memory limit" if killed == "true" else error.strip()
-    exit_code = int(code) if status in ("exited", "dead") else None
+    exit_code = int(code) if status in _ENDED_STATES else None
     if status == "created" and code != "0":  # the engine could not start it
         exit_code = int(ExitCode.LAUNCH_UNAVAILABLE)
     return JobState(status.upper(), reason, exit_code)

@@ -10,6 +10,8 @@ from bundle.errors import UsageError
 from bundle.launch.job import Job
 
 FILE = Path(__file__).with_name("images.json")  # made of docker-bake.json by `python -m tools.images page`
+# The user of our images, and the one directory that it may write to (images/README.md).
+USER, HOME = 10001, "/home/bundle"
 DEFAULT_REGISTRY = "mcore-bundle"  # bake's default: images that were built on this machine
 
 

@@ -25,7 +25,7 @@ from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.rendezvous import discover
 from bundle.targets.log_reader import tail_log
 from bundle.targets.options import Preflight, Restarts
-from bundle.targets.states import JobState, find_exit_code, poll_states
+from bundle.targets.states import JobState, ListedJob, find_exit_code, poll_states
 
 LOG_NAME = "node.log"
 _LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
@@ -107,6 +107,15 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
     return str(folder)
 
 
+def list_jobs() -> Iterator[ListedJob]:
+    """Yield this user's running nodes, and the nodes of run directories below `runs` of this directory."""
+    folders = {*_find_running_folders(), *(path.absolute() for path in Path().glob("runs/*/logs/local-*"))}
+    for folder in sorted(folders, key=lambda folder: (folder.parent, len(folder.name), folder.name)):
+        if files.is_file(folder / _LOCK_NAME):
+            state = query_state(str(folder))
+            yield ListedJob(str(folder), state.name, state.has_ended, folder.parent.parent)
+
+
 def query_state(name: str) -> JobState:
     """Return the state of a node. Raise LaunchUnavailable where no node was started in that folder."""
     if _is_running(Path(name)):
@@ -158,6 +167,18 @@ def _create_folder(folder: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _find_running_folders() -> Iterator[Path]:
+    """Yield the folders of the nodes whose shells are processes of this user."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = process.stat().st_uid == os.getuid()
+            words = (process / "cmdline").read_bytes().split(b"\0") if is_ours else []
+        except OSError:  # it has ended
+            continue
+        if words[:3] == [b"/bin/sh", b"-c", _SHELL.encode()]:
+            yield Path(os.fsdecode(words[3])).parent
 
 
 def _require_folder(name: str) -> Path:

@@ -22,7 +22,13 @@ from bundle.files import digest_json
 from bundle.launch.command import WAIT_SECONDS
 from bundle.launch.job import FILE_NAME, Job
 from bundle.targets.options import Preflight, Restarts
-from bundle.targets.states import JobState, find_exit_code, poll_states
+from bundle.targets.states import (
+    JobState,
+    ListedJob,
+    TargetNotConfigured,
+    find_exit_code,
+    poll_states,
+)
 
 T = TypeVar("T")
 
@@ -30,6 +36,8 @@ T = TypeVar("T")
 STOP_NAME, TOKEN_NAME = "stop", "token"
 _OBJECT_STORE_BYTES = 10**8  # only lines of text are exchanged; ranks need the rest of /dev/shm
 POLL_SECONDS = 2.0
+# Ray's own variable for the dashboard that takes jobs, and the address of a dashboard on this machine.
+_ADDRESS_VARIABLE, _LOCAL_ADDRESS = "RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265"
 
 
 @dataclass(frozen=True)
@@ -120,14 +128,14 @@ def write_job_file(job: Job) -> Path:
 def import_ray() -> Any:
     """Return the module ray; it authenticates by token unless RAY_AUTH_MODE says otherwise.
 
-    Raise LaunchUnavailable where it is not installed.
+    Raise TargetNotConfigured where it is not installed.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
         import ray.job_submission
     except ImportError as error:
-        raise LaunchUnavailable("ray is not installed: pip install 'mcore-bundle[ray]'") from error
+        raise TargetNotConfigured("ray is not installed: pip install 'mcore-bundle[ray]'") from error
     return ray
 
 
@@ -140,6 +148,25 @@ def submit(job: Job, options: RayOptions, workdir: Path) -> str:
     client = _connect(options.address)
     write_job_file(job)
     return f"{_call_ray(lambda: client.submit_job(**job_request))}@{options.address}"
+
+
+def list_jobs() -> Iterator[ListedJob]:
+    """Yield the jobs that `submit` submitted to the cluster of `_ADDRESS_VARIABLE`, or of this machine.
+
+    Ray does not tell users apart. Raise TargetNotConfigured where no address is set and no dashboard answers.
+    """
+    address = os.environ.get(_ADDRESS_VARIABLE, "")
+    try:
+        client = _connect(address or _LOCAL_ADDRESS)
+    except LaunchUnavailable as error:
+        if address:
+            raise
+        raise TargetNotConfigured(f"{error}. Set {_ADDRESS_VARIABLE}") from error
+    for info in _call_ray(client.list_jobs):
+        if info.submission_id and (folder := (info.metadata or {}).get("folder")):
+            state = _parse_state(info)
+            name = f"{info.submission_id}@{address or _LOCAL_ADDRESS}"
+            yield ListedJob(name, state.name, state.has_ended, Path(folder).parent.parent)
 
 
 def query_state(name: str) -> JobState:

@@ -29,9 +29,23 @@ class JobState(NamedTuple):
         return self.code is not None
 
 
+class ListedJob(NamedTuple):
+    """A job in a target's list: its name there, its state in the target's words, and its run directory."""
+
+    name: str
+    state: str
+    has_ended: bool
+    directory: Path
+
+
+class TargetNotConfigured(LaunchUnavailable):
+    """The error that this machine has no client of a target, or that no cluster is configured for it."""
+
+
 class Target(Protocol):
     """A module that starts jobs and answers questions about a job by the name that it gave the job."""
 
+    def list_jobs(self) -> Iterable[ListedJob]: ...
     def query_state(self, name: str) -> JobState: ...
     def read_log(self, name: str) -> str: ...
     def follow(self, name: str) -> Iterator[str]: ...

@@ -49,7 +49,7 @@ VERBS_WITH_FLAGS = (
     ["doctor"], ["resolve"], ["patches", "list"], ["patches", "plan"], ["report", "made"],
     ["launch", "slurm", "small.yaml", "--dry-run"], ["launch", "kubernetes", "small.yaml"],
     ["launch", "local", "small.yaml", "--dry-run"], ["launch", "docker", "small.yaml", "--dry-run"],
-    ["weights", "check", "model"], ["weights", "export", "model", "made/out"],
+    ["launch", "list"], ["weights", "check", "model"], ["weights", "export", "model", "made/out"],
     ["init", "--model=model", "--data=rows.jsonl", "--output=made/recipe.yaml"],
 )  # fmt: skip
 KEYS = sorted(set(Recipe.list_key_paths()) - {"data.cache"})  # where that says, tokens are written

@@ -69,6 +69,16 @@ def test_the_demo_trains_twenty_steps(engine, cpu):
     assert losses[-1] < losses[0] - 1
 
 
+def test_a_run_without_a_temporary_directory_leaves_none_in_the_home(engine, cpu):
+    with containers.volume(engine) as home:
+        mount = f"--volume={home}:{containers.HOME}"
+        strict = (mount, "--shm-size=64m")
+        result = containers.run(engine, cpu, "train", "demo", *SHORT, "--set=train.steps=6", options=strict)
+        assert result.code == 0, result.err
+        names = containers.run(engine, cpu, "-c", "ls -A", options=(mount, "--entrypoint=sh")).out.split()
+    assert set(names) <= {".cache", ".config", "runs"}
+
+
 def test_a_model_that_sees_images_takes_its_first_steps(engine, cpu, tmp_path):
     names = [f"images/{number}.png" for number in range(8)]
     given = [rows.asking(f"<image>which is this? {n}", str(n), images=[name]) for n, name in enumerate(names)]

@@ -40,12 +40,14 @@ def image(engine) -> Iterator[str]:
 
 @pytest.fixture
 def bundle(engine, image: str, tmp_path: Path) -> Iterator[Bundle]:
+    tmp_path.chmod(0o755)  # who runs in the container is not root
+
     def run(*words: str) -> "subprocess.CompletedProcess[str]":
         return run_bundle("launch", *words, base=engine.environment, cwd=tmp_path, timeout=600)
 
     yield run
     for name in engine.docker(
-        "ps", "--all", "--filter=label=mcore-bundle.job", "--format={{.Names}}"
+        "ps", "--all", "--filter=label=mcore-bundle.owner", "--format={{.Names}}"
     ).split():
         engine.attempt("rm", "--force", name)
 
@@ -81,7 +83,11 @@ def test_a_container_trains_and_the_launch_ends_as_it_does(bundle, engine, tmp_p
     assert bundle("wait", handle).returncode == 0
     made = json.loads(engine.docker("inspect", handle.removeprefix("docker:")))[0]
     assert made["HostConfig"]["ReadonlyRootfs"] and made["HostConfig"]["CapDrop"] == ["ALL"]
-    assert made["Config"]["User"] == f"{os.getuid()}:0"
+    user = os.getuid() or 10001
+    assert made["Config"]["User"] == f"{user}:0"
+    assert (tmp_path / "runs/demo/metrics.jsonl").stat().st_uid == user
+    listed = bundle("list", "--all").stdout.splitlines()
+    assert [handle, "EXITED", str(tmp_path / "runs/demo")] in [line.split() for line in listed]
     again = bundle(*docker("--resume"))
     assert again.returncode == 0 and "finished" in again.stdout
 

@@ -48,14 +48,20 @@ def job() -> Job:
         (
             "cuda",
             ("cuda", "h200", 2, 8),
-            DockerOptions("registry.example:5000/us/bundle:1", user="1000:0", rdma=True),
+            DockerOptions("registry.example:5000/us/bundle:1", user="1000:0", rdma=True, owner="1000"),
         ),
         (
             "ascend",
             ("ascend", "a3", 1, 4),
-            DockerOptions("bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,)),
+            DockerOptions(
+                "bundle@sha256:0123", ("/data:/data:ro",), user="1000:0", groups=(1001,), owner="1000"
+            ),
         ),
-        ("cpu", ("cpu", "cpu", 1, 2), DockerOptions("bundle", ("/data",), ("HF_TOKEN",), "1000:0", (), "1g")),
+        (
+            "cpu",
+            ("cpu", "cpu", 1, 2),
+            DockerOptions("bundle", ("/data",), ("HF_TOKEN",), "1000:0", (), "1g", owner="1000"),
+        ),
     ],
 )
 def test_the_commands_are_the_golden_ones(name, machine, options):
@@ -191,6 +197,105 @@ def test_who_follows_a_container_takes_its_client_along(tmp_path):
     while process.exists() and "Z (" not in (process / "stat").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.fixture
+def root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not root")
+
+
+def test_the_container_of_root_is_not_roots(root, tmp_path):
+    run = tmp_path / "run"
+    assert docker.choose_user(run) == f"{images.USER}:0"
+    run.mkdir()
+    assert docker.choose_user(run) == f"{images.USER}:0"
+    os.chown(run, 1234, -1)
+    assert docker.choose_user(run) == "1234:0"
+    tmp_path.chmod(0o755)
+    done = run_bundle("launch", "docker", "demo", "--backend=cpu", "--dry-run", cwd=tmp_path, code=0)
+    assert f" --user={images.USER}:0 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "gid", "can_enter"),
+    [
+        (0o710, 0, 0, True),
+        (0o701, 0, 0, False),
+        (0o701, 0, 5, True),
+        (0o710, 0, 5, False),
+        (0o700, images.USER, 5, True),
+        (0o677, images.USER, 5, False),
+    ],
+)
+def test_whether_the_user_of_the_container_can_enter_a_directory(root, tmp_path, mode, uid, gid, can_enter):
+    place = tmp_path / "place"
+    place.mkdir()
+    os.chown(place, uid, gid)
+    place.chmod(mode)
+    tmp_path.chmod(0o755)
+    command = ("setpriv", f"--reuid={images.USER}", "--regid=0", "--clear-groups", "test", "-x", "place")
+    done = subprocess.run(command, cwd=tmp_path, check=False)
+    assert (done.returncode == 0) is docker._can_enter(place, images.USER, 0) is can_enter
+
+
+def test_a_working_directory_that_the_user_of_the_container_cannot_enter_is_refused(
+    job, root, tmp_path, monkeypatch, messages
+):
+    client(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    tmp_path.chmod(0o700)
+    job = replace(job, nodes=1, directory=tmp_path / "run")
+    with pytest.raises(UsageError, match="--user 10001:0") as error:
+        docker.submit(job, DockerOptions("bundle", user="10001:0"), tmp_path)
+    assert str(tmp_path) in str(error.value)
+    messages(error.value)
+    assert not (tmp_path / "asked").exists() and not job.directory.exists()
+    docker.submit(job, DockerOptions("bundle", user="0:0"), tmp_path)
+
+
+def test_root_gives_its_own_files_of_a_run_to_the_user_of_the_container(job, root, tmp_path, monkeypatch):
+    client(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    tmp_path.chmod(0o755)
+    run, beyond = tmp_path / "run", tmp_path / "beyond"
+    (run / "checkpoints").mkdir(parents=True)
+    (beyond / "below").mkdir(parents=True)
+    (run / "checkpoints/latest").write_text("step-1")
+    (run / "other").touch()
+    os.chown(run / "other", 1234, -1)
+    (run / "link").symlink_to(beyond)
+    job = replace(job, nodes=1, directory=run)
+    docker.submit(job, DockerOptions("bundle", user="4242:0"), tmp_path)
+    owners = {path.name: path.lstat().st_uid for path in (run, *run.rglob("*"))}
+    assert owners.pop("other") == 1234
+    del owners["link"]  # nobody asks who owns a link
+    assert {"run", "checkpoints", "latest", "logs", "job.json"} <= owners.keys()
+    assert set(owners.values()) == {4242}
+    assert beyond.stat().st_uid == (beyond / "below").stat().st_uid == 0
+    # A user by name has no number here, and root stays root where somebody asks for it.
+    os.chown(run, 0, -1)
+    for user in ("trainer", "0:0"):
+        docker.submit(job, DockerOptions("bundle", user=user), tmp_path)
+        assert run.stat().st_uid == 0
+
+
+def test_the_user_of_the_container_of_root_reads_the_job_and_writes_the_run(job, root, tmp_path, monkeypatch):
+    client(tmp_path, "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    tmp_path.chmod(0o755)
+    job = replace(job, nodes=1, directory=tmp_path / "run")
+    user, before = docker.choose_user(job.directory), os.umask(0o077)
+    try:
+        docker.submit(job, DockerOptions("bundle", user=user), tmp_path)
+    finally:
+        os.umask(before)
+    read = "import os, sys; os.makedirs('run/checkpoints'); print(len(open(sys.argv[1]).read()))"
+    command = ["setpriv", f"--reuid={images.USER}", "--regid=0", "--clear-groups", "--inh-caps=-all"]
+    file = docker.get_job_directory(job) / "job.json"
+    command += ["--bounding-set=-all", "/usr/bin/env", "python3", "-c", read, str(file.relative_to(tmp_path))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{file.stat().st_size}\n"), done.stderr
 
 
 def test_the_host_of_an_image_is_written_in_any_case():

@@ -14,6 +14,7 @@ ADDRESS = {"ray": ("--address=http://127.0.0.1:9",)}  # a port where nobody answ
 
 def launched(folder: Path, target: str, *words: str) -> subprocess.CompletedProcess[str]:
     """`launch TARGET demo` with a client on the PATH that writes down that it was asked, and fails."""
+    folder.chmod(0o755)  # the container of root is another user's
     clients = folder / "clients"
     clients.mkdir()
     if CLIENTS[target]:

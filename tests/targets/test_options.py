@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bundle.cli import launch
 from bundle.cli.request import JobRequest, Machines, expand_options
-from bundle.targets import docker, raycluster
+from bundle.targets import docker, images, raycluster
 from bundle.targets.docker import DockerOptions
 from bundle.targets.kubernetes import FORMS
 from bundle.targets.kubernetes.options import FORM_HELP, KubernetesOptions
@@ -65,7 +65,7 @@ WORDS: dict[type, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # What no option of the class says: the verb chooses it.
-CHOSEN = {"image", "mcore", "python"}
+CHOSEN = {"image", "mcore", "owner", "python"}
 
 
 @pytest.mark.parametrize("options", WORDS)
@@ -128,7 +128,7 @@ def test_a_container_of_docker_has_our_user_and_the_group_of_npus_unless_others_
     monkeypatch.setattr(docker, "find_npu_unix_groups", lambda: (7,))
     words = ("docker", "demo", "--image=x", "--image-record=none", "--dry-run")
     npus = ("--hardware=a3", "--set=train.global_batch_size=128")
-    ours, named = {f"--user={os.getuid()}:0"}, {"--user=1:2", "--group-add=3", "--group-add=4"}
+    ours, named = {f"--user={os.getuid() or images.USER}:0"}, {"--user=1:2", "--group-add=3", "--group-add=4"}
     for machine, chosen, expected in (
         (["--backend=cpu"], [], ours),
         (npus, [], ours | {"--group-add=7"}),

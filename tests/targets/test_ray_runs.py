@@ -15,8 +15,9 @@ import pytest
 
 from bundle.launch import job as job_file
 from bundle.targets import kubernetes
+from bundle.targets.images import HOME
 from bundle.targets.kubernetes.options import KubernetesOptions
-from bundle.targets.kubernetes.pod import HOME, JOB_DIRECTORY
+from bundle.targets.kubernetes.pod import JOB_DIRECTORY
 from bundle.targets.ray import STOP_NAME
 from tests.command import run_bundle, start_bundle
 from tests.targets import raycluster

@@ -10,6 +10,7 @@ import typer
 from bundle import files
 from bundle.cli.launch.docker import docker
 from bundle.cli.launch.kubernetes import kubernetes
+from bundle.cli.launch.listing import list_
 from bundle.cli.launch.local import local
 from bundle.cli.launch.ray import ray
 from bundle.cli.launch.slurm import slurm
@@ -20,6 +21,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=T
 app.callback(help="")(files.restrict_new_files)  # a job writes into its run directory
 for target in (local, docker, slurm, kubernetes, ray):
     app.command()(expand_options(target))
+app.command("list")(list_)
 
 
 @app.command()

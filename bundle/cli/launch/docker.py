@@ -1,6 +1,5 @@
 """`mcore-bundle launch docker`: runs a job in a container of this machine."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +47,7 @@ def docker(
     docker_options = replace(
         docker_options,
         image=container_image.choose_name(job),
-        user=docker_options.user or f"{os.getuid()}:0",
+        user=docker_options.user or engine.choose_user(job.directory),
         groups=docker_options.groups or (engine.find_npu_unix_groups() if job.backend == "ascend" else ()),
     )
     warn_short_grace(job, docker_options.grace_seconds)

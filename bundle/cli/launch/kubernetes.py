@@ -21,6 +21,7 @@ from bundle.cli.launch.submission import (
 from bundle.cli.request import JobRequest, Machines
 from bundle.errors import UsageError
 from bundle.planning.inputs import find_absent_inputs
+from bundle.targets import images
 from bundle.targets import kubernetes as objects
 from bundle.targets.kubernetes import jobs, pod
 from bundle.targets.kubernetes.options import KubernetesOptions
@@ -57,7 +58,7 @@ def kubernetes(
     warn_short_grace(job, kubernetes_options.grace_seconds)
     mount_advice = "set --mount CLAIM:{}, with a claim that holds it"
     warn_absent_inputs(find_absent_inputs(job.recipe))
-    warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(pod.HOME), mount_advice)
+    warn_hidden_inputs(job, pod.list_mounts(kubernetes_options), Path(images.HOME), mount_advice)
     if apply and not dry_run:
         follow_submitted_job(f"kubernetes:{jobs.submit(job, kubernetes_options)}", detach=detach)
     else:

@@ -43,7 +43,7 @@ Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Set the addr
 
 
 # The targets by the first part of a handle, with the pattern of the second part.
-_TARGETS: dict[str, tuple[Target, str]] = {
+TARGETS: dict[str, tuple[Target, str]] = {
     "local": (local, r"/[^\x00-\x1f\x7f]*"),
     "slurm": (slurm, r"[0-9]+"),
     "kubernetes": (jobs, rf"({'|'.join(FORMS)})/[a-z0-9-]+/[a-z0-9-]+"),
@@ -196,7 +196,7 @@ def follow_submitted_job(handle: str, *, detach: bool) -> None:
 def find_target(handle: str) -> tuple[Target, str]:
     """Return the target of a handle, and the job's name there. Raise UsageError where it is not a handle."""
     kind, _, name = handle.partition(":")
-    target, pattern = _TARGETS.get(kind, (slurm, ""))
-    if kind not in _TARGETS or not re.fullmatch(pattern, name, re.ASCII):
+    target, pattern = TARGETS.get(kind, (slurm, ""))
+    if kind not in TARGETS or not re.fullmatch(pattern, name, re.ASCII):
         raise UsageError(f"{format_value(handle)}: must be a job handle, such as slurm:1234")
     return target, name

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
-from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
+from bundle.targets.kubernetes.pod import INSTANCE_LABEL, MANAGER_SELECTOR, is_from_job
+from bundle.targets.states import TargetNotConfigured
 
 # The longest time for one answer; the longest silence of a stream before it counts as cut.
 TIMEOUT_SECONDS, SILENT_SECONDS = 60, 300
@@ -67,6 +68,21 @@ def delete(existing: Mapping[str, Any], *, unchanged: bool = False) -> None:
     delete_options = {"preconditions": conditions, "propagationPolicy": "Foreground"}
     with _translate_errors():
         _call_api("delete", existing, body=delete_options)
+
+
+def list_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
+    """Return the objects of a kind that mcore-bundle created; none where the cluster lacks the kind."""
+    group, _, version = api.partition("/")
+    with _translate_errors():
+        from kubernetes.client.exceptions import NotFoundException
+
+        try:
+            listed = _connect().custom.list_namespaced_custom_object(
+                group, version, namespace, _to_plural(kind), label_selector=MANAGER_SELECTOR, **_TIMEOUT
+            )
+        except NotFoundException:
+            return []
+    return [{"apiVersion": api, "kind": kind} | item for item in listed["items"]]
 
 
 def list_pods(namespace: str, label: str) -> list[Any]:
@@ -234,12 +250,12 @@ def _read_error(error: Any) -> str:
 def _connect() -> _Cluster:
     """Return the cluster of the current context.
 
-    Raise LaunchUnavailable where no cluster is configured, or the client is not installed.
+    Raise TargetNotConfigured where no cluster is configured, or the client is not installed.
     """
     try:
         from kubernetes import client, config
     except ImportError:
-        raise LaunchUnavailable(
+        raise TargetNotConfigured(
             "the Kubernetes client is not installed: pip install 'mcore-bundle[kubernetes]'"
         ) from None
     config_file = os.environ.get("KUBECONFIG") or None
@@ -251,7 +267,8 @@ def _connect() -> _Cluster:
         try:
             config.load_incluster_config()
         except config.ConfigException:
-            raise LaunchUnavailable(f"no cluster is configured: {files.to_printable(str(error))}") from error
+            message = f"no cluster is configured: {files.to_printable(str(error))}"
+            raise TargetNotConfigured(message) from error
         namespace = files.read_text(_NAMESPACE_FILE)
     configuration = client.Configuration.get_default_copy()
     configuration.retries = False

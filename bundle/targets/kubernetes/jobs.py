@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bundle.errors import ExitCode, LaunchUnavailable
@@ -15,9 +16,9 @@ from bundle.launch.job import Job
 from bundle.targets.kubernetes import FORMS, build_objects, client
 from bundle.targets.kubernetes.logs import PodLogs
 from bundle.targets.kubernetes.options import KubernetesOptions
-from bundle.targets.kubernetes.pod import INSTANCE_LABEL, is_from_job
+from bundle.targets.kubernetes.pod import DIRECTORY_ANNOTATION, INSTANCE_LABEL, is_from_job
 from bundle.targets.kubernetes.trainer import RUNTIME_KIND
-from bundle.targets.states import JobState, find_exit_code, poll_states
+from bundle.targets.states import JobState, ListedJob, find_exit_code, poll_states
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,29 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     return name
 
 
+def list_jobs() -> Iterator[ListedJob]:
+    """Yield the jobs of the current context's namespace, as a cluster does not tell users apart.
+
+    A form whose workloads may not be listed is a warning.
+    """
+    namespace = client.get_namespace()
+    for form, (api, kind, *_) in FORMS.items():
+        try:
+            workloads = client.list_workloads(api, kind, namespace)
+        except client.ServerUnreachable:
+            raise
+        except LaunchUnavailable as error:
+            _log.warning("--form %s: the jobs in namespace %s are not listed: %s", form, namespace, error)
+            continue
+        for workload in workloads:
+            metadata = workload["metadata"]
+            name = f"{form}/{namespace}/{metadata['name']}"
+            if is_from_job(workload, metadata["name"]):
+                state = _read_pod_state(name, _read_state(name, workload))
+                directory = Path((metadata.get("annotations") or {}).get(DIRECTORY_ANNOTATION, ""))
+                yield ListedJob(name, state.name, state.has_ended, directory)
+
+
 def query_state(name: str) -> JobState:
     """Return the state of a job as the cluster reports it.
 
@@ -72,6 +96,11 @@ def query_state(name: str) -> JobState:
     now = _query_workload(name)
     if now is None:
         raise LaunchUnavailable(f"kubernetes:{name}: no such job; it was stopped, or it expired")
+    return _read_pod_state(name, now)
+
+
+def _read_pod_state(name: str, now: JobState) -> JobState:
+    """Return the state of a job in state `now`, which for a pending job depends on its pods."""
     if now.code is not None or now.name != "PENDING":
         return now
     # A pod that was replaced stays listed beside its replacement.

@@ -12,12 +12,12 @@ from bundle.launch import job as job_file
 from bundle.launch.job import FILE_NAME, Job
 from bundle.launch.outcomes import KUBERNETES_NODE_VARIABLE
 from bundle.launch.starters import DEFAULT_PORT
+from bundle.targets.images import HOME, USER
 from bundle.targets.kubernetes import scheduling
 from bundle.targets.kubernetes.options import KubernetesOptions, parse_quantity
 from bundle.targets.mounts import Mount
 
-# The directory that our images write to, their user (images/README.md), and the directory of the job file.
-HOME, USER, JOB_DIRECTORY = "/home/bundle", 10001, "/opt/job"
+JOB_DIRECTORY = "/opt/job"
 # The codes of failures that a restart cannot mend: the recipe, the machine, a patch.
 PERMANENT_EXIT_CODES = sorted(
     int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
@@ -29,6 +29,8 @@ _POD_PATHS, _UNWRITABLE_PATHS = (HOME, _SHARED_MEMORY, _TEMPORARY, "/dev"), (JOB
 _TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 _MANAGER_LABEL, _MANAGER = "app.kubernetes.io/managed-by", "mcore-bundle"
+MANAGER_SELECTOR = f"{_MANAGER_LABEL}={_MANAGER}"  # selects every object of mcore-bundle
+DIRECTORY_ANNOTATION = "mcore-bundle/run-directory"  # of a workload
 
 
 def list_mounts(options: KubernetesOptions) -> Sequence[Mount]:
@@ -67,8 +69,11 @@ class Workload(NamedTuple):
         Annotations of the options win over `annotations`.
         """
         manifest = self.build_object(api, kind, labels=labels)
-        if all_annotations := {**(annotations or {}), **parse_pairs(self.options.annotations)}:
-            manifest["metadata"]["annotations"] = all_annotations
+        manifest["metadata"]["annotations"] = {
+            **(annotations or {}),
+            **parse_pairs(self.options.annotations),
+            DIRECTORY_ANNOTATION: str(self.job.directory),
+        }
         return manifest
 
     def build_object(

@@ -11,7 +11,8 @@ from typing import Any
 from bundle.launch import LOCK_FILE
 from bundle.launch.job import FILE_NAME
 from bundle.targets import ray
-from bundle.targets.kubernetes.pod import HOME, INSTANCE_LABEL, JOB_DIRECTORY, Workload
+from bundle.targets.images import HOME
+from bundle.targets.kubernetes.pod import INSTANCE_LABEL, JOB_DIRECTORY, Workload
 
 API = "ray.io/v1"
 WORKER_GROUP = "node"

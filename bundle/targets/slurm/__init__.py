@@ -12,9 +12,15 @@ from bundle.launch.job import FILE_NAME, Job
 from bundle.targets import ray
 from bundle.targets.client import ClientTimeout, run_client
 from bundle.targets.log_reader import tail_log
-from bundle.targets.slurm.batch import ENDED_PREFIX, STOPPED_PREFIX, build_script, get_job_directory
+from bundle.targets.slurm.batch import (
+    ENDED_PREFIX,
+    FOLDER_PREFIX,
+    STOPPED_PREFIX,
+    build_script,
+    get_job_directory,
+)
 from bundle.targets.slurm.options import SlurmOptions, find_overriding_variables
-from bundle.targets.states import PATIENCE_SECONDS, JobState, find_exit_code, poll_states
+from bundle.targets.states import PATIENCE_SECONDS, JobState, ListedJob, find_exit_code, poll_states
 
 SCRIPT_NAME = "job.sh"
 # A look at the files of a job, and a question to Slurm's controller, which answers every user of the cluster.
@@ -76,6 +82,17 @@ def _find_queued_job(script: Path, error: ClientTimeout) -> str:
             " you launch it again"
         )
     return str(max(numbers))
+
+
+def list_jobs() -> Iterator[ListedJob]:
+    """Yield this user's jobs that Slurm knows and that `submit` submitted."""
+    rows = run_client(
+        "squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%o"
+    ).splitlines()
+    for number, state, command in (row.split("|", 2) for row in rows):
+        script = Path(command)
+        if script.name == SCRIPT_NAME and script.parent.name.startswith(FOLDER_PREFIX):
+            yield ListedJob(number, state, state in _EXIT_CODES, script.parent.parent.parent)
 
 
 def query_state(number: str) -> JobState:

@@ -23,6 +23,7 @@ from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_
 MAX_SHORT_STARTS = 3
 # Files beside the script, followed by the job's number: the request to stop, and the exit code of its script.
 STOPPED_PREFIX, ENDED_PREFIX = "stopped-", "ended-"
+FOLDER_PREFIX = "slurm-"  # of the name of a job's directory
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 
 
@@ -31,7 +32,7 @@ def get_job_directory(job: Job) -> Path:
 
     A fresh start of the run keeps it.
     """
-    return job.directory.absolute() / "logs" / f"slurm-{digest_json(job.dump())}"
+    return job.directory.absolute() / "logs" / f"{FOLDER_PREFIX}{digest_json(job.dump())}"
 
 
 def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:

@@ -3,7 +3,8 @@
 docker run \
   --detach \
   --name=mcore-bundle-demo-DIGEST-0 \
-  --label=mcore-bundle.job=DIGEST \
+  --label=mcore-bundle.owner=1000 \
+  --label=mcore-bundle.run-directory=/runs/demo \
   --user=1000:0 \
   --read-only \
   --tmpfs=/tmp:exec,mode=1777 \
@@ -28,7 +29,8 @@ docker run \
 docker run \
   --detach \
   --name=mcore-bundle-demo-DIGEST-1 \
-  --label=mcore-bundle.job=DIGEST \
+  --label=mcore-bundle.owner=1000 \
+  --label=mcore-bundle.run-directory=/runs/demo \
   --user=1000:0 \
   --read-only \
   --tmpfs=/tmp:exec,mode=1777 \

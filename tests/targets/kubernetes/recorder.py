@@ -39,6 +39,7 @@ class Recorder:
         self.requests: list[Request] = []
         self.objects: dict[str, dict[str, Any]] = {}
         self.refusals: dict[str, tuple[int, str]] = {}  # by the end of a path: of what is made
+        self.unlisted: dict[str, tuple[int, str]] = {}  # the same, of what is listed
         self.late: dict[str, tuple[int, str]] = {}  # the same, where a dry run is not refused
         # By method and end of a path, how often an answer is lost, and whether what was asked is done.
         self.lost: dict[tuple[str, str], tuple[int, bool]] = {}
@@ -69,6 +70,8 @@ class Recorder:
             return 200, self._log(collection.rpartition("/")[2], asked.query)
         if name == "pods":
             return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": later(self.pods)}
+        if "labelSelector" in asked.query:
+            return self._list(asked)
         if asked.path not in self.objects:
             return 404, failure(404, f"{name} not found")
         metadata = self.objects[asked.path]["metadata"]
@@ -84,6 +87,19 @@ class Recorder:
         if collection.rpartition("/")[2] in _OF_A_JOB:
             return 200, self.objects[asked.path]
         return 200, self.objects[asked.path] | {"status": later(self.statuses)}
+
+    def _list(self, asked: Request) -> tuple[int, Any]:
+        if (refusal := self.unlisted.get(asked.path.rpartition("/")[2])) is not None:
+            return refusal[0], failure(*refusal)
+        label = dict([asked.query["labelSelector"].split("=")])
+        return 200, {
+            "items": [
+                {"metadata": made["metadata"], "status": made.get("status", later(self.statuses))}
+                for path, made in self.objects.items()
+                if path.rpartition("/")[0] == asked.path
+                and label.items() <= made["metadata"].get("labels", {}).items()
+            ]
+        }
 
     def _make(self, asked: Request) -> tuple[int, Any]:
         path = f"{asked.path}/{asked.body['metadata']['name']}"

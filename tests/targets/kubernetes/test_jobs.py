@@ -20,7 +20,7 @@ from bundle.planning import build_plan
 from bundle.recipe import load
 from bundle.targets.kubernetes import FORMS, client, jobs, logs
 from bundle.targets.kubernetes.options import KubernetesOptions
-from bundle.targets.states import JobState
+from bundle.targets.states import JobState, ListedJob
 from tests.command import run_bundle
 from tests.targets.kubernetes.jobs import LEAST
 from tests.targets.kubernetes.recorder import Recorder, listening, pod
@@ -69,6 +69,32 @@ def test_everything_is_tried_before_anything_is_made_and_goes_with_the_workload(
         "uid": workload["metadata"]["uid"],
     }
     assert json.loads(file["data"]["job.json"])["digest"] == small.dump()["digest"]
+
+
+def test_the_jobs_of_the_namespace_are_listed_and_no_others(recorder, small, caplog):
+    for form in ("jobset", "trainjob"):
+        jobs.submit(small, replace(LEAST, form=form))
+    made = dict(recorder.objects)
+    for path, made_object in made.items():  # somebody else's, and a child of ours with our labels
+        foreign, child = copy.deepcopy(made_object), copy.deepcopy(made_object)
+        foreign["metadata"]["labels"] = {"app.kubernetes.io/instance": "demo"}
+        child["metadata"] |= {"name": "demo-node-0"}
+        recorder.objects |= {f"{path}-foreign": foreign, f"{path}-node-0": child}
+    recorder.objects[f"{JOBSETS}/demo"]["status"] = DONE
+    recorder.pods = [[pod("demo-node-0-0", "Running")]]
+    recorder.unlisted = {"rayjobs": (403, "may not list rayjobs"), "ascendjobs": (404, "no such kind")}
+    assert list(jobs.list_jobs()) == [
+        ListedJob(NAME, "COMPLETED", True, small.directory),
+        ListedJob("trainjob/research/demo", "RUNNING", False, small.directory),
+    ]
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "rayjob" in warning and "may not list rayjobs" in warning
+
+
+def test_without_an_answer_of_the_server_nothing_is_listed(recorder, small):
+    recorder.lost = {("GET", "/jobsets"): (10, False)}
+    with pytest.raises(client.ServerUnreachable):
+        list(jobs.list_jobs())
 
 
 def test_a_runtime_is_made_before_the_trainjob_that_names_it_is_tried(recorder, small):
