@@ -35,7 +35,8 @@ export BUNDLE_RELEASES = $(abspath $(RELEASES))
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes --requirement images/locks/cpu.demo.txt
-	$(PIP) $(or $(TORCH),--requirement images/locks/cpu.torch.txt) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	# By version alone: the lock's hashes are those of one index.
+	$(PIP) $(or $(TORCH),$$(grep -oE '^torch==[^ ]+' images/locks/cpu.torch.txt)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	# Releases from 0.17 declare Python 3.12 and run on 3.11; only this one package may ignore that.
 	$(if $(MCORE),$(PIP) --no-deps --ignore-requires-python '$(MCORE)')
 	$(PIP) --no-deps --editable .

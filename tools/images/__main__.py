@@ -11,7 +11,7 @@ from bundle.environment import packages
 from bundle.environment.image import RECORD_FILE
 from bundle.errors import UsageError
 from tools import command
-from tools.images import agreement, definition, identity, locks, page, plan
+from tools.images import agreement, definition, identity, locks, page, pins, plan
 
 app = typer.Typer(
     rich_markup_mode=None, add_completion=False, no_args_is_help=True, help="The container images."
@@ -83,6 +83,16 @@ def check(
     if found:
         raise UsageError(f"{len(found)} to put right", found)
     print("Everything follows docker-bake.json.")
+
+
+@app.command("fill")
+def fill_pins(root: Root = Path()) -> None:
+    """Fill the empty digests and hashes, from where they are published; ends with 2 if one is left."""
+    filled, failures = pins.fill(root)
+    print("\n".join(filled))
+    write_page(root)
+    if failures:
+        raise UsageError(f"{len(failures)} could not be read", failures)
 
 
 @app.command("page")

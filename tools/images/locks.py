@@ -176,12 +176,16 @@ def _divided(compiled: str, definition: Definition, name: str) -> tuple[str, str
         if package not in apart:
             kept.append(block)
         elif pin is not None and pin.hashes is not None:
-            others.append(
-                " \\\n    ".join([f"{package}=={pin.version}", *(f"--hash={h}" for h in pin.hashes)]) + "\n"
-            )
+            others.append(to_block(package, pin))
         else:
             others.append(block)
     return "".join(kept), "".join(others)
+
+
+def to_block(package: str, pin: Pin) -> str:
+    """Return the entry of a lock for a pin that has hashes."""
+    hashes = (f"--hash={digest}" for digest in pin.hashes or ())
+    return " \\\n    ".join([f"{package}=={pin.version}", *hashes]) + "\n"
 
 
 def blocks(lock_text: str) -> Iterator[tuple[str, str]]:

@@ -40,8 +40,8 @@ $ make locks    # images/locks/*.in and, with a hash for every file, *.txt; one 
 ```
 
 - `python -m tools.images check` lists every place that does not follow `docker-bake.json`.
-- With `--release`, it also fails until every digest, checksum and hash is filled in. Some are still empty,
-  because nobody could read them here.
+- With `--release`, it also fails until every digest, checksum and hash is filled in.
+  `python -m tools.images fill` fills them in, on a machine with docker buildx and internet.
 - A lock does not set a package index. pip and uv use their configured index.
 - `make demo` installs from a part of the lock of the stack `cpu`. Only torch is installed without a hash,
   because its build differs by machine.
