@@ -36,6 +36,7 @@ T = TypeVar("T")
 STOP_NAME, TOKEN_NAME = "stop", "token"
 _OBJECT_STORE_BYTES = 10**8  # only lines of text are exchanged; ranks need the rest of /dev/shm
 POLL_SECONDS = 2.0
+_SHELL_FAILURES = (126, 127)  # the codes of a shell for a program that it cannot run or does not find
 # Ray's own variable for the dashboard that takes jobs, and the address of a dashboard on this machine.
 _ADDRESS_VARIABLE, _LOCAL_ADDRESS = "RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265"
 
@@ -165,7 +166,7 @@ def list_jobs() -> Iterator[ListedJob]:
     for info in _call_ray(client.list_jobs):
         if info.submission_id and (folder := (info.metadata or {}).get("folder")):
             state = _parse_state(info)
-            name = f"{info.submission_id}@{address or _LOCAL_ADDRESS}"
+            name = f"{info.submission_id}@{client.get_address()}"
             yield ListedJob(name, state.name, state.has_ended, Path(folder).parent.parent)
 
 
@@ -226,6 +227,10 @@ def _parse_state(info: Any) -> JobState:
     code = default_code if info.driver_exit_code is None else int(info.driver_exit_code)
     if code < 0:  # a signal ended the driver; shells and Slurm report it like this
         code = 128 - code
+    if code in _SHELL_FAILURES:
+        return JobState(
+            name, "the shell could not start Python on the cluster", int(ExitCode.LAUNCH_UNAVAILABLE)
+        )
     # Ray's message about a driver that ended by itself only repeats its log.
     is_lost = name == "FAILED" and info.driver_exit_code is None
     return JobState(name, files.to_printable((info.message or "").strip())[:300] if is_lost else "", code)

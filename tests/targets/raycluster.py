@@ -117,6 +117,7 @@ def cluster(root: Path) -> Iterator[Cluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(root / "token"),
         "RAY_ADDRESS": f"127.0.0.1:{_PORTS[0]}",
+        "RAY_API_SERVER_ADDRESS": Cluster.address,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": "60",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(SECONDS),

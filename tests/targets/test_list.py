@@ -120,7 +120,11 @@ def test_ray_lists_our_jobs_of_the_cluster_that_its_variable_names(monkeypatch):
         describe("raysubmit_3", "RUNNING", None),
         describe(None, "RUNNING", "/runs/demo/logs/ray-01ab"),
     ]
-    monkeypatch.setattr(ray, "_connect", lambda address: SimpleNamespace(list_jobs=lambda: known))
+    monkeypatch.setattr(
+        ray,
+        "_connect",
+        lambda address: SimpleNamespace(list_jobs=lambda: known, get_address=lambda: address),
+    )
     for variable, address in (("", "http://127.0.0.1:8265"), ("http://head:1", "http://head:1")):
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", variable)
         assert list(ray.list_jobs()) == [

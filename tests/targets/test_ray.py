@@ -78,6 +78,8 @@ def test_an_address_that_takes_no_jobs_is_refused(job, address, messages):
         ("FAILED", -9, JobState("FAILED", "", 137)),
         ("STOPPED", None, JobState("STOPPED", "", 143)),
         ("FAILED", None, JobState("FAILED", "its head\\ndied", 5)),
+        ("FAILED", 126, JobState("FAILED", "the shell could not start Python on the cluster", 5)),
+        ("FAILED", 127, JobState("FAILED", "the shell could not start Python on the cluster", 5)),
     ],
 )
 def test_a_job_ends_with_the_code_of_its_driver(monkeypatch, said, code, state):

@@ -77,8 +77,10 @@ def test_a_job_is_submitted_stopped_and_goes_on(bundle, cluster, tmp_path):
     assert re.fullmatch(rf"ray:raysubmit_\w+@{cluster.address}", handle)
     until(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) > 2)
     assert ended(bundle("launch", "status", handle), 0)[0] == f"{handle} RUNNING\n"
+    assert f"{handle}  RUNNING  {run}" in ended(bundle("launch", "list"), 0)[0].splitlines()
     ended(bundle("launch", "stop", handle), 0)
     ended(bundle("launch", "wait", handle), 75)
+    assert handle not in ended(bundle("launch", "list"), 0)[0]
     assert "[0/0] " in ended(bundle("launch", "logs", handle), 0)[0]
     first = max(losses(run))
     again = ended(bundle("launch", "ray", *long), 0)[0].strip()
