@@ -133,8 +133,7 @@ def run(
     is_read = launch.has_events or launch.rendezvous.nodes > 1
     with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
         if launch.rendezvous.nodes == 1:  # else torchrun leaves the file of its store behind
-            temporary = passed_on.enter_context(tempfile.TemporaryDirectory(prefix="mcore-bundle-"))
-            variables["PET_RDZV_ENDPOINT"] = str(Path(temporary, "store"))
+            variables["PET_RDZV_ENDPOINT"] = str(Path(passed_on.enter_context(_make_temporary()), "store"))
         with _block_signals():
             agent = subprocess.Popen(
                 torchrun.argv,
@@ -184,6 +183,15 @@ def run(
             _log.warning("the verdict is in %s on %s", place, outcomes.get_node_name())
     if launch_verdict.code != ExitCode.OK:
         raise LaunchFailed(launch_verdict)
+
+
+def _make_temporary() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="mcore-bundle-")
+    except OSError as error:
+        raise EnvironmentUnfit(
+            f"TMPDIR: {error.strerror}. Set it to a directory that this user may write to"
+        ) from error
 
 
 def _build_line_printer(launch: Launch) -> Callable[[str], None]:

@@ -27,9 +27,11 @@ Bundle = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def image(engine) -> Iterator[str]:
-    """An image without a file, whose entry is this environment's own."""
+    """An image with nothing but /tmp, whose entry is this environment's own."""
     nothing = subprocess.run(
-        ["tar", "--create", "--files-from=/dev/null"], capture_output=True, check=True
+        ["tar", "--create", "--directory=/", "--no-recursion", "--mode=1777", "tmp"],
+        capture_output=True,
+        check=True,
     ).stdout
     entry = json.dumps([sys.executable, "-m", "bundle"])
     words = ["docker", "import", f"--change=ENTRYPOINT {entry}", "-", IMAGE]
@@ -62,6 +64,7 @@ def docker(*words: str) -> tuple[str, ...]:
         f"--image={IMAGE}",
         "--image-record=none",
         "--shared-memory=256m",
+        "--env=PYTHONPATH",
         *mounts,
         *words,
     )
