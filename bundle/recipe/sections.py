@@ -425,6 +425,10 @@ class PrometheusSection(Section):
         description="Address to listen on; 0.0.0.0 lets other machines ask, without authentication.",
     )
 
+    @property
+    def is_loopback(self) -> bool:
+        return self.address in ("localhost", "::1") or self.address.startswith("127.")
+
 
 class MetricsSection(Section):
     """Where metrics are written besides metrics.jsonl and the terminal."""

@@ -53,6 +53,10 @@ def kubernetes(
             "the plan is for cpu, because this machine has no accelerator. If the nodes have accelerators,"
             " set --hardware"
         )
+    if (endpoint := job.recipe.metrics.prometheus) is not None and endpoint.is_loopback:
+        _log.warning(
+            "metrics.prometheus.address: only the pod itself reaches %s. Set it to 0.0.0.0", endpoint.address
+        )
     kubernetes_options = replace(kubernetes_options, image=container_image.choose_name(job))
     warn_unknown_steps(job, recipe)
     warn_short_grace(job, kubernetes_options.grace_seconds)

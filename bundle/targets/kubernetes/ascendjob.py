@@ -1,6 +1,6 @@
-"""An AscendJob of MindCluster, written after the sources of its operator, as it has no schema to check.
+"""An AscendJob of MindCluster, written after the sources and the definition of its operator.
 
-Ascend/mind-cluster, component/ascend-operator: api/v1, controllers/v1/{ascendjob_validate,env,pod}.go. The
+Ascend/mind-cluster, component/ascend-operator: build/ascend-operator.yaml, api/v1, controllers/v1/. The
 labels come from the samples of Ascend/mindcluster-deploy. `launch.starters.read_ascend_operator` reads its
 variables.
 """
@@ -29,7 +29,8 @@ def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
     template = workload.build_template(workload.arguments, CONTAINER)
     template["metadata"]["labels"] |= ring
     template["spec"]["schedulerName"] = SCHEDULER
-    template["spec"]["containers"][0]["ports"] = [{"name": PORT_NAME, "containerPort": PORT}]
+    ports = template["spec"]["containers"][0].setdefault("ports", [])
+    ports.append({"name": PORT_NAME, "containerPort": PORT})
 
     def build_replicas(count: int) -> dict[str, Any]:
         return {"replicas": count, "restartPolicy": "Never", "template": copy.deepcopy(template)}

@@ -15,6 +15,7 @@ from bundle.launch.starters import DEFAULT_PORT
 from bundle.targets.images import HOME, USER
 from bundle.targets.kubernetes import scheduling
 from bundle.targets.kubernetes.options import KubernetesOptions, parse_quantity
+from bundle.targets.kubernetes.requests import estimate_requests
 from bundle.targets.mounts import Mount
 
 JOB_DIRECTORY = "/opt/job"
@@ -30,6 +31,7 @@ _TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 _MANAGER_LABEL, _MANAGER = "app.kubernetes.io/managed-by", "mcore-bundle"
 MANAGER_SELECTOR = f"{_MANAGER_LABEL}={_MANAGER}"  # selects every object of mcore-bundle
+_PORT_ANNOTATION = "prometheus.io/port"
 DIRECTORY_ANNOTATION = "mcore-bundle/run-directory"  # of a workload
 
 
@@ -116,14 +118,14 @@ class Workload(NamedTuple):
 
     @property
     def resources(self) -> dict[str, Any]:
-        """The requests of every pod, which are also its limits.
+        """The limits of every pod, which are its requests too, and the estimated requests of what has none.
 
         Kubernetes first evicts pods that get more than they request.
         """
         amounts = parse_pairs(self.options.resources)
         if device := self.device_resource:
             amounts = {device: str(self.job.per_node)} | amounts
-        return {"limits": amounts, "requests": dict(amounts)}
+        return {"limits": amounts, "requests": estimate_requests(self.job) | amounts}
 
     @property
     def device_resource(self) -> str:
@@ -164,12 +166,26 @@ class Workload(NamedTuple):
         if self.options.topology:
             template["metadata"].setdefault("annotations", {})[_TOPOLOGY_ANNOTATION] = self.options.topology
 
-    def build_template(self, arguments: list[str], container: str = CONTAINER) -> dict[str, Any]:
+    @property
+    def scrape_annotations(self) -> dict[str, str]:
+        """The annotations by which Prometheus finds rank 0; empty where only its pod reaches the endpoint."""
+        endpoint = self.job.recipe.metrics.prometheus
+        if endpoint is None or endpoint.is_loopback or not endpoint.port:
+            return {}
+        return {"prometheus.io/scrape": "true", _PORT_ANNOTATION: str(endpoint.port)}
+
+    def build_template(
+        self, arguments: list[str], container: str = CONTAINER, *, has_ranks: bool = True
+    ) -> dict[str, Any]:
         """Return the template of the pods, which Kueue calls a pod set."""
         metadata: dict[str, Any] = {"labels": dict(self.labels)}
-        if annotations := parse_pairs(self.options.annotations):
+        scrape_annotations = self.scrape_annotations if has_ranks else {}
+        if annotations := scrape_annotations | parse_pairs(self.options.annotations):
             metadata["annotations"] = annotations
-        return {"metadata": metadata, "spec": self._build_pod_spec(arguments, container)}
+        spec = self._build_pod_spec(arguments, container)
+        if port := scrape_annotations.get(_PORT_ANNOTATION):
+            spec["containers"][0]["ports"] = [{"name": "bundle-metrics", "containerPort": int(port)}]
+        return {"metadata": metadata, "spec": spec}
 
     def _build_pod_spec(self, arguments: list[str], container: str) -> dict[str, Any]:
         options = self.options

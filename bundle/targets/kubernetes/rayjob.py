@@ -34,8 +34,8 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     }  # a shell reads it
     worker, head, submitter = (
         workload.build_template([]),
-        workload.build_template([], "head"),
-        workload.build_template([], "submitter"),
+        workload.build_template([], "head", has_ranks=False),
+        workload.build_template([], "submitter", has_ranks=False),
     )
     for template in (worker, head):
         _adapt_to_ray(workload, template)

@@ -1,7 +1,6 @@
 """The objects of one job against each other, and against the job file inside of them, read from them alone.
 
-What no schema says: who is asked for what index, where the pods meet, which volume a mount is of. It is all
-that checks an AscendJob ("no schema").
+What no schema says: who is asked for what index, where the pods meet, which volume a mount is of.
 """
 
 import copy
@@ -77,8 +76,10 @@ def of_a_pod(pod: dict[str, Any], file: str, decided: dict[str, Any]) -> Iterato
     if pod["restartPolicy"] != "Never":
         yield "a container is restarted alone"
     amounts = container["resources"]
-    if amounts["limits"] != amounts["requests"]:
+    if not amounts["limits"].items() <= amounts["requests"].items():
         yield "the pod may be evicted before others"
+    if not {"cpu", "memory"} <= amounts["requests"].keys():
+        yield "the scheduler does not know what the pod needs"
     devices = [n for name, n in amounts["limits"].items() if name.startswith(("nvidia.com", "huawei.com"))]
     if devices != ([] if decided["backend"] == "cpu" else [str(decided["per_node"])]):
         yield "not as many devices as ranks"
@@ -284,6 +285,7 @@ BREAKING: list[tuple[str, str, Callable[[Objects], Any]]] = [
     ("job", "ConfigMap", lambda o: o[0]["metadata"].update(name="old")),
     ("job", "where the pod is told", lambda o: container(o)["args"].__setitem__(1, "--job=/job.json")),
     ("job", "evicted", lambda o: container(o)["resources"]["limits"].update(cpu="1")),
+    ("job", "does not know", lambda o: container(o)["resources"]["requests"].pop("cpu")),
     ("job", "as many devices", lambda o: container(o)["resources"]["limits"].pop("huawei.com/Ascend910")),
     ("job", "namespace", lambda o: o[0]["metadata"].update(namespace="other")),
     ("jobset", "restarts the set", lambda o: o[-1]["spec"]["failurePolicy"]["rules"][0].update(action="X")),

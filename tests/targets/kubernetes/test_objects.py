@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bundle.errors import UsageError
 from bundle.launch import grace
 from bundle.launch import job as job_file
+from bundle.recipe import load
 from bundle.targets import kubernetes
 from bundle.targets.kubernetes.options import KubernetesOptions
 from tests.targets.kubernetes.jobs import LEAST, everything, options_of, plain, pods, read
@@ -195,12 +196,14 @@ def test_what_can_be_is_taken(wide):
 def test_nodes_of_a_super_pod_get_the_block_that_mindcluster_wants(npus, form, messages):
     def annotations(*said, selectors=("accelerator-type=module-a3-16-super-pod",)):
         options = replace(LEAST, form=form, selectors=selectors, annotations=said)
-        return kubernetes.build_objects(npus, options)[-1]["metadata"].get("annotations")
+        found = dict(kubernetes.build_objects(npus, options)[-1]["metadata"]["annotations"])
+        assert found.pop("mcore-bundle/run-directory") == str(npus.directory)
+        return found
 
     assert annotations() == {"sp-block": "32"}
     assert annotations("sp-block=16", "a=b") == {"sp-block": "16", "a": "b"}
-    assert annotations(selectors=("accelerator-type=module-a3-16",)) is None
-    assert annotations(selectors=()) is None
+    assert annotations(selectors=("accelerator-type=module-a3-16",)) == {}
+    assert annotations(selectors=()) == {}
     for block in ("8", "24", "64", "", "x"):
         with pytest.raises(UsageError, match=f"sp-block='{block}'.* 16, 32") as refused:
             annotations(f"sp-block={block}")
@@ -259,6 +262,76 @@ def test_a_device_is_called_what_its_vendor_calls_it_or_the_cluster(wide, npus, 
     assert limits(small, least)["limits"] == {}
     named = replace(least, device="example.com/gpu", resources=("cpu=8",))
     assert limits(wide, named)["limits"] == {"example.com/gpu": "8", "cpu": "8"}
+
+
+GIBIBYTE = 2**30
+
+
+def find_resources(job, **options):
+    pod = kubernetes.build_objects(job, replace(LEAST, form="job", **options))[-1]["spec"]["template"]["spec"]
+    return pod["containers"][0]["resources"]
+
+
+def with_bytes(job, checkpoint=0, **sizes):
+    stages = [{"bytes": {name: size * part for name, size in sizes.items()}} for part in (1, 2)]
+    return replace(job, plan=job.plan | {"stages": stages, "checkpoint": {"bytes": checkpoint}})
+
+
+def test_a_pod_requests_the_processors_and_the_memory_of_the_plan(wide, small):
+    # Eight ranks, each with 4 GiB, 2 x 5 GiB of the largest stage on the host, and 2 GiB of a checkpoint.
+    offloaded = with_bytes(wide, checkpoint=32 * 2 * GIBIBYTE, host=5 * GIBIBYTE, total=10**15)
+    assert find_resources(offloaded) == {
+        "limits": {"nvidia.com/gpu": "8"},
+        "requests": {"nvidia.com/gpu": "8", "cpu": "16", "memory": "128Gi"},
+    }
+    assert find_resources(with_bytes(wide, host=GIBIBYTE // 2 + 1))["requests"]["memory"] == "41Gi"
+    on_the_host = with_bytes(small, total=3 * GIBIBYTE, host=10**15)
+    assert find_resources(on_the_host)["requests"] == {"cpu": "2", "memory": "10Gi"}
+    assert find_resources(replace(wide, plan={}))["requests"]["memory"] == "32Gi"
+
+
+def test_a_rank_that_samples_requests_its_judges_and_the_reference_model(wide):
+    recipe = load("grpo-arithmetic-cpu", ["rl.rewards=[{kind: exact}, {kind: math, processes: 3}]"])
+    sampling = replace(with_bytes(wide, host=0, parameters=GIBIBYTE), recipe=recipe)
+    requests = find_resources(sampling)["requests"]
+    assert (requests["cpu"], requests["memory"]) == ("40", "48Gi")
+
+
+def test_what_an_option_requests_is_a_limit_and_replaces_the_estimate(wide):
+    resources = find_resources(with_bytes(wide, host=0), resources=("memory=1Ti",), shared_memory="1Gi")
+    assert resources["limits"] == {"nvidia.com/gpu": "8", "memory": "1Ti"}
+    assert resources["requests"] == {"nvidia.com/gpu": "8", "memory": "1Ti", "cpu": "16"}
+
+
+@pytest.mark.parametrize("form", kubernetes.FORMS)
+@pytest.mark.parametrize(
+    ("endpoint", "annotations"),
+    [
+        ("null", {}),
+        ("{port: 9464}", {}),
+        ("{port: 9464, address: localhost}", {}),
+        ("{port: 0, address: 0.0.0.0}", {}),
+        (
+            "{port: 9464, address: 0.0.0.0}",
+            {"prometheus.io/scrape": "true", "prometheus.io/port": "9464"},
+        ),
+    ],
+)
+def test_prometheus_finds_the_pods_whose_endpoint_it_can_reach(npus, form, endpoint, annotations):
+    job = replace(npus, recipe=load("demo", [f"metrics.prometheus={endpoint}"]))
+    objects = kubernetes.build_objects(job, replace(LEAST, form=form))
+    for _, template in pods(objects):
+        assert template["metadata"].get("annotations", {}) == annotations
+        ports = template["spec"]["containers"][0].get("ports", ())
+        named_ports = [port["containerPort"] for port in ports if port["name"] == "bundle-metrics"]
+        assert named_ports == ([9464] if annotations else [])
+    named = replace(LEAST, form=form, annotations=("prometheus.io/scrape=false",))
+    for _, template in pods(kubernetes.build_objects(job, named)):
+        assert template["metadata"]["annotations"]["prometheus.io/scrape"] == "false"
+    if form == "rayjob":
+        spec = objects[-1]["spec"]
+        for template in (spec["submitterPodTemplate"], spec["rayClusterSpec"]["headGroupSpec"]["template"]):
+            assert "annotations" not in template["metadata"]
 
 
 def test_pods_have_the_time_that_their_checkpoint_takes(wide):

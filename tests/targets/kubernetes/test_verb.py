@@ -167,3 +167,15 @@ def test_inputs_that_are_not_here_are_warned_of_and_the_objects_are_printed(tmp_
         assert any(key in line and value in line for line in warnings), warnings
     assert all(any(key in line for key in absent) for line in warnings), warnings
     assert read_absent(batch) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "count"),
+    [("{port: 1}", 1), ("{port: 1, address: '::1'}", 1), ("{port: 1, address: 0.0.0.0}", 0)],
+)
+def test_an_endpoint_that_only_its_pod_reaches_is_a_warning(endpoint, count, messages):
+    done = launch("--set=train.global_batch_size=64", f"--set=metrics.prometheus={endpoint}")
+    warnings = [line for line in done.stderr.splitlines() if "metrics.prometheus.address" in line]
+    assert (done.returncode, len(warnings)) == (0, count), done.stderr
+    for warning in warnings:
+        messages(drop_times(warning))
