@@ -65,9 +65,9 @@ def test_jobs_of_another_user_are_not_listed(running, tmp_path):
     forked = os.fork()  # an interpreter of root's may not be another's to start
     if forked == 0:
         os.setuid(10001)
-        os._exit(any(job.name == running for job in local.list_jobs()))
+        os._exit(Path(running) in local._find_running_folders())
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
-    assert running in [job.name for job in local.list_jobs()]
+    assert Path(running) in local._find_running_folders()
 
 
 def test_slurm_lists_our_jobs_of_this_user(tmp_path, monkeypatch):

@@ -169,8 +169,11 @@ def test_hostile_names_come_through_slurm_as_they_are(bundle, environment, tmp_p
     (output,) = (Path(path) for path in re.findall(r"StdOut=(.*)", shown))
     assert re.fullmatch(r"slurm-\d+\.log", output.name)
     assert output.parent.parent == tmp_path / "a 'b' $c/logs"
+    assert f"{handle}  PENDING  {tmp_path}/a 'b' $c\n" in bundle("launch", "list").stdout
     assert bundle("launch", "stop", handle).returncode == 0
     assert "CANCELLED" in bundle("launch", "status", handle).stdout
+    assert handle not in bundle("launch", "list").stdout
+    assert f"{handle}  CANCELLED  " in bundle("launch", "list", "--all").stdout
     assert bundle("launch", "wait", handle).returncode == 143
     assert bundle("launch", "status", "slurm:999999").returncode == 5
 
