@@ -80,34 +80,33 @@ def list_parameters(
     Layers count over all stages; experts are those of a rank that holds the first ones.
     """
     table = Tensors(architecture, parallel.tp)
-    local = _list_expert_numbers(architecture, parallel)
     tied = architecture.tied_embeddings
     chunk_parameters: list[Parameter] = []
+    sizes = Parallel(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp)
 
     def build_parameter(tensor: Tensor, name: str = "") -> Parameter:
-        tensor_cut = find_cut(tensor.name, architecture.delta_net)
-        shape = _compute_local_shape(tensor.shape, tensor_cut, parallel)
-        return Parameter(name or tensor.name, shape, tensor_cut, is_expert(tensor.name))
-
-    def add_layer(prefix: str, tensors: Iterator[Tensor]) -> None:
-        weights = [tensor for tensor in tensors if not is_buffer(tensor.name)]
-        named = [(tensor.name, tensor) for tensor in weights]
-        if traits.fused_norms:
-            named = list(checkpoint_names.rename_folded_norms(prefix, weights))
-        if traits.grouped_experts:
-            named = list(checkpoint_names.rename_grouped_experts(named))
-        chunk_parameters.extend(build_parameter(tensor, name) for name, tensor in named)
+        return _build_parameter(architecture, sizes, tensor, name)
 
     # The first stage owns the embedding; a later one holds a copy for MTP, which a tied head is, or as such.
     is_shared = parallel.pp > 1 and (tied or architecture.mtp_layers > 0)
     if chunk.embedding or chunk.has_embedding_copy:
         chunk_parameters.append(build_parameter(table.build_embedding())._replace(shared_embedding=is_shared))
     for number in chunk.layers:
-        add_layer(f"decoder.layers.{number}.", table.build_layer(number, local))
+        first = _find_first_alike(architecture, number)
+        prefix = f"decoder.layers.{number}."
+        chunk_parameters.extend(
+            Parameter(prefix + suffix, shape, tensor_cut, has_expert)
+            for suffix, shape, tensor_cut, has_expert, _ in _list_layer_parameters(
+                architecture, sizes, traits, first
+            )
+        )
     if chunk.final_norm:
         chunk_parameters.append(build_parameter(table.build_final_norm()))
     for depth in range(chunk.mtp_layers):
-        add_layer(f"mtp.layers.{depth}.transformer_layer.", table.build_mtp_layer(depth, local))
+        prefix = f"mtp.layers.{depth}.transformer_layer."
+        tensors = table.build_mtp_layer(depth, _list_expert_numbers(architecture, parallel))
+        named = _rename_layer(prefix, tensors, traits)
+        chunk_parameters.extend(build_parameter(tensor, name) for name, tensor in named)
     if chunk.head and not (tied and (chunk.embedding or chunk.has_embedding_copy)):
         chunk_parameters.append(
             build_parameter(table.build_head())._replace(shared_embedding=is_shared and tied)
@@ -115,6 +114,43 @@ def list_parameters(
     if chunk.embedding:
         chunk_parameters.extend(map(build_parameter, table.build_tower()))
     return tuple(chunk_parameters)
+
+
+def _build_parameter(architecture: Architecture, sizes: Parallel, tensor: Tensor, name: str) -> Parameter:
+    tensor_cut = find_cut(tensor.name, architecture.delta_net)
+    shape = _compute_local_shape(tensor.shape, tensor_cut, sizes)
+    return Parameter(name or tensor.name, shape, tensor_cut, is_expert(tensor.name))
+
+
+def _rename_layer(prefix: str, tensors: Iterator[Tensor], traits: LayerTraits) -> list[tuple[str, Tensor]]:
+    """Return the weights of a layer with the names that the backend's layers give them."""
+    weights = [tensor for tensor in tensors if not is_buffer(tensor.name)]
+    named = [(tensor.name, tensor) for tensor in weights]
+    if traits.fused_norms:
+        named = list(checkpoint_names.rename_folded_norms(prefix, weights))
+    if traits.grouped_experts:
+        named = list(checkpoint_names.rename_grouped_experts(named))
+    return named
+
+
+def _find_first_alike(architecture: Architecture, number: int) -> int:
+    """Return the first decoder layer with the same tensors as this one, but for the number in their names."""
+    nets = architecture.delta_net.layers if architecture.delta_net else architecture.layer_pattern
+    kinds = list(zip(architecture.layer_pattern, nets, strict=True))
+    return kinds.index(kinds[number])
+
+
+@functools.lru_cache(maxsize=256)  # a search plans many layouts that differ in pp and cp alone
+def _list_layer_parameters(
+    architecture: Architecture, sizes: Parallel, traits: LayerTraits, number: int
+) -> tuple[Parameter, ...]:
+    """Return the parameters of a decoder layer, named without the layer's prefix."""
+    prefix, table = f"decoder.layers.{number}.", Tensors(architecture, sizes.tp)
+    tensors = table.build_layer(number, _list_expert_numbers(architecture, sizes))
+    return tuple(
+        _build_parameter(architecture, sizes, tensor, name.removeprefix(prefix))
+        for name, tensor in _rename_layer(prefix, tensors, traits)
+    )
 
 
 def list_trained_parameters(
@@ -127,6 +163,8 @@ def list_trained_parameters(
     lora = model.lora
     if lora is None:
         chunk_parameters = list_parameters(architecture, parallel, chunk, traits)
+        if not (model.vision.freeze_tower or model.vision.freeze_projector):
+            return chunk_parameters
         return tuple(parameter for parameter in chunk_parameters if not model.vision.freezes(parameter.name))
     table, local = Tensors(architecture, parallel.tp), _list_expert_numbers(architecture, parallel)
     layers = [table.build_layer(number, local) for number in chunk.layers]
@@ -279,6 +317,47 @@ def _count_state_products(net: DeltaNet | None) -> int:
 def _count_values(tensors: Iterable[Parameter], experts: int) -> int:
     """Return the number of values of these tensors; an expert's tensor counts `experts` times."""
     return sum(tensor.elements * (experts if tensor.expert else 1) for tensor in tensors)
+
+
+class LayerFlops(NamedTuple):
+    """FLOPs of a forward pass through one layer; experts are those that a token is sent to."""
+
+    per_token: int  # in weights that are not experts'
+    per_expert_token: int
+    per_pair: int  # of a query and a key that it sees; 0 with a gated delta net
+    window: int
+
+
+@functools.lru_cache(maxsize=8)
+def list_layer_flops(architecture: Architecture) -> tuple[LayerFlops, ...]:
+    """Return the FLOPs of every decoder layer and then of every MTP layer, without the output layer."""
+    a, table = architecture, Tensors(architecture)
+    net_layers = a.delta_net.layers if a.delta_net else (0,) * a.num_layers
+    windows = a.windows or (0,) * a.num_layers
+    state_flops = 2 * _count_state_products(a.delta_net) // max(1, sum(net_layers))
+    pair_flops = 2 * a.num_attention_heads * sum(a.head_dims)
+
+    def count(tensors: Iterable[Tensor], *, has_net: int, window: int) -> LayerFlops:
+        matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and not is_buffer(tensor.name)]
+        dense, experts = (
+            2 * sum(math.prod(tensor.shape) for tensor in matrices if is_expert(tensor.name) == chosen)
+            for chosen in (False, True)
+        )
+        return LayerFlops(
+            dense + state_flops * has_net,
+            experts * (a.moe.topk if a.moe else 0),
+            0 if has_net else pair_flops,
+            (a.window or 0) * window,
+        )
+
+    decoder = (
+        count(table.build_layer(number, range(1)), has_net=net_layers[number], window=windows[number])
+        for number in range(a.num_layers)
+    )
+    mtp = (
+        count(table.build_mtp_layer(depth, range(1)), has_net=0, window=0) for depth in range(a.mtp_layers)
+    )
+    return (*decoder, *mtp)
 
 
 class DiskUsage(NamedTuple):
