@@ -212,7 +212,7 @@ def _choose_batch_size(recipe: Recipe, samples: int, devices: int) -> KeyChoice:
     batch = 1
     while 2 * batch <= LARGEST_BATCH and samples >= 2 * batch * LEAST_EPOCH_STEPS:
         batch *= 2
-    multiple = recipe.train.micro_batch_size
+    multiple = recipe.train.micro_batch_samples
     multiple *= recipe.parallel.compute_dp(devices) if recipe.parallel.fits(devices) else 1
     batch = -(-batch // multiple) * multiple
     reason = f"steps in an epoch of {samples:,} samples: {-(-samples // batch):,}"

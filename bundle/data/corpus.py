@@ -403,7 +403,7 @@ class Inspection:
 def inspect(recipe: Recipe, corpus: Corpus) -> Inspection:
     """Return the counts from the token store alone. Raise what `with_epochs_as_steps` raises."""
     train, count = with_epochs_as_steps(recipe, len(corpus.training)).train, len(corpus.training)
-    rows = recipe.micro_batch_rows // train.micro_batch_size
+    rows = recipe.micro_batch_rows // train.micro_batch_samples
     sample_counts = {name: len(samples) for name, samples in corpus.validation.items()}
     held_out = sample_counts.pop(VALIDATION_NAME, 0)
     store_pictures = [store.pictures for store in corpus.stores if store.pictures is not None]

@@ -203,7 +203,7 @@ class Loader:
         Where samples have unequal numbers of `patches`, they are balanced over micro-batches and then over
         ranks. All towers then have about as much to do. Micro-batches are the same for any number of ranks.
         """
-        size = self._recipe.train.micro_batch_size
+        size = self._recipe.train.micro_batch_samples
         micro_batches = np.arange(len(global_batch)).reshape(-1, size)
         shared = np.arange(len(micro_batches)).reshape(-1, self._dp).T
         if len(np.unique(patches)) > 1:

@@ -110,7 +110,7 @@ def build_rank_layout(recipe: Recipe, world: int) -> RankLayout:
     expert = _build_axes(
         ("etp", parallel.etp), ("ep", parallel.ep), ("expert-dp", parallel.compute_expert_dp(world))
     )
-    microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_size * dp))
+    microbatches = -(-recipe.train.global_batch_size // (recipe.train.micro_batch_samples * dp))
     stage_contents = parallel.compute_stages(recipe.architecture.num_layers, recipe.architecture.mtp_layers)
     assert stage_contents is not None, "the rules of a recipe have asked"
     return RankLayout(

@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 from bundle.capabilities import LayerTraits
-from bundle.environment.machine import DetectedValue
+from bundle.environment.machine import DetectedValue, Hardware
 from bundle.environment.packages import MegatronCode, SourcePredicate
 from bundle.errors import format_bytes
 from bundle.planning.activations import ActivationBytes, estimate_activations
@@ -46,8 +46,6 @@ PARAMETER_MULTIPLE = 64
 BUCKET_MULTIPLE = 128
 # Share that a plan does not count: the device's context, communication buffers, workspaces, fragmentation.
 HEADROOM = 0.1
-# The largest micro-batch with experts that was measured on an H200: 8 rows of 4,096 tokens.
-MOST_TOKENS = 32768
 
 
 class StateBytes(NamedTuple):
@@ -113,6 +111,14 @@ def estimate_memory(
     )
 
 
+def find_rank_memory(hardware: Hardware, per_node: int) -> float | None:
+    """Return the bytes that a rank has: those of its device, or its share of the host; None: unknown."""
+    if hardware.backend != "cpu":
+        return hardware.device_memory.value
+    host = hardware.host.memory.value
+    return None if host is None else host / per_node
+
+
 def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValue[int]) -> str | None:
     """Return a warning where the job fits by numbers but leaves little for what is not counted."""
     worst = max((estimate.total for estimate in stages), default=0)
@@ -122,34 +128,6 @@ def describe_tight_memory(stages: Sequence[MemoryEstimate], device: DetectedValu
         f"memory is tight: {format_bytes(worst)} of {format_bytes(device.value)}, without the device's"
         " context, communication buffers and fragmentation"
     )
-
-
-def advise_micro_batch_size(
-    recipe: Recipe, layout: RankLayout, traits: LayerTraits, code: MegatronCode, device: DetectedValue[int]
-) -> str | None:
-    """Return a note that names the micro-batch of 2, 4 .. times the size that fits, for a model with experts.
-
-    The products of experts are small, and there are as many for a small micro-batch as for a large one. A
-    pipeline keeps its size, because fewer micro-batches leave its stages idle for longer.
-    """
-    train, dp = recipe.train, layout.find_axis_size("dp")
-    if recipe.architecture.moe is None or device.value is None:
-        return None
-    if recipe.data.packed or layout.find_axis_size("pp") > 1:
-        return None
-    size, note = 2 * train.micro_batch_size, None
-    while train.global_batch_size % (size * dp) == 0 and size * recipe.data.sequence_length <= MOST_TOKENS:
-        larger = train.model_copy(update={"micro_batch_size": size})
-        stages = estimate_memory(recipe.model_copy(update={"train": larger}), layout, traits, code)
-        needed = max(stage.total for stage in stages)
-        if needed > device.value * (1 - HEADROOM):
-            break
-        note = (
-            f"train.micro_batch_size: {size} fits as well ({format_bytes(needed)} of"
-            f" {format_bytes(device.value)}) and is faster than {train.micro_batch_size} with experts"
-        )
-        size *= 2
-    return note
 
 
 class BufferSpan(NamedTuple):

@@ -323,7 +323,7 @@ def _format_layout(plan: Plan) -> Iterator[str]:
         return
     train, data = plan.recipe.train, plan.recipe.data
     count, rows = plan.layout.microbatches, plan.recipe.micro_batch_rows
-    if count * train.micro_batch_size * plan.layout.find_axis_size("dp") == train.global_batch_size:
+    if count * train.micro_batch_samples * plan.layout.find_axis_size("dp") == train.global_batch_size:
         batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         yield f"{batches} per step of {rows} x {data.sequence_length} tokens on every data-parallel rank"
     experts = plan.recipe.architecture.moe is not None

@@ -19,10 +19,11 @@ from bundle.patches.plan import Survey, survey_patches
 from bundle.planning.layout import RankLayout, build_rank_layout, can_lay_out
 from bundle.planning.memory import (
     MemoryEstimate,
-    advise_micro_batch_size,
     describe_tight_memory,
     estimate_memory,
+    find_rank_memory,
 )
+from bundle.planning.micro_batch import SizeChooser
 from bundle.planning.problems import (
     Problem,
     find_backend_problems,
@@ -35,6 +36,7 @@ from bundle.planning.problems import (
     find_patch_problems,
     to_recipe_problem,
 )
+from bundle.planning.roofline import Roofline
 from bundle.planning.server_memory import DeviceShare, add_cache, find_transport_problems, share_device
 from bundle.planning.size import ModelSize, compute_model_size
 from bundle.recipe import Recipe
@@ -94,6 +96,19 @@ class Plan(NamedTuple):
         """The exit code of a command that was asked to run this plan."""
         codes = {problem.code for problem in self.problems}
         return next((code for code in _CODE_ORDER if code in codes), ExitCode.OK)
+
+    @property
+    def fullest_bytes(self) -> int:
+        """The bytes of the rank that needs the most; 0 without a layout."""
+        return max((stage.total for stage in self.memory), default=0)
+
+    @property
+    def roofline(self) -> Roofline:
+        """The prediction of a step's time on these devices."""
+        can = capabilities.find_capabilities(self.hardware.backend, self.recipe.features)
+        traits = can.choose_layer_traits(self.recipe, self.hardware.generation.value)
+        code = MegatronCode(self.megatron.release, self.patches.core.root)
+        return Roofline(traits, code, self.peak, self.per_node)
 
     @property
     def step_tokens(self) -> int:
@@ -211,13 +226,21 @@ def assemble_plan(
     world = nodes * per_node
     layout = build_rank_layout(recipe, world) if can_lay_out(recipe, world) else None
     traits = can.choose_layer_traits(recipe, hardware.generation.value)
-    stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
     device = hardware.device_memory
+    peak = can.find_peak(hardware.devices[0].name) if hardware.devices else None
+    roofline = Roofline(traits, code, peak, per_node)
+    chooser, size_note = SizeChooser(roofline, traits, code, find_rank_memory(hardware, per_node)), None
+    if layout is not None and recipe.train.micro_batch_size == "auto":
+        if not recipe.find_layout_violations(world):
+            (_, recipe, layout), size_note = chooser.choose(recipe, layout)
+    elif layout is not None and peak is not None:
+        size_note = chooser.advise(recipe, layout)
+    stages = () if layout is None else estimate_memory(recipe, layout, traits, code)
     device_share = None if recipe.rl is None else share_device(recipe, stages, device.value)
     stages = add_cache(stages, device_share)
     extra_notes = (
         describe_tight_memory(stages, device),
-        None if layout is None else advise_micro_batch_size(recipe, layout, traits, code, device),
+        size_note,
         _describe_emulation(can, installed),
         _describe_triton(can, megatron, patch_survey),
         _describe_mindspeed(recipe, can, megatron),
@@ -252,7 +275,7 @@ def assemble_plan(
         nodes=nodes,
         per_node=per_node,
         size=compute_model_size(recipe.architecture, recipe.model),
-        peak=can.find_peak(hardware.devices[0].name) if hardware.devices else None,
+        peak=peak,
         layout=layout,
         memory=stages,
         device_share=device_share,

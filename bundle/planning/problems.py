@@ -337,7 +337,7 @@ def _advise_less_memory(recipe: Recipe, stage: MemoryEstimate) -> str:
         layout = "tp, pp or ep" if recipe.architecture.moe else "tp or pp"
         divided = ", or use more data-parallel ranks" if optimizer.use_distributed_optimizer else ""
         return f"mostly weights and optimizer: raise {layout}{divided}"
-    ways = ["lower train.micro_batch_size"] if recipe.train.micro_batch_size > 1 else []
+    ways = ["lower train.micro_batch_size"] if recipe.train.micro_batch_samples > 1 else []
     ways += ["lower data.sequence_length"]
     has_tower = recipe.architecture.vision is not None and stage.stage == 0
     if has_tower and model.lora is None and not model.vision.freeze_tower:

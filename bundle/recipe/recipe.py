@@ -419,7 +419,7 @@ class Recipe(CompletedSection):
     @property
     def micro_batch_rows(self) -> int:
         """The rows of `data.sequence_length` tokens in a micro-batch."""
-        return self.train.micro_batch_size * (1 if self.data.packed else self.documents_per_sample)
+        return self.train.micro_batch_samples * (1 if self.data.packed else self.documents_per_sample)
 
     @property
     def loss_mean(self) -> Literal["token", "sequence"]:
@@ -443,6 +443,13 @@ class Recipe(CompletedSection):
         }
         data = self.data.model_copy(update={**changes, "validation": 0.0, "validation_sets": {}})
         return self.model_copy(update={"data": data})
+
+    def with_sections(self, **sections: Section) -> "Recipe":
+        """Return the recipe with other sections, which its rules have not checked; the model stays."""
+        changed = self.model_copy(update=sections)
+        for name in ("alignment", "features"):  # the copy has them as they were
+            vars(changed).pop(name, None)
+        return changed
 
     @cached_property
     def alignment(self) -> Alignment:
@@ -532,11 +539,11 @@ class Recipe(CompletedSection):
             return [f"devices: {world} ranks exceed {MOST_RANKS}, the limit of a plan"]
         if not parallel.fits(world):
             return [f"parallel: this layout needs a multiple of {self._explain_least_ranks(world)}"]
-        portion = train.micro_batch_size * parallel.compute_dp(world)
+        portion = train.micro_batch_samples * parallel.compute_dp(world)
         if train.global_batch_size % portion:
             return [
                 f"train.global_batch_size: {train.global_batch_size} is not a multiple of micro_batch_size"
-                f" x dp = {train.micro_batch_size} x {parallel.compute_dp(world)}; the next multiple is"
+                f" x dp = {train.micro_batch_samples} x {parallel.compute_dp(world)}; the next multiple is"
                 f" {-(-train.global_batch_size // portion) * portion}"
             ]
         microbatches = train.global_batch_size // portion
@@ -557,7 +564,9 @@ class RecipeDifference(NamedTuple):
 
     @property
     def is_free_on_resume(self) -> bool:
-        """True if a resumed run may change this key and still be the same run."""
+        """True if a resumed run may change this key and still be the same run; `auto` asks for no number."""
+        if self.key == "train.micro_batch_size" and self.new == "auto":
+            return True
         return any(self.key == free or self.key.startswith(f"{free}.") for free in FREE_ON_RESUME)
 
     def __str__(self) -> str:

@@ -212,10 +212,10 @@ def _check_sequences(recipe: Recipe) -> Iterator[Violation]:
             f"{length} exceeds the model's max_position_embeddings {longest}. If the model's rope_scaling"
             " allows more, also set model.config.max_position_embeddings.",
         )
-    if recipe.data.packed and recipe.train.micro_batch_size != 1:
+    if recipe.data.packed and recipe.train.micro_batch_samples != 1:
         yield (
             "train.micro_batch_size",
-            f"{recipe.train.micro_batch_size} is not allowed with data.packed (a micro-batch is one pack)."
+            f"{recipe.train.micro_batch_samples} is not allowed with data.packed (a micro-batch is one pack)."
             " Set it to 1 and raise data.sequence_length.",
         )
 
@@ -490,10 +490,10 @@ def _check_training(recipe: Recipe) -> Iterator[Violation]:
         yield "optimizer.betas", f"{list(optimizer.betas)} must be two numbers from 0 to below 1."
     if distributed.overlap_param_gather and not distributed.overlap_grad_reduce:
         yield "distributed.overlap_param_gather", "true needs overlap_grad_reduce: true in megatron-core."
-    if train.global_batch_size % train.micro_batch_size:
+    if train.global_batch_size % train.micro_batch_samples:
         yield (
             "train.global_batch_size",
-            f"{train.global_batch_size} is not a multiple of micro_batch_size {train.micro_batch_size}",
+            f"{train.global_batch_size} is not a multiple of micro_batch_size {train.micro_batch_samples}",
         )
     elif recipe.devices.per_node is not None:
         world = recipe.devices.nodes * recipe.devices.per_node

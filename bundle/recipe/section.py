@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from bundle.errors import format_value
 
 
 def make_default_section(description: str) -> Any:
@@ -111,7 +113,16 @@ def _check_variable(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+def _check_count_or_auto(value: Any) -> Any:
+    """Return a number from 1 or `auto`; one error names both, where a union would have two."""
+    if value == "auto" or (type(value) is int and 1 <= value <= MOST_COUNT):
+        return value
+    raise ValueError(f"must be a number from 1 or auto, but is {format_value(value)}")
+
+
+MOST_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+CountOrAuto = Annotated[Count | Literal["auto"], BeforeValidator(_check_count_or_auto)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

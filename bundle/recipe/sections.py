@@ -12,6 +12,7 @@ from bundle.recipe.section import (
     AS_TUPLE,
     CompletedSection,
     Count,
+    CountOrAuto,
     CountOrZero,
     NotNegative,
     Pair,
@@ -190,8 +191,10 @@ class Train(Section):
         description="Instead of steps: passes over the samples, rounded up to whole steps. The number of"
         " samples is known after tokenisation; `check` prints it.",
     )
-    micro_batch_size: Count = Field(
-        default=1, description="Samples of one forward pass on one rank; DPO: pairs, of two rows each."
+    micro_batch_size: CountOrAuto = Field(
+        default=1,
+        description="Samples of one forward pass on one rank; DPO: pairs, of two rows each. auto: the plan"
+        " chooses the size that is predicted to be the fastest and fits into the memory.",
     )
     global_batch_size: Count = Field(description="Samples of one optimizer step over all ranks.")
     eval_interval: CountOrZero = Field(
@@ -243,6 +246,11 @@ class Train(Section):
                 f" but steps is {self.steps}. Set one of the two keys, and set the other to null"
             )
         return self
+
+    @property
+    def micro_batch_samples(self) -> int:
+        """The samples of a micro-batch; 1 until a plan has replaced `auto` by a number."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     def count_steps(self, epochs: float, samples: int) -> int:
         """Return the steps of so many epochs over `samples` samples; the last step is whole."""

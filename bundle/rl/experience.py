@@ -105,7 +105,7 @@ class BatchBuilder:
         if recipe.data.packed:
             bins = pack_best_fit(padded, recipe.data.sequence_length // multiple * multiple)
         else:
-            size = recipe.train.micro_batch_size
+            size = recipe.train.micro_batch_samples
             by_length = np.argsort(-padded, kind="stable")
             bins = [by_length[first : first + size] for first in range(0, len(by_length), size)]
         costs = np.array([padded[rows].sum() for rows in bins], np.int64)
@@ -115,7 +115,7 @@ class BatchBuilder:
         missing = count * dp.size - len(bins)
         share = balance_costs(np.concatenate([costs, np.zeros(missing, np.int64)]), dp.size)[dp.rank]
         micro_batches = [numbers[bins[number]] if number < len(bins) else numbers[:0] for number in share]
-        rows = 1 if recipe.data.packed else recipe.train.micro_batch_size
+        rows = 1 if recipe.data.packed else recipe.train.micro_batch_samples
         filled = tuple(
             np.concatenate([sequences, np.full(max(0, rows - len(sequences)), padding)])
             for sequences in micro_batches

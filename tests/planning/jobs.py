@@ -1,9 +1,10 @@
 """Recipes for planning tests: small models of every kind in any layout."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from bundle.environment.machine import Hardware
+from bundle.environment.machine import DetectedValue, Hardware
 from bundle.patches import Decision
 from bundle.patches.megatron_core import MegatronCore
 from bundle.patches.plan import Survey
@@ -83,3 +84,9 @@ def read_section(made: Plan, name: str) -> str:
         if title == name:
             lines.append(line[13:])
     return "\n".join(lines)
+
+
+def with_memory(hardware: Hardware, gib: float) -> Hardware:
+    """The same devices with another memory."""
+    memory = DetectedValue(round(gib * 2**30), "a test")
+    return hardware._replace(devices=tuple(replace(device, memory=memory) for device in hardware.devices))

@@ -1,0 +1,143 @@
+"""The predicted time of a step, against the measurements in docs/performance.md and by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bundle.architectures import Architecture
+from bundle.planning import Plan, build_plan
+from bundle.planning.roofline import COEFFICIENTS, StepTime
+from bundle.planning.size import compute_model_size, list_layer_flops
+from bundle.recipe import list_built_in, load
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/performance.md").read_text()
+TABLE = PAGE.partition("### What the roofline predicts")[2].partition("\n### ")[0]
+GPU = ROOT / "benchmarks/gpu"
+TWICE = "train.global_batch_size=16"
+PACKS = ("data.packed=true", "data.sequence_length=8192", "train.micro_batch_size=1")
+# Qwen3-1.7B, laid over gqa.yaml.
+QWEN3 = (
+    "model.config.vocab_size=151936", "model.config.hidden_size=2048", "model.config.intermediate_size=6144",
+    "model.config.num_hidden_layers=28", "model.config.num_attention_heads=16",
+    "model.config.max_position_embeddings=40960", "model.config.tie_word_embeddings=true",
+)  # fmt: skip
+# The recipe, its changes and the devices of each row.
+CASES = {
+    "`gqa.yaml`": ("gqa", (), 1),
+    "`gqa.yaml`, FP8 tensorwise": ("gqa", ("model.fp8.scaling=tensorwise",), 1),
+    "`gqa.yaml`, adapters": ("gqa", ("model.lora.rank=8",), 1),
+    "`gqa.yaml`, packs of 8,192": ("gqa", (*PACKS, "train.global_batch_size=4"), 1),
+    "`gqa.yaml`, DP2 with overlap": ("gqa", (TWICE, "distributed.overlap_grad_reduce=true"), 2),
+    "`gqa.yaml`, TP2": ("gqa", (TWICE, "parallel.tp=2"), 2),
+    "`gqa.yaml`, PP2": ("gqa", (TWICE, "parallel.pp=2"), 2),
+    "`gqa.yaml`, PP2, two chunks a stage": ("gqa", (TWICE, "parallel.pp=2", "parallel.vpp=2"), 2),
+    "`gqa.yaml`, packs of 8,192, CP2": ("gqa", (*PACKS, "parallel.cp=2"), 2),
+    "`latent.yaml`": ("latent", (), 1),
+    "`latent.yaml`, 8 rows": ("latent", ("train.micro_batch_size=8",), 1),
+    "`latent.yaml`, adapters": ("latent", ("model.lora.rank=8",), 1),
+    "`latent.yaml`, EP2": ("latent", (TWICE, "parallel.ep=2"), 2),
+    "`latent.yaml`, TP2 ETP1 EP2": ("latent", (TWICE, "parallel.ep=2", "parallel.tp=2", "parallel.etp=1"), 2),
+    "`adapters.yaml`": ("adapters", (), 1),
+    "Qwen3-1.7B, packs of 8,192": ("gqa", (*PACKS, *QWEN3), 1),
+}
+
+
+def plan(case: str, *more: str, nodes: int = 1) -> Plan:
+    name, changes, devices = CASES[case]
+    recipe = load(GPU / f"{name}.yaml", [*changes, *more])
+    return build_plan(recipe, hardware_name="h200", mcore="0.16.1", per_node=devices // nodes, nodes=nodes)
+
+
+def predict(case: str, *more: str, nodes: int = 1) -> StepTime:
+    planned = plan(case, *more, nodes=nodes)
+    assert planned.layout is not None and not planned.problems
+    return planned.roofline.predict(planned.recipe, planned.layout)
+
+
+def rows() -> list[tuple[str, float, float]]:
+    """(case, measured, predicted) of each row of the page, in ms."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE.splitlines() if "|" in line]
+    return [(case, float(measured), float(predicted)) for case, _, measured, predicted in cells[2:]]
+
+
+def test_the_page_has_every_case():
+    assert [case for case, *_ in rows()] == list(CASES)
+
+
+@pytest.mark.parametrize(("case", "measured", "documented"), rows())
+def test_a_prediction_is_near_the_measurement(case: str, measured: float, documented: float):
+    predicted = 1000 * predict(case).total
+    assert documented == pytest.approx(predicted, abs=1)
+    assert predicted == pytest.approx(measured, rel=0.2)
+
+
+def test_every_coefficient_names_a_heading_of_the_page():
+    headings = re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
+    for name, coefficient in COEFFICIENTS.items():
+        place = coefficient.source.partition("; ")[2].partition(":")[0]
+        is_measured = not coefficient.source.endswith(("not measured", "the same rows"))
+        assert not is_measured or any(heading.startswith(place) for heading in headings), name
+
+
+@pytest.mark.parametrize("name", list_built_in())
+def test_layers_and_head_have_the_flops_of_the_model(name: str):
+    architecture = load(name).architecture
+    size, layers = compute_model_size(architecture), list_layer_flops(architecture)
+    assert len(layers) == architecture.num_layers + architecture.mtp_layers
+    assert sum(of.per_token + of.per_expert_token for of in layers) + count_head(architecture) == (
+        size.flops_per_token
+    )
+    assert sum(of.per_pair for of in layers if not of.window) == size.flops_per_pair
+    assert sum(of.per_pair for of in layers if of.window) == size.flops_per_windowed_pair
+
+
+def count_head(of: Architecture) -> int:
+    return 2 * of.vocab_size * of.hidden_size * (1 + of.mtp_layers)
+
+
+def test_tensor_parallel_messages_between_nodes_take_the_network():
+    """300 GB/s over a link, 50 GB/s over the network."""
+    alone, apart = predict("`gqa.yaml`, TP2").communication, predict("`gqa.yaml`, TP2", nodes=2).communication
+    assert apart / alone == pytest.approx(6)
+
+
+def test_a_pipeline_waits_for_the_other_stage_once_or_half_with_two_chunks():
+    once, half = (predict(case) for case in ("`gqa.yaml`, PP2", "`gqa.yaml`, PP2, two chunks a stage"))
+    assert half.bubble == pytest.approx(once.bubble / 2, rel=0.1)
+    assert 0.05 < once.bubble / once.total < 1 / 9, "the first stage is shorter than the last one"
+
+
+def test_full_recomputation_adds_a_forward_pass():
+    """One of three parts of the layers, but nothing to the head."""
+    without, full, half = (
+        predict("`gqa.yaml`", *changes).compute
+        for changes in (
+            (),
+            ("model.recompute.granularity=full",),
+            (
+                "model.recompute.granularity=full",
+                "model.recompute.method=block",
+                "model.recompute.layers=2",
+            ),
+        )
+    )
+    assert 1.2 < full / without < 4 / 3
+    assert half - without == pytest.approx((full - without) / 2)
+
+
+def test_small_micro_batches_wait_for_the_host():
+    waits = [predict("`latent.yaml`", f"train.micro_batch_size={size}").launches for size in (1, 2, 8)]
+    assert waits[0] > 2 * waits[1] > 0
+    assert waits[2] == 0
+
+
+def test_an_unknown_device_is_predicted_as_an_h200():
+    recipe = load(GPU / "gqa.yaml")
+    known, unknown = (
+        build_plan(recipe, hardware_name=name, mcore="0.16.1", per_node=1) for name in ("h200", "a3")
+    )
+    assert unknown.peak is None and unknown.layout is not None
+    assert "H200" in unknown.roofline.place and not known.roofline.place
+    assert unknown.roofline.predict(recipe, unknown.layout).communication == 0
