@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "launch": "Start a job on this machine, Docker, Slurm, Kubernetes or Ray, and follow it.",
     "recipes": "List or show the built-in recipes, or print the JSON schema of a recipe.",
     "plan": "Show the plan of a job before it starts, and the problems that would stop it.",
+    "tune": "Find the layout that trains a recipe fastest on a machine, by prediction or measurement.",
     "check": "Count the data of a job, and show samples with their loss masks.",
     "weights": "Check, export, import or compare weights of Hugging Face and Megatron.",
     "generate": "Generate answers with a trained model.",

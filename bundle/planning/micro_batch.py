@@ -81,13 +81,13 @@ class SizeChooser(NamedTuple):
         return None
 
     def _list_by_speed(self, recipe: Recipe, world: int) -> list[SizedRecipe]:
-        """Return every size, the fastest first; of equally fast ones the larger first."""
+        """Return every size, the fastest first."""
         sized = []
         for sized_recipe in list_sizes(recipe, world):
             layout = build_rank_layout(sized_recipe, world)
             seconds = self.roofline.predict(sized_recipe, layout).total
             sized.append(SizedRecipe(seconds, sized_recipe, layout))
-        return sorted(sized, key=lambda entry: (entry.seconds, -entry.size))
+        return sorted(sized, key=lambda entry: entry.seconds)
 
     def _estimate(self, entry: SizedRecipe) -> int:
         stages = estimate_memory(entry.recipe, entry.layout, self.traits, self.code)

@@ -6,6 +6,7 @@ from bundle.recipe.loading import (
     from_mapping,
     list_built_in,
     load,
+    load_values,
     with_epochs_as_steps,
 )
 from bundle.recipe.recipe import Recipe, RecipeDifference, flatten, list_differences
@@ -22,5 +23,6 @@ __all__ = [
     "list_built_in",
     "list_differences",
     "load",
+    "load_values",
     "with_epochs_as_steps",
 ]

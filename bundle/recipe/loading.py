@@ -51,6 +51,15 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
 
     Raise UsageError with everything that is wrong, each with its file and line or its `--set`.
     """
+    return _build_recipe(_read_document(name_or_path, overrides), f"recipe {name_or_path}")
+
+
+def load_values(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the values in the file of a recipe, changed by overrides; keys that are left out stay so."""
+    return _read_document(name_or_path, overrides).values
+
+
+def _read_document(name_or_path: str | pathlib.Path, overrides: Sequence[str]) -> YamlDocument:
     path = find_recipe(name_or_path)
     try:
         text = files.read_content(path, MOST_CHARACTERS).decode()
@@ -61,7 +70,7 @@ def load(name_or_path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Rec
     document = parse(text, str(path))
     for override in overrides:
         _apply_override(document, override)
-    return _build_recipe(document, f"recipe {name_or_path}")
+    return document
 
 
 def from_mapping(values: Mapping[str, Any], origin: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:

@@ -28,10 +28,10 @@ from bundle.planning.tower import compute_tower_flops
 from bundle.recipe import Recipe, flatten
 from bundle.runs.directory import RunDirectory
 
-_SPEED, _MEMORY, _SECONDS_LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
+SPEED, _MEMORY, _SECONDS_LEFT = "train/tokens_per_second", "memory/peak_bytes", "train/seconds_left"
 # Metrics that a line for people leaves out, or writes in another form at its end.
 _NOT_IN_LINE = (
-    _SPEED,
+    SPEED,
     _MEMORY,
     _SECONDS_LEFT,
     "train/grad_norm",
@@ -195,8 +195,8 @@ def _format_line(values: Mapping[str, float]) -> str:
         for name, value in values.items()
         if name not in _NOT_IN_LINE and not name.startswith(_NOT_IN_LINE_PREFIXES)
     ]
-    if _SPEED in values:
-        words.append(f"tokens/s {values[_SPEED]:,.0f}")
+    if SPEED in values:
+        words.append(f"tokens/s {values[SPEED]:,.0f}")
     if _MEMORY in values:
         words.append(f"memory {format_bytes(values[_MEMORY])}")
     if values.get(_SECONDS_LEFT):

@@ -35,6 +35,7 @@ def loaded(*command: str) -> frozenset[str]:
         "patches plan --mcore 0.19.2 --json",
         "patches audit --mcore 0.19.2 --features pp",
         "plan demo --mcore 0.16.1",
+        "tune demo --mcore 0.16.1",
         "train demo --dry-run",
     ],
 )

@@ -44,8 +44,8 @@ MODEL = {
     "max_position_embeddings": 128, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 VERBS_WITH_FLAGS = (
-    ["plan", "small.yaml"], ["train", "small.yaml", "--dry-run"], ["check", "small.yaml"],
-    ["recipes", "show", "demo"],
+    ["plan", "small.yaml"], ["tune", "small.yaml"], ["train", "small.yaml", "--dry-run"],
+    ["check", "small.yaml"], ["recipes", "show", "demo"],
     ["doctor"], ["resolve"], ["patches", "list"], ["patches", "plan"], ["report", "made"],
     ["launch", "slurm", "small.yaml", "--dry-run"], ["launch", "kubernetes", "small.yaml"],
     ["launch", "local", "small.yaml", "--dry-run"], ["launch", "docker", "small.yaml", "--dry-run"],
@@ -172,7 +172,8 @@ def _flags(random: Random, folder: Path) -> Words:
             command.get_command(None, name) if isinstance(command, VerbGroup) else command.commands[name]
         )
     flags = {option for of in command.params for option in of.opts if option.startswith("--")}
-    flags -= {"--job", "--output", "--apply"}  # which write where they are told, or ask a cluster
+    # They write where they are told, ask a cluster, or train.
+    flags -= {"--job", "--output", "--apply", "--write", "--measure"}
     texts = [str(value) for value in VALUES if isinstance(value, str | int) and value != "\0"]
     words = list(verb)
     for _ in range(random.randint(1, 3)):

@@ -13,7 +13,7 @@ from bundle.recipe import list_built_in, load
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/performance.md").read_text()
-TABLE = PAGE.partition("### What the roofline predicts")[2].partition("\n### ")[0]
+TABLE = PAGE.partition("### What `tune` predicts")[2].partition("\n### ")[0]
 GPU = ROOT / "benchmarks/gpu"
 TWICE = "train.global_batch_size=16"
 PACKS = ("data.packed=true", "data.sequence_length=8192", "train.micro_batch_size=1")
