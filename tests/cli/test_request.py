@@ -20,7 +20,7 @@ from bundle.runs.directory import RunDirectory
 
 COMMON = {field.name for field in fields(JobRequest)}
 LAUNCH: Any = typer.main.get_command(launch.app)
-TARGETS = sorted(set(LAUNCH.commands) - {"status", "logs", "stop", "wait"})
+TARGETS = sorted(set(LAUNCH.commands) - {"status", "logs", "stop", "wait", "list"})
 
 
 def parameters(command) -> dict[str, list[str]]:

@@ -1,6 +1,5 @@
 """The product that adds to a weight's gradient, which megatron's output layer takes from an extension."""
 
-import importlib
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
@@ -28,12 +27,14 @@ def provide_extension() -> None:
 
 def can_accumulate(device: torch.device) -> bool:
     """Return whether the extension is there and adds a small product without error on `device`."""
-    if importlib.util.find_spec(EXTENSION) is None:
+    try:
+        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
+    except ImportError:
         return False
     ones, total = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
     try:
-        importlib.import_module(EXTENSION).wgrad_gemm_accum_fp32(ones, ones, total)
-    except (AttributeError, ImportError, RuntimeError):
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(ones, ones, total)
+    except (AttributeError, RuntimeError):
         return False
     return bool((total == 17).all())
 
