@@ -259,7 +259,7 @@ def test_a_node_whose_ranks_notice_nothing_ends_with_the_one_that_broke(tmp_path
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_both_nodes_say_who_was_killed_and_the_one_that_is_left_which_node_was(tmp_path, monkeypatch, lost):
     with reserved() as port:
         first, second = two_nodes(tmp_path, monkeypatch, port, "mourn")

@@ -22,6 +22,7 @@ OVERRIDES = (
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_bytes_of_a_checkpoint(tmp_path):
     finish(start_training("demo", tmp_path / "run", OVERRIDES))
     planned = json.loads((tmp_path / "run/job.json").read_text())["plan"]["checkpoint"]["bytes"]

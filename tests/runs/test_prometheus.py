@@ -99,6 +99,7 @@ def test_it_listens_where_only_this_machine_can_ask_unless_told_otherwise_and_a_
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_program_has_the_port(tmp_path):
     pytest.importorskip("megatron.core")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -124,6 +124,7 @@ def check_refusal(folder: Path, node: int, sentence: str) -> str:
     return str(verdict["cause"])
 
 
+@pytest.mark.slow
 def test_nodes_that_were_told_of_different_jobs_both_end_and_say_in_what_they_differ(tmp_path):
     pytest.importorskip("megatron.core")
     with reserved() as port:
