@@ -76,8 +76,8 @@ def named(kind: str) -> bool:
             said, code = ended.verdict.sentence, ended.code
         services = [path.read_text() for path in Path(folder).rglob("hang-*.nccl.txt")]
     right = re.match(
-        rf"no progress for {HANG_SECONDS} s: rank 0 in all_reduce of 2x3 number \d+ of all ranks.*;"
-        r" rank 1 on \S+ never came: it is at `read_for_ever` ",
+        rf"no progress for {HANG_SECONDS} s: rank 0 in all_reduce of 2x3 \(call \d+ of all ranks\).*;"
+        r" rank 1 on \S+ never entered it: it is at `read_for_ever` ",
         said,
     )
     good = bool(right) and code == ExitCode.HANG

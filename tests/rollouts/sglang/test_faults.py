@@ -23,6 +23,7 @@ from tests.rollouts.sglang.building import (
 )
 from tests.rollouts.sglang.contract_server import MANGLED, Fault
 
+pytestmark = pytest.mark.processes  # servers that are killed and started again
 STEPS = (
     "/pause_generation",
     "/flush_cache",
