@@ -87,6 +87,11 @@ def format_value(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def format_count(amount: int, noun: str) -> str:
+    """Return an amount and its noun in words, such as "1 row" or "2 rows"."""
+    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
 def format_bytes(amount: float | None) -> str:
     """Return a number of bytes for people: "178.4 GiB", "64.0 MiB", "no limit"; None is unknown."""
     if amount is None:

@@ -47,10 +47,13 @@ A cell with "from" has the first release that supports the family; a plan for an
 name. "Not run" means that no run is recorded for the release. `make releases` tests the cells with "from",
 and fails if an earlier release would do. FP8 of models that see images was never tested.
 
-gpt-oss needs `parallel.etp: 1`. On cuda it also needs unpacked rows without context parallelism: up to 2.11,
-Transformer Engine supports attention sinks only with such rows. 2.12 also supports sinks with packs, which
-were not run. gpt-oss was run only on the cpu. Its experts are read in MXFP4, as published, and written in
-bf16. Their values are those that transformers computes from MXFP4.
+gpt-oss needs `parallel.etp: 1`. On cuda, mcore-bundle also requires `data.packed: false` and
+`parallel.cp: 1`. Transformer Engine up to 2.11 does not support gpt-oss' attention sinks with packs, and
+supports them with context parallelism only by all-to-all. Transformer Engine 2.12 also supports them with
+packs, but this was not run, so mcore-bundle refuses gpt-oss with packs for every release.
+
+gpt-oss was run only on the cpu. Its experts are read in MXFP4, as published, and written in bf16. Their
+values are those that transformers computes from MXFP4.
 
 Qwen3-Next and the text models of Qwen3.5 have Gated DeltaNet layers:
 

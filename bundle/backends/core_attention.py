@@ -45,7 +45,9 @@ class BaseCoreAttention(torch.nn.Module, ABC):
     ) -> None:
         super().__init__()
         if wrong := self.find_unsupported(config):
-            raise UsageError(f"the core attention of {self.name} does not support these settings:", wrong)
+            raise UsageError(
+                f"the core attention of mcore-bundle for {self.name} does not support these settings:", wrong
+            )
         self.config, self.kernel = config, self.select_kernel(config)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -101,7 +103,10 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         `attention_mask`: bool, True = hidden; the backends differ in the shapes that they take.
         """
         if attention_bias is not None:
-            raise UsageError(f"the core attention of {self.name} does not support an attention bias")
+            raise UsageError(
+                f"attention_bias: the core attention of mcore-bundle for {self.name} does not support an"
+                " attention bias. Use a model without one, and leave the argument out"
+            )
         kind = (attn_mask_type or self.attn_mask_type).name
         packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", None) == "thd" else None
         reasons = self.kernel.list_shape_refusals(
@@ -111,7 +116,9 @@ class BaseCoreAttention(torch.nn.Module, ABC):
             v_head_dim=value.shape[-1],
         )
         if reasons:
-            raise UsageError(f"the core attention of {self.name} does not support this model:", reasons)
+            raise UsageError(
+                f"the core attention of mcore-bundle for {self.name} does not support this model:", reasons
+            )
         # The latent attention of 0.12 leaves a batch dimension of 1 in packed input, and wants it back.
         batched = packed is not None and query.dim() == 4
         if batched:

@@ -15,6 +15,9 @@ HeadDims = Literal["equal", "v<=qk", "any"]
 MaskForm = Literal["none", "valid"]
 
 
+_OTHER_KERNEL = ". Set another model.attention"
+
+
 class LayerTraits(NamedTuple):
     """Properties of a backend's layers and optimizer on which tensors and memory depend."""
 
@@ -65,9 +68,10 @@ class AttentionKernel(NamedTuple):
         if layout == "thd" and self.head_dims.get(layout) == "equal":
             value_width = width  # megatron-core pads the values from 0.18, and a patch does before
         reasons = self.list_shape_refusals(
-            layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width
+            layout=layout, mask="causal", qk_head_dim=width, v_head_dim=value_width, remedy=""
         )
-        refusals = [f"{reason} (source: {self.source})" for reason in reasons]
+        remedy = "" if recipe.model.attention == "auto" else _OTHER_KERNEL
+        refusals = [f"{reason} (source: {self.source}){remedy}" for reason in reasons]
         if recipe.model.dtype not in self.dtypes:
             offered = ", ".join(self.dtypes)
             refusals.append(f"{self.name} supports only {offered}, but model.dtype is {recipe.model.dtype}")
@@ -92,25 +96,31 @@ class AttentionKernel(NamedTuple):
         return refusals
 
     def list_shape_refusals(
-        self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int
+        self, *, layout: str, mask: str, qk_head_dim: int, v_head_dim: int, remedy: str = _OTHER_KERNEL
     ) -> tuple[str, ...]:
         """Return all reasons why this kernel does not take such an attention; empty if it does."""
         dims = f"query and key heads of {qk_head_dim} and value heads of {v_head_dim}"
         if layout not in self.layouts:
             return (
-                f"{self.name} attention does not support {layout} input, only {' and '.join(self.layouts)}",
+                f"{self.name} attention does not support {layout} input, only"
+                f" {' and '.join(self.layouts)}{remedy}",
             )
         reasons = []
         if mask not in self.masks:
             reasons.append(
-                f"{self.name} attention does not support {mask} masks, only {', '.join(self.masks)}"
+                f"{self.name} attention does not support {mask} masks, only {', '.join(self.masks)}{remedy}"
             )
         rule = self.head_dims[layout]
         if (rule == "equal" and qk_head_dim != v_head_dim) or (rule == "v<=qk" and v_head_dim > qk_head_dim):
-            need = "heads of equal size" if rule == "equal" else "values that are not wider than keys"
-            reasons.append(f"{self.name} attention with {layout} input needs {need}, but got {dims}")
+            need = "heads of equal size" if rule == "equal" else "value heads no larger than the keys'"
+            reasons.append(
+                f"{self.name} attention with {layout} input needs {need}, but the model has {dims}{remedy}"
+            )
         if self.max_head_dim is not None and max(qk_head_dim, v_head_dim) > self.max_head_dim:
-            reasons.append(f"{self.name} attention takes head dims up to {self.max_head_dim}, but got {dims}")
+            reasons.append(
+                f"{self.name} attention supports head sizes up to {self.max_head_dim}, but the model has"
+                f" {dims}{remedy}"
+            )
         return tuple(reasons)
 
 

@@ -32,7 +32,7 @@ from bundle.data.samples import (
 from bundle.data.sources import MAX_REASONS
 from bundle.data.store import Progress, Store
 from bundle.data.tokenizers import ByteTokenizer, LossMask, RawIdTokenizer, Tokenizer, Tokens, load_tokenizer
-from bundle.errors import UsageError
+from bundle.errors import UsageError, format_count
 from bundle.files import digest_json
 from bundle.recipe import Recipe, with_epochs_as_steps
 from bundle.recipe.data import BYTE_VOCABULARY
@@ -330,15 +330,17 @@ def _build_samples(
     else:
         samples = WindowSamples(store, spans, length)
     if len(samples) == 0:
-        have = f"the data has {len(store.lengths)} documents with {len(store.ids)} tokens"
+        documents = format_count(len(store.lengths), "document")
+        tokens = format_count(len(store.ids), "token")
         skipped, deleted = store.facts["skipped_count"], store.facts["deleted"]
         share = recipe.data.validation
+        too_long = f"{format_count(deleted, 'row')} {'was' if deleted == 1 else 'were'} deleted"
         raise UsageError(
-            f"{have}, too few for one sample of {length} tokens {purpose}. Give more data or a smaller"
-            " data.sequence_length"
-            + (f", or another data.validation than {share:g}" if share else "")
-            + (f"; {skipped} corrupt rows or files were skipped" if skipped else "")
-            + (f"; {deleted} rows that are too long were deleted" if deleted else ""),
+            f"the data has {documents} with {tokens}, too few for one sample of {length} tokens {purpose}."
+            + (f" Rows or files skipped as corrupt: {skipped}. Correct them." if skipped else "")
+            + (f" {too_long} as too long. Raise data.sequence_length." if deleted else "")
+            + ("" if skipped or deleted else " Give more data or a smaller data.sequence_length.")
+            + (f" Or change data.validation, which is {share:g}." if share else ""),
             store.facts["skipped"] + store.facts["long"],
         )
     return samples

@@ -135,8 +135,8 @@ def build_progress_callback(notify_ranks: Callable[[], None] = lambda: None) -> 
 def _log_left_out(data_set: str, left_out: LeftOut) -> None:
     """Log how many rows of a data set were left out, with the first reasons of each kind."""
     skipped, deleted, cut = left_out.skipped, left_out.deleted, left_out.cut
-    corrupt = f"{data_set} has {skipped:,} corrupt rows or files, which are skipped"
-    long = f"{data_set} has rows that are too long: {deleted:,} are deleted and {cut:,} cut"
+    corrupt = f"{data_set} has corrupt rows or files, which are skipped ({skipped:,})"
+    long = f"{data_set} has rows that are too long ({deleted:,} deleted, {cut:,} cut)"
     for message, count, first in (
         (corrupt, skipped, left_out.skipped_rows),
         (long, deleted + cut, left_out.long_rows),

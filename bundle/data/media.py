@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from bundle import files
 from bundle.data.sources import Corrupt
-from bundle.errors import format_value
+from bundle.errors import format_count, format_value
 from bundle.recipe.data import Fields
 
 IMAGE, VIDEO = "image", "video"
@@ -117,9 +117,9 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
         if places != len(column.media):
             plain = f". Where <{kind}> is plain text, set data.fields.{kind}s: null"
             raise Corrupt(
-                f"{column.key}: names {len(column.media)} {kind}s, but the messages have {places} places for"
-                f" {kind}s (<{kind}>, or a part of type {kind}). Name one {kind} for each place"
-                + (plain if kind in columns and not column.media else "")
+                f"{column.key}: names {format_count(len(column.media), kind)}, but the messages have"
+                f" {format_count(places, 'place')} for {kind}s (<{kind}>, or a part of type {kind}). Name"
+                f" one {kind} for each place" + (plain if kind in columns and not column.media else "")
             )
         remaining[kind] = iter(column.media)
     return [

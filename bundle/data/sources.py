@@ -141,7 +141,7 @@ class DataErrors:
         corrupt = self.corrupt
         if corrupt.count and self.policy == "stop":
             more = [f"and {corrupt.unlisted_count:,} more"] if corrupt.unlisted_count else []
-            summary = f"the data has {corrupt.count} corrupt rows or files"
+            summary = f"the data has corrupt rows or files ({corrupt.count:,})"
             raise UsageError(
                 f"{summary}. Correct them, or set data.on_error: skip.", [*corrupt.format_lines(), *more]
             )

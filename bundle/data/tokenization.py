@@ -25,7 +25,7 @@ from bundle.data.sources import Corrupt, DataErrors, RowReport, Values, read_row
 from bundle.data.store import Ints, RowChunk, TokenDocument
 from bundle.data.tokenizers import Tokenizer, Tokens, load_tokenizer
 from bundle.data.videos import insert_frame_times
-from bundle.errors import JobFailed
+from bundle.errors import JobFailed, format_count
 from bundle.recipe.data import Data
 from bundle.recipe.datafiles import DataFile
 from bundle.recipe.tasks import Task
@@ -223,11 +223,11 @@ def expand_media_tokens(
 def _describe_mismatch(actual_ids: Tokens, expected_ids: Ints, tokens: Mapping[str, int | None]) -> str:
     """Return how the tokens of images and videos differ from `expected_ids`."""
     for kind, token in tokens.items():
-        have, need = (np.count_nonzero(ids == token) for ids in (actual_ids, expected_ids))
+        have, need = (int(np.count_nonzero(ids == token)) for ids in (actual_ids, expected_ids))
         if have != need:
             return (
-                f"the row has {need} {kind}s, but its text has {have} tokens for them"
-                f" ({kind}_token_id {token})"
+                f"the row has {format_count(need, kind)}, but its text has {format_count(have, 'token')} for"
+                f" {kind}s ({kind}_token_id {token})"
             )
     return "the chat template renders images and videos in another order than the row has"
 
@@ -311,7 +311,8 @@ def _limit_length(
         cut = [_shorten(document, max_length, truncation) for document in documents]
         learning = list(filter(_has_learned_tokens, cut))
         if truncation == "error":
-            errors.add(place, f"{reason}. Set data.truncation to delete or cut such rows")
+            remedy = "Set data.truncation: delete (leave out such rows), right or left (cut them)"
+            errors.add(place, f"{reason}. {remedy}")
         elif truncation == "delete":
             errors.deleted.add(place, f"{reason}; deleted")
         elif any(document.pictures for document in documents):

@@ -21,6 +21,7 @@ from bundle.data.images import Patches, compute_size, decode_image, extract_patc
 from bundle.data.media import VIDEO, Medium, Picture, read_content
 from bundle.data.sources import Corrupt
 from bundle.data.video_decoding import Frame, VideoMetadata
+from bundle.errors import format_count
 
 _LIMIT_KEY = "data.videos.limit_pixels"
 
@@ -156,7 +157,8 @@ def insert_frame_times(
     places = list(re.finditer(f"{re.escape(frame_text)}|{re.escape(pad)}", text))
     if len(places) != len(videos):
         raise Corrupt(
-            f"the row has {len(videos)} videos, but its text has {len(places)} video tokens ({pad})"
+            f"the row has {format_count(len(videos), 'video')}, but its text has"
+            f" {format_count(len(places), 'video token')} ({pad})"
         )
     video_texts = [
         "".join(f"<{time:.1f} seconds>{frame_text}" for time in video.timestamps) for video in videos

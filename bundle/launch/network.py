@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bundle import files
+from bundle.errors import format_count
 from bundle.launch.outcomes import get_node_name
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -85,5 +86,5 @@ def find_cut_pairs(connections: Sequence[NodeConnections]) -> list[tuple[str, st
 
 def describe_pairs(pairs: Sequence[tuple[str, str]]) -> str:
     """Return a short list of pairs of nodes."""
-    more = f", and {len(pairs) - _MOST_PAIRS} more pairs" if len(pairs) > _MOST_PAIRS else ""
+    more = f", and {format_count(len(pairs) - _MOST_PAIRS, 'more pair')}" if len(pairs) > _MOST_PAIRS else ""
     return ", ".join(f"{first} and {second}" for first, second in pairs[:_MOST_PAIRS]) + more

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bundle.errors import UsageError
+from bundle.errors import UsageError, format_count
 from bundle.models.mapped_files import MappedFiles
 from bundle.models.publishing import DTYPES
 from bundle.pretrained import PretrainedWeights
@@ -42,8 +42,8 @@ class FiniteCheck:
         """Raise UsageError with every tensor that has values which are not finite."""
         if self._damaged:
             raise UsageError(
-                f"{self._weights.directory}: some weights are NaN or infinite. Download these files again,"
-                " or use weights from before training failed",
+                f"{self._weights.directory}: some weights are NaN, infinite or too large. Download these"
+                " files again, or use weights from before training failed",
                 limit_violations([self._describe(name) for name in self._damaged], _MAX_SHOWN),
             )
 
@@ -57,10 +57,12 @@ class FiniteCheck:
             count += int(wrong.sum())
             first = start + int(wrong.byte().argmax()) if first < 0 < count else first
         position = [int(index) for index in np.unravel_index(first, entry.shape)]
-        limit = f", above {_LARGEST_SCALE}" if stored.dtype is torch.uint8 else ""
+        is_scale = stored.dtype is torch.uint8
+        limit = f"; MXFP4 scales above {_LARGEST_SCALE} do not fit bf16" if is_scale else ""
         return (
-            f"{name} in {entry.file.name}: {count:,} of {len(stored):,} values are wrong, the first at index"
-            f" {position} ({stored[first]:g}{limit})"
+            f"{name} in {entry.file.name}: {count:,} of {format_count(len(stored), 'value')}"
+            f" {'is' if count == 1 else 'are'} wrong. The first, at index {position}, is"
+            f" {stored[first]:g}{limit}"
         )
 
 

@@ -62,7 +62,10 @@ def load(
     ]
     unpublished = [named for named in local_tensors if named.name not in published]
     if unknown := [named.name for named in unpublished if not named.name.startswith("mtp.")]:
-        raise JobFailed(f"{unknown[0]}: no published tensor maps to this parameter of megatron-core")
+        raise JobFailed(
+            f"{unknown[0]}: the weights cannot be loaded, because mcore-bundle does not know the published"
+            " name of this megatron-core parameter. Report it with the recipe, or set model.weights: random."
+        )
     pairs = [(named, published[named.name]) for named in local_tensors if named.name in published]
     with torch.no_grad():
         reads = itertools.chain.from_iterable(_plan_reads(weights, *pair) for pair in pairs)

@@ -16,7 +16,6 @@ from bundle.patches.source import SourceTree
 
 Entry = Patch | Trap
 ENTRIES: tuple[Entry, ...] = (*PATCHES, *TRAPS)
-_NOT_READ_NOTE = "Whether this fixes the defect is unknown"
 
 
 class DefectStatus(StrEnum):
@@ -191,6 +190,7 @@ def _build_framework_defect(
     """
     unpatched, unconditional, patched = states
     always_applied = tuple(patch for patch in touching if not patch.conditions)
+    not_read_note = f"Whether this fixes the defect {entry.id} is unknown"
 
     def build_defect(
         status: DefectStatus, detail: str, monkey_patches: tuple[MonkeyPatch, ...]
@@ -206,35 +206,44 @@ def _build_framework_defect(
     if always_applied and unconditional is not unpatched:
         if unconditional is Presence.ABSENT:
             return build_defect(
-                DefectStatus.MENDED, ". The replacement does not have the defect", always_applied
+                DefectStatus.MENDED, f". The replacement does not have the defect {entry.id}", always_applied
             )
         if unconditional is Presence.PRESENT:
-            return build_defect(DefectStatus.PRESENT, ". The replacement also has the defect", always_applied)
+            return build_defect(
+                DefectStatus.PRESENT, f". The replacement has the defect {entry.id}", always_applied
+            )
         return build_defect(
             DefectStatus.UNKNOWN,
-            f". The replacement is unfamiliar to mcore-bundle. {_NOT_READ_NOTE}",
+            f". mcore-bundle does not know the replacement's code. {not_read_note}",
             always_applied,
         )
     if always_applied and unconditional is Presence.PRESENT:
-        return build_defect(DefectStatus.PRESENT, ", but the defect remains", always_applied)
+        return build_defect(DefectStatus.PRESENT, f", but the defect {entry.id} remains", always_applied)
     if unconditional is Presence.ABSENT and patched is Presence.ABSENT:
         return None
     if any(isinstance(entry, Patch) and frameworks.mends(entry, patch) for patch in wrappers):
-        return build_defect(DefectStatus.MENDED, ". This wrapper was reviewed and fixes the defect", wrappers)
+        detail = f". This wrapper was reviewed and fixes the defect {entry.id}"
+        return build_defect(DefectStatus.MENDED, detail, wrappers)
     if unconditional is Presence.PRESENT and any(not patch.conditions for patch in wrappers):
-        return build_defect(DefectStatus.UNKNOWN, f". {_NOT_READ_NOTE}", wrappers)
+        return build_defect(DefectStatus.UNKNOWN, f". {not_read_note}", wrappers)
     if unconditional is not patched:
         if patched is Presence.ABSENT:
+            verb = "has" if unconditional is Presence.PRESENT else "may have"
+            otherwise = f'If the condition after "if" is false, the original runs and {verb} the defect'
             return build_defect(
                 DefectStatus.CONDITIONAL,
-                ". The replacement does not have the defect. Where it is not in place, the defect remains",
+                f". The replacement does not have the defect {entry.id}. {otherwise}",
                 touching,
             )
-        finding = "also has the defect" if patched is Presence.PRESENT else "is unfamiliar to mcore-bundle"
+        finding = (
+            f"The replacement has the defect {entry.id}"
+            if patched is Presence.PRESENT
+            else f"mcore-bundle does not know the replacement's code. {not_read_note}"
+        )
         status = DefectStatus.PRESENT if unconditional is Presence.PRESENT else DefectStatus.UNKNOWN
-        return build_defect(status, f". The replacement {finding}", touching)
+        return build_defect(status, f". {finding}", touching)
     if unconditional is Presence.PRESENT and wrappers:
-        return build_defect(DefectStatus.PRESENT, f". {_NOT_READ_NOTE}", wrappers)
+        return build_defect(DefectStatus.PRESENT, f". {not_read_note}", wrappers)
     return None
 
 

@@ -137,13 +137,16 @@ def decide_seam(seam: Seam, reading: Reading | None, job: PatchContext) -> Decis
     changed = [target for target in reading.fingerprints if not reading.references.get(target)]
     if reading.fingerprints and not changed and not reading.read_error:
         return None
-    verb = "is" if len(seam.targets) == 1 else "are"
-    gone = "" if reading.fingerprints else f"{' and '.join(seam.targets)} {verb} gone"
-    reason = reading.read_error or gone or f"{', '.join(changed)} differs from the reviewed code"
+    names = changed if reading.fingerprints else seam.targets
+    is_one, has_code = len(names) == 1, bool(reading.fingerprints)
+    verb = ("differs" if is_one else "differ") if has_code else ("does" if is_one else "do")
+    rest = "from the reviewed code" if has_code else "not exist in the installed megatron-core"
+    reason = reading.read_error or f"{' and '.join(names)} {verb} {rest}"
     return Decision(
         id=seam.id,
         action=PatchAction.DRIFT,
-        reason=f"{reason} (use: {seam.use}). {seam.why}",
+        reason=f"{reason}, but mcore-bundle relies on {'it' if is_one else 'them'} ({seam.use}). {seam.why}"
+        " Use a release of megatron-core that docs/patches.md lists",
         range=seam.range,
         presence=Presence.UNKNOWN,
         proven=True,

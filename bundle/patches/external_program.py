@@ -140,6 +140,7 @@ def _defer_to_framework(
         and framework_defect.status is not DefectStatus.PRESENT
     ):
         reason = None if decision.id in overrides[framework_defect.status] else framework_defect.reason
+    reason = reason and f"{reason}. Therefore mcore-bundle does not apply its own patch"
     return decision._replace(action=PatchAction.OWNED, reason=reason, stops=False) if reason else decision
 
 
@@ -172,7 +173,8 @@ def iter_warnings(patch_survey: Survey, used: frozenset[str] | None) -> Iterator
 def format_lines(patch_survey: Survey) -> Iterator[str]:
     """Yield the lines of the plan: the patches that are applied or left out although needed, with reasons."""
     left_out = [d for d in patch_survey.decisions if d.action in (PatchAction.OWNED, PatchAction.UNVOUCHED)]
-    yield f"{len(patch_survey.patches_to_apply)} patches for {patch_survey.core}"
+    count = len(patch_survey.patches_to_apply)
+    yield f"{count} patch{'es' * (count != 1)} for {patch_survey.core}"
     for decision in (*patch_survey.patches_to_apply, *left_out):
         yield f"  {decision.action} {decision.id}: {decision.reason}"
     if any(decision.action is PatchAction.UNVOUCHED for decision in left_out):

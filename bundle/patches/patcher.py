@@ -146,7 +146,7 @@ def revert() -> None:
     Raises PatchError, with nothing changed, where somebody has replaced one of our replacements since.
     """
     foreign_patches = [
-        f"in {getattr(owner, '__name__', owner)}, {attribute.step.target} is now"
+        f"in `{getattr(owner, '__name__', owner)}`, `{attribute.step.target}` is now"
         f" {_describe(_get_raw_attribute(owner, name))}"
         for attribute in _list_outermost()
         for owner, name in ((attribute.owner, attribute.name), *attribute.references)
@@ -154,7 +154,9 @@ def revert() -> None:
     ]
     if foreign_patches:
         raise PatchError(
-            "Patches cannot be reverted; other code has replaced their targets:", foreign_patches
+            "Patches cannot be reverted, because other code has replaced their targets. Undo its replacements"
+            " first, or start a new process:",
+            foreign_patches,
         )
     _undo_all()
 
@@ -330,4 +332,4 @@ def _describe(value: Any) -> str:
     function = inspect.unwrap(value) if callable(value) else value
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", repr(function))
-    return f"the function {name} of the file {code.co_filename}" if code else str(name)
+    return f"the function `{name}` of the file `{code.co_filename}`" if code else f"`{name}`"

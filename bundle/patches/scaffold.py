@@ -33,7 +33,7 @@ def create_patch_files(patch_id: str, checkout: Path) -> str:
     }
     taken = [path for path in paths.values() if (checkout / path).exists()]
     if taken:
-        raise UsageError("These new files exist already:", taken)
+        raise UsageError("The files of a new patch exist already. Choose another id, or remove them:", taken)
     templates = YAML(typ="safe").load(Path(__file__).with_name("scaffold.yaml"))
     for kind, path in paths.items():
         (checkout / path).parent.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,8 @@ def judge_links(reports: Mapping[int, Report], participants: Sequence[int], per_
     ]
     wrong |= _find_blamed_nodes([pair for pair in silent if not set(pair) & set(wrong)])
     if not wrong and (stuck := sorted({report.stage for report in reports.values() if report.stage})):
-        wrong |= dict.fromkeys(participants, f"it exceeded the time limit in {' and '.join(stuck)}")
+        reason = f"its network test did not end within the time limit (last step: {' or '.join(stuck)})"
+        wrong |= dict.fromkeys(participants, reason)
     return wrong or _find_slow_nodes(reports, node_of_rank)
 
 

@@ -217,7 +217,7 @@ def read_tensor_headers(path: Path) -> dict[str, StoredTensor]:
                 reasons.append(f"{quote_name(name)}: {error}")
         reasons = reasons or list(_find_gaps(tensors, begin, size))
     if reasons:
-        raise UsageError(f"{path}: cannot be read", reasons)
+        raise UsageError(f"{path}: cannot be read. Copy or download this file again", reasons)
     return tensors
 
 

@@ -361,13 +361,18 @@ def _with_quantization(
         stacks, violations = _join_mxfp4_stacks(weights.entries)
         return weights._replace(entries={**weights.entries, **stacks}), violations
     if not isinstance(quantization, dict) or method != "fp8":
-        key = f"quantization_config.quant_method {format_value(method)}"
-        return weights, [f"{key} is not supported, only mxfp4 and block-wise fp8 are"]
+        value = "missing" if method is None else f"{format_value(method)}, which is not supported"
+        return weights, [
+            f"quantization_config.quant_method in config.json is {value}. Use a checkpoint with 'mxfp4',"
+            " with 'fp8' (block-wise), or without quantization_config"
+        ]
     block = quantization.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return weights._replace(scale_block=(block[0], block[1])), []
+    value = "missing" if block is None else format_value(block)
     return weights, [
-        f"quantization_config.weight_block_size {format_value(block)} must be two sizes, such as [128, 128]"
+        f"quantization_config.weight_block_size in config.json is {value}, but must be two block sizes above"
+        " 0, such as [128, 128]. Use a checkpoint with block-wise fp8"
     ]
 
 
@@ -409,7 +414,12 @@ def find_recipe_adapter(recipe: Recipe) -> PretrainedWeights | None:
     if lora is None or lora.path is None:
         return None
     directory = Path(hub.find_local_path(lora.path))
-    tensors = read_tensor_headers(directory / adapters.WEIGHTS_FILE)
+    path = directory / adapters.WEIGHTS_FILE
+    try:
+        tensors = read_tensor_headers(path)
+    except UsageError as error:
+        reasons = "; ".join(limit_violations([*error.violations], 3))
+        raise UsageError(f"{path}: cannot be read ({reasons}). Copy or export the adapter again") from error
     if violations := list(_find_adapter_mismatches(tensors, recipe)):
         raise UsageError(f"{directory}: the adapter does not fit this model", limit_violations(violations))
     return PretrainedWeights(directory, tensors)

@@ -28,45 +28,52 @@ class Fields(Section):
         description="Format of all rows; null: found for each row by its fields. A row that fits two"
         " formats with different results is corrupt until this is set.",
     )
-    text: str = Field(default="text", description="Pre-training: the document.")
+    text: str = Field(default="text", description="Pre-training: name of the field that holds the document.")
     prompt: str = Field(
-        default="prompt", description="SFT, DPO: the input of the model, a text or a list of messages."
+        default="prompt",
+        description="SFT, DPO: name of the field that holds the input of the model: a text or a list of"
+        " messages.",
     )
     response: str = Field(
         default="response",
-        description="SFT: the expected answer, a text or messages; only these tokens have a loss. TRL's"
-        " name, `completion`, is also recognised.",
+        description="SFT: name of the field that holds the expected answer: a text or a list of messages."
+        " Only its tokens have a loss. TRL's name, `completion`, is also recognised.",
     )
     messages: str = Field(
         default="messages",
-        description="SFT: a list of {role, content}, or of ShareGPT's {from, value}; a message may have"
-        " tool_calls, and a weight (0: not learned).",
+        description="SFT: name of the field that holds the messages: a list of {role, content}, or of"
+        " ShareGPT's {from, value}. A message may have tool_calls, and a weight (0: not learned).",
     )
-    chosen: str = Field(default="chosen", description="DPO: the better answer.")
-    rejected: str = Field(default="rejected", description="DPO: the worse answer.")
+    chosen: str = Field(default="chosen", description="DPO: name of the field that holds the better answer.")
+    rejected: str = Field(
+        default="rejected", description="DPO: name of the field that holds the worse answer."
+    )
     label: str | None = Field(
         default="label",
-        description="SFT of KTO rows: true for a good answer, false for a bad one (`kto_tag` is also"
-        " recognised). Rows with false are corrupt, because they must not be learned. null: not read.",
+        description="SFT of KTO rows: name of the field that holds true for a good answer, false for a bad"
+        " one (`kto_tag` is also recognised). Rows with false are corrupt, because they must not be learned."
+        " null: not read.",
     )
     system: str | None = Field(
-        default="system", description="SFT: the system message, if a row has one; null: not read."
+        default="system",
+        description="SFT: name of the field that holds the system message, if a row has one; null: not read.",
     )
     tools: str | None = Field(
         default="tools",
-        description="SFT: functions that the model may call, for the chat template: a list of JSON"
-        " schemas, or a list as JSON text; null: not read.",
+        description="SFT: name of the field that holds the functions that the model may call, for the chat"
+        " template: a list of JSON schemas, or such a list as JSON text; null: not read.",
     )
     images: str | None = Field(
         default="images",
-        description="SFT, DPO: the images of a row, one for each <image> or part of type image in its"
-        " messages: paths below the rows' folder, file:// URLs of such paths, base64"
+        description="SFT, DPO: name of the field that holds the images of a row, one for each <image> or part"
+        " of type image in its messages: paths below the rows' folder, file:// URLs of such paths, base64"
         " (data:image/png;base64,...) or, in parquet, bytes. The default also finds image, image_path and"
         " image_paths. null: images come only from parts that name them, and <image> is plain text.",
     )
     videos: str | None = Field(
         default="videos",
-        description="SFT, DPO: videos of a row, one for each <video>. A video is a path, as for images,"
+        description="SFT, DPO: name of the field that holds the videos of a row, one for each <video>. A"
+        " video is a path, as for images,"
         " or a list of its frames. The default also finds video, video_path and video_paths.",
     )
 

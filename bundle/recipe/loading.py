@@ -93,7 +93,7 @@ def with_epochs_as_steps(recipe: Recipe, samples: int) -> Recipe:
         return recipe
     values, steps = recipe.dump(), recipe.train.count_steps(epochs, samples)
     values["train"] |= {"epochs": None, "steps": steps}
-    return from_mapping(values, f"recipe {recipe.name} with {epochs:g} epochs of {samples:,} samples")
+    return from_mapping(values, f"recipe {recipe.name} (epochs: {epochs:g}, {samples:,} samples each)")
 
 
 def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:

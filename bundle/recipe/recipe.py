@@ -376,8 +376,9 @@ class Recipe(CompletedSection):
     checkpoint: Checkpoint = make_default_section("When to save, and how much to keep.")
     environment: dict[VariableName, VariableValue | None] = Field(
         default={},
-        description="Environment variables of the ranks, such as NCCL_DEBUG. They override or extend those of"
-        " the plan. null: the value in the environment that starts the ranks. No variable may name a file.",
+        description="Environment variables of the ranks, such as NCCL_DEBUG. A value here takes precedence"
+        " over the plan's. null: the ranks get the value of the environment that starts them. Variables that"
+        " name files or devices are not allowed.",
     )
     metrics: MetricsSection = make_default_section("Where metrics are written.")
     profile: Profile | None = Field(default=None, description="Steps to trace.")

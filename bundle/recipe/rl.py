@@ -235,12 +235,13 @@ class RLLoss(CompletedSection):
     mean: Literal["token", "sequence", "constant"] = Field(
         default="token",
         json_schema_extra=add_null,
-        description="What has equal weight: every token, every answer, or the sum of tokens divided by a"
-        " constant (Dr.GRPO). null or left out: sequence for gspo, else token.",
+        description="How the loss is averaged. token: over all tokens. sequence: over the tokens of each"
+        " answer, then over the answers. constant: the sum over all tokens, divided by the number of answers"
+        " and by `divisor` (Dr.GRPO). null or left out: sequence for gspo, else token.",
     )
     divisor: Positive | None = Field(
         default=None,
-        description="With mean: constant, the constant in tokens per answer; null:"
+        description="With mean: constant, the number of tokens per answer by which the loss is divided; null:"
         " rollout.max_completion_length.",
     )
     temperature: Positive | None = Field(

@@ -10,6 +10,7 @@ from bundle.architectures.adapters import find_unmatched_targets, list_all_linea
 from bundle.architectures.contents import has_tokenizer
 from bundle.architectures.published_names import PUBLISHED_NAMES
 from bundle.architectures.tensors import Tensors
+from bundle.errors import format_count
 from bundle.recipe import chat_template, rl_rules
 from bundle.recipe.data import BYTE_VOCABULARY, DataKind
 from bundle.recipe.recipe import Recipe
@@ -137,7 +138,7 @@ def _check_pipeline(recipe: Recipe) -> Iterator[Violation]:
         return
     elif ends:
         lengths = ", ".join(f"{length} in the {key.split('_')[3]} stage" for key, length in ends.items())
-        rest = f"{layers - sum(ends.values())} in the other {parallel.pp - len(ends)} stages"
+        rest = f"{layers - sum(ends.values())} in {format_count(parallel.pp - len(ends), 'other stage')}"
         chunks_text = f" into {parallel.vpp} model chunks per stage" if parallel.vpp else ""
         for key in ends:
             yield (
@@ -168,8 +169,8 @@ def _check_pipeline_layout(recipe: Recipe) -> Iterator[Violation]:
     if chunks is not None and (parallel.vpp or 1) != chunks:
         yield (
             "parallel.vpp",
-            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has {chunks} stages per pipeline rank"
-            f" (pp {parallel.pp}). Leave this key out.",
+            f"{parallel.vpp} differs from {_LAYOUT_KEY}, which has"
+            f" {format_count(chunks, 'stage')} per pipeline rank (pp {parallel.pp}). Leave this key out.",
         )
     if "m" not in "".join(layout) or "m" in layout[-1]:
         return
@@ -407,7 +408,8 @@ def _check_data(recipe: Recipe) -> Iterator[Violation]:
     if data.weights is not None and len(data.weights) != len(data.path):
         yield (
             "data.weights",
-            f"{len(data.weights)} weights do not match {len(data.path)} paths. Give one weight per path.",
+            f"the list has {format_count(len(data.weights), 'weight')}, but data.path has"
+            f" {format_count(len(data.path), 'path')}. Give one weight per path.",
         )
     if data.has_template and data.tokenizer == "bytes":
         yield (

@@ -209,8 +209,9 @@ class Train(Section):
     loss_mean: Literal["token", "sequence"] = Field(
         default="token",
         description=(
-            "What has equal weight in the loss: every learned token, or every sequence. DPO ignores this"
-            " key: every pair has equal weight. A step without learned tokens has no gradient, not even of"
+            "How the loss is averaged. token: over all learned tokens. sequence: over the learned tokens of"
+            " each sequence, then over the sequences. DPO ignores this key and averages over pairs. A step"
+            " without learned tokens has no gradient, not even of"
             " balancing losses; weight decay, momentum and the learning rate still apply."
         ),
     )

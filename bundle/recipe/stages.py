@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from bundle.errors import format_count
+
 # Letters of a layout written out: more than any model known has, and nothing to hold in memory.
 MAX_LETTERS = 2**16
 
@@ -106,7 +108,7 @@ def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_la
     """Yield what is wrong with stages for a model of `layers` decoder layers and `mtp_layers` behind them."""
     letters = "".join(stages)
     if count_rounds(stages, pp) is None:
-        yield f"{len(stages)} stages are not a multiple of pp {pp}"
+        yield f"the number of stages, {len(stages)}, is not a multiple of pp {pp}"
     for number, stage in enumerate(stages, start=1):
         if not stage:
             yield f"stage {number} of {len(stages)} is empty: nothing would be trained there"
@@ -115,7 +117,8 @@ def find_stage_violations(stages: Sequence[str], pp: int, *, layers: int, mtp_la
     if letters.count("L") != 1 or not stages[-1].endswith("L"):
         yield "L, the head with the losses, must occur once, as the last letter"
     if letters.count("t") != layers:
-        yield f"the layout has {letters.count('t')} decoder layers (t), but the model has {layers}"
+        count = format_count(letters.count("t"), "decoder layer")
+        yield f"the layout has {count} (t), but the model has {layers}"
     if letters.count("m") != mtp_layers:
         yield f"the layout has {letters.count('m')} MTP layers (m), but model.mtp.layers is {mtp_layers}"
     if "t" in letters.partition("m")[2]:

@@ -118,7 +118,7 @@ def _read_curves(data: bytes, unread: list[str]) -> dict[str, Curve]:
                 except OverflowError:  # an integer beyond all floats
                     broken += 1
     if broken:
-        unread.append(f"metrics.jsonl: {broken} lines or values cannot be read")
+        unread.append(f"metrics.jsonl: lines or values that cannot be read: {broken}")
     return {name: Curve(*zip(*sorted(values.items()), strict=True)) for name, values in seen.items()}
 
 

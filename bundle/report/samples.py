@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bundle.errors import format_count
 from bundle.files import read_content
 from bundle.report.reading import parse_json
 
@@ -37,7 +38,7 @@ def read_samples(directory: Path, unread: list[str]) -> tuple[SampleAnswer, ...]
         answers = [_build_sample(path, parse_json(line)) for line in chosen]
         samples += [answer for answer in answers if answer is not None]
         if None in answers:
-            unread.append(f"rollouts/{path.name}: {answers.count(None)} lines are not answers")
+            unread.append(f"rollouts/{path.name}: {format_count(answers.count(None), 'unreadable line')}")
     return tuple(samples)
 
 

@@ -86,12 +86,13 @@ def to_verdict(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, str | bytes):
-        return ["text", f"it returned the text {value[:60]!r} for an answer, not a number"]
+        return ["text", f"it returned the text {value[:60]!r} for an answer instead of a number"]
     try:
         number = float(value)
     except Exception as error:  # noqa: BLE001  # __float__ is somebody else's
         cause = "" if isinstance(error, TypeError) else f" ({describe_error(error)})"
-        return ["not_a_number", f"it returned a {type(value).__name__} for an answer, not a number{cause}"]
+        name = type(value).__name__
+        return ["not_a_number", f"it returned a {name} for an answer instead of a number{cause}"]
     if math.isfinite(number):
         return number
     return ["not_a_number", f"it returned {number} for an answer, which is not a finite number"]
@@ -102,12 +103,15 @@ def call_function(function: Callable[..., Any], answers: list[str], rows: list[A
     try:
         returned = function(answers, rows)
         if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__iter__"):
-            failure = ["wrong_count", f"it returned a value of type {type(returned).__name__}, not a list"]
+            name = type(returned).__name__
+            reason = f"it must return a list with one reward per answer, but returned a value of type {name}"
+            failure = ["wrong_count", reason]
             return [failure] * len(answers)
         values = list(islice(iter(returned), len(answers) + 1))
         if len(values) != len(answers):
             count = f"more than {len(answers)}" if len(values) > len(answers) else len(values)
-            failure = ["wrong_count", f"it returned {count} rewards for {len(answers)} answers"]
+            returned_count = f"{count} rewards for {len(answers)} answers"
+            failure = ["wrong_count", f"it must return one reward per answer, but returned {returned_count}"]
             return [failure] * len(answers)
         return [to_verdict(value) for value in values]
     except BaseException as error:  # noqa: BLE001  # SystemExit too

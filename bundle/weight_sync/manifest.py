@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bundle.architectures import Architecture
 from bundle.architectures.tensors import Tensors
-from bundle.errors import EnvironmentUnfit, JobFailed
+from bundle.errors import EnvironmentUnfit, JobFailed, format_count
 from bundle.pretrained.directory import FP8, find_weights, limit_violations
 from bundle.pretrained.writing import OutputTensor
 
@@ -68,8 +68,8 @@ class Manifest:
         if violations:
             raise JobFailed(
                 f"rl.rollout.engine: the checkpoint of the server does not match version {self.version} of"
-                f" the weights ({len(self.tensors)} tensors, {len(violations)} differences). Serve the model"
-                " that is trained.",
+                f" the weights ({format_count(len(self.tensors), 'tensor')},"
+                f" {format_count(len(violations), 'difference')}). Serve the model that is trained.",
                 limit_violations(violations),
             )
 
@@ -84,22 +84,24 @@ class Manifest:
                 continue
             stored, sent = missing.pop(name, None), describe_tensor(name, tensor)
             if stored != sent:
-                raise JobFailed(
-                    f"rollout: {name} {self._explain_misfit(stored, sent)}. Send the tensors of one model."
-                )
+                raise JobFailed(f"rollout: {name} {self._explain_misfit(stored, sent)}")
             yield name, tensor
         if missing:
             raise JobFailed(
-                f"rollout: new weights lack {len(missing)} tensors of weights version {self.version}.",
+                f"rollout: the new weights lack {format_count(len(missing), 'tensor')} of version"
+                f" {self.version}. Send the same tensors in every version.",
                 limit_violations(list(missing)),
             )
 
     def _explain_misfit(self, stored: OutputTensor | None, sent: OutputTensor) -> str:
         weights = f"version {self.version} of the weights"
         if stored is None:
-            return "was sent twice" if sent.name in self.tensors else f"is not in {weights}"
+            if sent.name in self.tensors:
+                return "was sent twice. Send each tensor once."
+            return f"is not in {weights}. Send the same tensors in every version."
         was = f"{stored.dtype} {list(stored.shape)}"
-        return f"is {sent.dtype} {list(sent.shape)}, but {was} in {weights}"
+        actual = f"{sent.dtype} {list(sent.shape)}"
+        return f"is {actual}, but {was} in {weights}. Send the same tensors in every version."
 
     def _find_differences(self, declared: Mapping[str, OutputTensor]) -> Iterator[str]:
         accounted = {*self.tensors, *self.left_out}

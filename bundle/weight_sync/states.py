@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from bundle.errors import BundleError, JobFailed, format_bytes
+from bundle.errors import BundleError, JobFailed, format_bytes, format_count
 from bundle.pretrained.directory import limit_violations
 from bundle.weight_sync.transports.ipc import Bucket
 
@@ -68,8 +68,9 @@ class SyncFailed(JobFailed):
     def __init__(self, replica: str, step: str, cause: BaseException) -> None:
         self.replica, self.step = replica, step
         reason, _, _ = str(cause).partition("\n")
+        place = f'before it was "{step}" in a weight sync' if isinstance(step, Step) else f"while {step}"
         super().__init__(
-            f"rollout: {replica} failed (not {step}). It gives no answers until the next full weight sync."
+            f"rollout: {replica} failed {place}. It gives no answers until the next full weight sync."
             f" The reason: {reason or type(cause).__name__}",
             cause.violations if isinstance(cause, BundleError) else (),
         )
@@ -221,7 +222,8 @@ class ReplicaSync(Generic[R]):
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             raise JobFailed(
-                f"a weight sync does not replace {len(changed)} of the server's {len(after)} tensors. Serve"
+                f"a weight sync does not replace {len(changed)} of the server's"
+                f" {format_count(len(after), 'tensor')}. Serve"
                 " the model that is trained, with its draft model.",
                 limit_violations(changed),
             )
@@ -234,7 +236,8 @@ class ReplicaSync(Generic[R]):
         wrong = sorted(name for name, value in expected.items() if checksums.get(name) != value)
         if wrong:
             raise JobFailed(
-                f"{len(wrong)} of its {len(expected)} tensors differ from those that were sent.",
+                f"{len(wrong)} of its {format_count(len(expected), 'tensor')}"
+                f" {'differs' if len(wrong) == 1 else 'differ'} from what was sent.",
                 limit_violations(wrong),
             )
 

@@ -80,7 +80,7 @@ def test_loading_names_every_tensor_with_its_first_value(tmp_path, alone, value,
     assert lines.keys() == {f"{LAYER}{name}" for name in names}
     of_two = lines[f"{LAYER}{names[0]}"]
     columns = theirs[f"{LAYER}{names[0]}"].shape[1]
-    assert "2 of" in of_two and f"[{3 // columns}, {3 % columns}] ({value:g})" in of_two
+    assert "2 of" in of_two and f"[{3 // columns}, {3 % columns}]" in of_two and f" {value:g}" in of_two
 
 
 def test_a_scale_of_fp8_blocks_is_named(tmp_path, alone, messages):
@@ -125,7 +125,7 @@ def test_a_scale_of_mxfp4_is_named(written, tmp_path, scale, messages):
         lambda: refuse_nonfinite_weights(found),
         lambda: conversion.to_torch_dist(found, table, tmp_path / "out"),
     ):
-        with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\] \({scale}, ") as error:
+        with pytest.raises(UsageError, match=rf"proj_scales .*\[1, 2, 0\].* {scale}\b") as error:
             read()
         messages(error.value)
 
@@ -199,7 +199,7 @@ def test_check_ends_with_2_and_names_what_is_wrong(tmp_path, capfd, monkeypatch,
     save_file(damaged({"model.norm.weight": (7, -math.inf)}), tmp_path / "model.safetensors")
     code, said = ends(tmp_path)
     assert code == 2 and not said.out
-    assert "model.norm.weight" in said.err and "[7] (-inf)" in said.err
+    assert "model.norm.weight" in said.err and "[7]" in said.err and "-inf" in said.err
     messages(said.err)
     code, said = ends(tmp_path, "--headers")
     assert code == 0

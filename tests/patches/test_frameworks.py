@@ -182,11 +182,11 @@ UNMENDED = {
                              "        self.forward = forward\n", DefectStatus.PRESENT, ""),
     "only spoken of": (f'"""{PUT}"""\nfrom {CLASS}\n{MENDED}\n', DefectStatus.PRESENT, ""),
     "no Python": (f"from {CLASS}\n{MENDED}\n{PUT}\nthis is no Python\n", DefectStatus.PRESENT, ""),
-    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", DefectStatus.UNKNOWN, "unfamiliar"),
+    "unfamiliar code": (f"from {CLASS}\n{UNFAMILIAR}\n{PUT}", DefectStatus.UNKNOWN, "verl/a.py:"),
     "unfamiliar code at times": (f"from {CLASS}\n{UNFAMILIAR}\nif debug:\n    {PUT}", DefectStatus.PRESENT,
                                  "if debug"),
     "code from elsewhere": (f"from {CLASS}\nfrom own import forward\n{PUT}", DefectStatus.UNKNOWN,
-                            "unfamiliar"),
+                            "verl/a.py:"),
 }  # fmt: skip
 
 

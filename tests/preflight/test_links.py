@@ -133,7 +133,7 @@ def test_nodes_measure_each_other_without_one_that_fails_alone_and_name_one_that
         found = told(["slow", "held", "well", "unfit", "well"], {"unfit": "its disk is full"}, port)
     came_to = {
         "0": ["gpu0", ""],
-        "1": ["gpu1", "no data came over its links to or from node 0, 2"],
+        "1": ["gpu1", "no data passed over the links between it and nodes 0, 2"],
         "2": ["gpu2", ""],
         "3": ["gpu3", "its disk is full"],
         "4": ["gpu4", ""],  # whose own exchange has ended, and which waits for those that are held

@@ -147,9 +147,9 @@ def test_an_index_that_contradicts_the_files_is_refused(tmp_path, messages):
     ("quantization", "value"),
     [
         ({"quant_method": "awq"}, "awq"),
-        ("fp8", "quant_method None"),
-        ({"quant_method": "fp8"}, "weight_block_size None"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        ("fp8", "quant_method"),
+        ({"quant_method": "fp8"}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "[0, 128]"),
     ],
 )
 def test_other_quantisation_is_refused_by_name(tmp_path, quantization, value, messages):

@@ -330,7 +330,7 @@ def test_a_film_cannot_name_another_file(tmp_path, monkeypatch):
         (asking("<video><video>", videos=[LISTED]), "names 1"),
         (asking("<video>", videos=[LISTED] * 2), "names 2"),
         (asking("<|video_pad|>"), "0 videos"),
-        (asking("<|video_pad|><video>", videos=[LISTED]), "1 videos"),
+        (asking("<|video_pad|><video>", videos=[LISTED]), "1 video"),
         (asking([{"type": "video", "video": LISTED, "max_pixels": 9}]), "max_pixels"),
         (asking([{"type": "video", "video": LISTED, "fps": 0}]), "fps"),
         (asking([{"type": "video", "video": LISTED, "fps": 1, "sample_fps": 2}]), "fps"),

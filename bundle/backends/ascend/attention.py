@@ -141,9 +141,9 @@ def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
     if mask is None:
         return []
     return [
-        f"{_format_mask(mask)}: packed attention needs the boundaries of sequences, not a mask. Pass no mask"
-        " here. Only post-processing (sequences.masks.Masks) and models that pack their input themselves use"
-        " a mask of valid tokens"
+        f"{_format_mask(mask)}: packed attention takes cu_seqlens (the boundaries of sequences), not a mask."
+        " Pass no mask here. Only post-processing (sequences.masks.Masks) and models that pack their input"
+        " themselves use a mask of valid tokens"
     ]
 
 
@@ -156,8 +156,11 @@ def _find_boundary_mistakes(rows: AttentionCallShape, causal: bool) -> list[str]
     ):
         bounds = np.asarray(ends, np.int64)
         lengths.append(bounds[1:] - bounds[:-1])
-        label = f"the {name} boundaries [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
-        form = "Give 0, then the row at which each sequence ends (not its length)"
+        argument = "cu_seqlens_q" if name == "query" else "cu_seqlens_kv"
+        label = (
+            f"the {name} boundaries ({argument}) [{', '.join(map(str, ends[:8]))}{', ...' * (len(ends) > 8)}]"
+        )
+        form = "Give cumulative lengths from 0 on: [0, 3, 8] for sequences of 3 and 5 rows"
         if len(ends) < 2:
             wrong.append(f"{label} contain no sequence. {form}")
         elif ends[0] != 0:

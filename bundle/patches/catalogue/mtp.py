@@ -279,7 +279,7 @@ PATCHES = (
         why=(
             "The loss of each depth of multi-token prediction is divided by the tokens of one context-"
             "parallel rank, not of all. The logged loss is then the mean of the ranks' means. The "
-            "gradients have the same error unless the loss is summed per token."
+            "gradients have the same error unless calculate_per_token_loss is on."
         ),
         kind=DefectKind.SILENT,
         upstream="not reported; found by comparing CP2 with CP1 (log off by 5e-3, gradients by 1e-1)",

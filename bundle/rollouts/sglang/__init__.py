@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bundle.errors import JobFailed, UsageError
+from bundle.errors import JobFailed, UsageError, format_count
 from bundle.rollouts import Answer, Request, Sampling
 from bundle.rollouts.sglang.protocol import build_generate, read_answer
 from bundle.rollouts.sglang.replicas import Replicas
@@ -82,7 +82,8 @@ class SGLangRollout:
             return [answers[number] for number in range(len(requests))]
         failures = [str(sync.failure) for sync in self._replicas.all if sync.failure is not None]
         raise JobFailed(
-            f"rollout: {len(missing)} of {len(requests)} answers are missing after {_ATTEMPTS} attempts.",
+            f"rollout: {len(missing)} of {format_count(len(requests), 'answer')}"
+            f" {'is' if len(missing) == 1 else 'are'} missing after {_ATTEMPTS} attempts.",
             failures,
         )
 

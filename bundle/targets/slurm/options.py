@@ -123,8 +123,9 @@ def find_short_limits(sbatch_options: Mapping[str, str], signal: str) -> Iterato
         limit = parse_time_limit(sbatch_options.get(name, ""))
         if limit is not None and limit <= lead_seconds:
             yield (
-                f"--sbatch {name}={sbatch_options[name]}: too short to train, because the job is asked to"
-                f" save up to {lead_seconds} s before this limit. Set more than {lead_seconds // 60} minutes"
+                f"--sbatch {name}={sbatch_options[name]}: this time limit leaves no time to train, because"
+                f" Slurm tells the job up to {lead_seconds} s before the limit to save a checkpoint and end."
+                f" Set more than {lead_seconds // 60} minutes"
             )
 
 
