@@ -267,7 +267,7 @@ class RL(Section):
     """Reinforcement learning from rewards, for task rl. A step has questions, answers and updates."""
 
     prompts_per_step: Count = Field(description="Questions of one step.")
-    num_generations: Count = Field(description="Answers to each question, which form a group. At least 2.")
+    num_generations: Count = Field(description="Answers to each question, 2 or more. They form a group.")
     num_iterations: Count = Field(
         default=1,
         description="Passes over all answers of a step, in updates of train.global_batch_size.",

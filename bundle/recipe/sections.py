@@ -49,7 +49,8 @@ class Parallel(CompletedSection):
     pp: Count = Field(default=1, description="Pipeline stages.")
     vpp: Count | None = Field(
         default=None,
-        description="Model chunks per pipeline stage (interleaved); null: 1, or the number in the layout.",
+        description="Model chunks per pipeline stage (interleaved schedule). null: those of"
+        " pipeline_model_parallel_layout, or 1 without that key.",
     )
     num_layers_in_first_pipeline_stage: Count | None = Field(
         default=None,

@@ -254,9 +254,10 @@ PATCHES = (
         id="shared-embedding-bucket",
         replacements=(Replacement(_BUFFER, "gradients:start_behind_padding"),),
         why=(
-            "The optimizer refuses an embedding that pipeline stages share (tied, or read by MTP). This "
-            "happens if the size of all weights before it has the remainder 64 when divided by 128. Its "
-            "bucket then starts after the padding, and the embedding before it."
+            "The optimizer ends with an error for an embedding that pipeline stages share (tied, or read by"
+            " MTP). This happens if the weights before it have 64 elements more than a multiple of 128. The"
+            " bucket of the embedding then begins at the next multiple of 128, but the embedding itself 64"
+            " elements before it."
         ),
         kind=DefectKind.ERROR,
         upstream="fixed upstream in 0.13",
