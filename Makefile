@@ -100,7 +100,7 @@ matrix-new: $(DEVELOP)  ## the same for releases that nobody has reviewed yet
 
 releases: $(DEVELOP)  ## every supported minor: packing, MTP, replay, FP8, checkpoints, seeds/ and upstream/ (long)
 	$(VENV)/bin/python -m tests.matrix.fetch $(RELEASES)
-	$(VENV)/bin/python -m pytest -m releases
+	$(VENV)/bin/python -m pytest -m releases -n $(JOBS) --dist loadfile
 
 journeys: $(DEVELOP)  ## one command from a checkpoint to a trained model, for every family; losses by transformers
 	$(VENV)/bin/python -m pytest -m journeys
