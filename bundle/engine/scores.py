@@ -138,13 +138,13 @@ class _Score(torch.autograd.Function):
             ctx.chunk, states, gradient, *rows, grad_log_probs, grad_entropy
         ):
             logits = _compute_logits(inputs, weight, ctx.limit, buffer)
-            slopes = result if weight is None else logits
+            slopes = result if weight is None else None
             for portion in _split_portions(logits, slopes, *row_values):
                 write(*portion)
             if weight is not None:
-                torch.mm(slopes, weight, out=result)
+                torch.mm(logits, weight, out=result)
             if weight_gradient is not None:
-                weight_gradient.add(slopes.t() @ inputs)
+                weight_gradient.add(logits.t() @ inputs)
         return gradient, weight_gradient and weight_gradient.finish(), None, None, None, None, None
 
 
@@ -197,7 +197,7 @@ def _measure_rows(
 
 def _write_slopes(
     logits: Tensor,
-    result: Tensor,
+    result: Tensor | None,
     column: Tensor,
     is_local: Tensor,
     temperature: Tensor | None,
@@ -206,7 +206,10 @@ def _write_slopes(
     grad_log_probs: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Write the gradient of the logits to `result`, which may be the logits themselves."""
+    """Write the gradient of the logits to `result`, or over the logits if it is None.
+
+    Never give the logits as `result`: torch.compile computes wrong gradients of two views of one memory.
+    """
 
     def compute_slope(x: Tensor) -> Tensor:
         log_p = x - norm[:, None]
@@ -221,8 +224,9 @@ def _write_slopes(
     slope = compute_slope(x)
     if temperature is not None:
         slope, of_label = slope / temperature[:, None], of_label / temperature[:, None]
-    result.copy_(slope)
-    result.scatter_(1, label, of_label.to(result.dtype))
+    target = logits if result is None else result
+    target.copy_(slope)
+    target.scatter_(1, label, of_label.to(target.dtype))
 
 
 def _scale(logits: Tensor, temperature: Tensor | None) -> Tensor:

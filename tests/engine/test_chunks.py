@@ -58,6 +58,20 @@ def test_values_and_gradients(monkeypatch, chunk, scale, near, portion):
     assert not weight.grad[VOCABULARY:].any()
 
 
+def test_values_and_gradients_of_compiled_functions(monkeypatch):
+    """As a GPU computes chunks, with the graphs of torch.compile but not its kernels."""
+    monkeypatch.setattr(
+        scores, "_choose_form", lambda function, _: torch.compile(function, backend="aot_eager")
+    )
+    monkeypatch.setattr(scores, "_PORTION_VALUES", 7 * ROWS)
+    states, weight, labels = drawn()
+    seen = score_labels(states, labels, None, None, Head(weight, 20, VOCABULARY))
+    loss(seen, labels).backward()
+    log_probs, entropy, *gradients = reference(states, weight, labels)
+    assert close(seen.log_probs, log_probs) and close(seen.entropy, entropy)
+    assert close(states.grad, gradients[0]) and close(weight.grad, gradients[1])
+
+
 def test_a_chunk_of_all_tokens_is_the_plain_way():
     states, weight, labels = drawn(torch.bfloat16)
     seen = score_labels(states, labels, None, None, Head(weight, B * S, ROWS))
