@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +45,8 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 QUESTIONS = 64  # of a step of Qwen3-4B
+USED_MIB = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0")
+LASTING = 5  # samples of 10 ms
 # The run is killed at such a process: what its command line and its environment have.
 KILLED = {
     "server": ("guard.py", ""),
@@ -107,33 +108,30 @@ def list_values(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 def read_used_bytes() -> int:
     """Return the bytes of the first GPU that are in use."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
+    return int(subprocess.run(USED_MIB, capture_output=True, text=True, check=True).stdout) * 2**20
 
 
 @contextmanager
 def watch_memory() -> Iterator[list[int]]:
-    """Yield a list that gets the used bytes of the GPU five times a second."""
+    """Yield a list that has, at the end, the used bytes of the GPU of every 10 ms or more."""
     samples: list[int] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.2):
-            samples.append(read_used_bytes())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        stop.set()
-        thread.join()
+    with tempfile.TemporaryFile("w+") as lines:
+        watcher = subprocess.Popen([*USED_MIB, "--loop-ms=10"], stdout=lines)
+        try:
+            yield samples
+        finally:
+            watcher.terminate()
+            watcher.wait()
+            lines.seek(0)
+            whole = lines.read().rpartition("\n")[0]
+            samples += [int(line) * 2**20 for line in whole.splitlines()]
 
 
 def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield the claims of a run of the arithmetic task that do not hold."""
     with watch_memory() as samples:
         code, seconds = train(directory, overrides)
+    (directory.parent / "used.txt").write_text("\n".join(map(str, samples)))
     lines = read_metrics(directory)
     accuracies = list_values(lines, "evaluation/accuracy")
     mismatch = list_values(lines, "train/mismatch/log_prob_difference")
@@ -162,15 +160,19 @@ def learn_arithmetic(directory: Path, overrides: Sequence[str]) -> Iterator[str]
 
 
 def find_moments(samples: Sequence[int]) -> dict[str, int]:
-    """Return the most bytes in use with the cache of the server, and the usual bytes after its release.
+    """Return the most bytes in use with the cache of the server, and the most after its release.
 
     A sample belongs to sampling if it is above the middle of the lowest and the highest one. The samples
-    before the first of these are of the start.
+    before the first of these are of the start. Bytes count as used after a release if `LASTING` samples in
+    a row have as many or more: samples within a release have the part of the cache that is still there.
     """
     middle = (min(samples) + max(samples)) / 2
     started = next(place for place, used in enumerate(samples) if used > middle)
-    released = sorted(used for used in samples[started:] if used <= middle)
-    return {"sampling": max(samples), "learning": released[len(released) // 2] if released else 0}
+    rows = zip(*(samples[started + shift :] for shift in range(LASTING)), strict=False)
+    return {
+        "sampling": max(samples),
+        "learning": max((min(row) for row in rows if max(row) <= middle), default=0),
+    }
 
 
 def measure_updates(directory: Path, overrides: Sequence[str]) -> Iterator[str]:

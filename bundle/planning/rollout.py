@@ -23,9 +23,9 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _VERSIONS = 2
 
 
-# Beside weights and cache: 1.5 GiB of a server, 0.5 GiB of the process of its checksums, and 1.5 GiB of the
+# Beside weights and cache: 1.5 GiB of a server, 0.5 GiB of the process of its checksums, and 1.75 GiB of the
 # trainer's context and communicators (`benchmarks.gpu.turns`).
-_SERVER_BYTES = 7 * 2**29
+_SERVER_BYTES = 15 * 2**28
 
 
 class RolloutBytes(NamedTuple):
