@@ -62,7 +62,7 @@ Qwen3-Next and the text models of Qwen3.5 have Gated DeltaNet layers:
 - By default torch computes the layers, which is slow and needs more memory; a plan counts this memory. These
   layers were also run on an H200 (`benchmarks.gpu.pretrained`).
 - If flash-linear-attention is installed on cuda, its kernels compute the layers; this was never tested here.
-- Their MTP layers (`mtp.` in files) are neither read nor written, as in transformers.
+- The MTP layers of these models (`mtp.` in files) are neither read nor written, as in transformers.
 
 A model that sees images is tested on texts with several images of unequal sizes. The gradients include those
 of the tower and of the projector, in every layout. Either part can be frozen, or have its own learning rate

@@ -36,14 +36,14 @@ TRANSFORMER_ENGINE = LayerTraits(
     source="Transformer Engine's layers and FusedAdam, bias_activation_fusion; measured on an H200, 2.14.1;"
     " FusedSGD makes a momentum_buffer of any tensor; FP8 weights stay by rows and by columns",
 )
+# Up to 256 by flash-attention's README; one size by Megatron-LM#3003 and TransformerEngine#2629.
 FLASH = AttentionKernel(
     name="flash",
     implementation="flash-attention 2, through Transformer Engine",
     head_dims={"thd": "equal", "bshd": "equal"},
     max_head_dim=256,
     takes_padded_packs=False,
-    source="flash-attention's README (up to 256); get_attention_backend of Transformer Engine 2.11, 2.12 and"
-    " 2.14; Megatron-LM#3003, TransformerEngine#2629 (one size)",
+    source="flash-attention's README; Transformer Engine's get_attention_backend, 2.11 to 2.14",
 )
 
 
@@ -66,6 +66,8 @@ def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width
     )
 
 
+# On an H200, thd heads of 192/128, 96/64 and 256/256 ran, while 576/512 went to the unfused kernel. Sinks by
+# get_attention_backend (002a3e57, 2.11): no packs, which 2.12 supports, and cp only with a2a.
 FUSED = AttentionKernel(
     name="fused",
     implementation="cuDNN's attention, through Transformer Engine",
@@ -73,9 +75,7 @@ FUSED = AttentionKernel(
     max_head_dim=256,
     sinks=("bshd",),
     explain_device_refusal=_explain_cudnn_refusal,
-    source="ran on an H200 with thd heads of 192/128, 96/64 and 256/256, while 576/512 went to the unfused"
-    " kernel; for sinks Transformer Engine's get_attention_backend (002a3e57, 2.11): no packs, which 2.12"
-    " supports, and cp only with a2a; for devices its fused_attn.cpp (015d346d)",
+    source="runs on an H200; Transformer Engine's get_attention_backend (2.11) and fused_attn.cpp (015d346d)",
 )
 UNFUSED = AttentionKernel(
     name="unfused",

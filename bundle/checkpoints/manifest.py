@@ -58,9 +58,9 @@ def read(directory: Path) -> dict[str, str]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError("it has no manifest") from None
+        raise ValueError(f"it has no {FILE_NAME}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"its manifest cannot be read: {error}") from None
+        raise ValueError(f"its {FILE_NAME} cannot be read: {error}") from None
     digests = (
         document.get("sha256") if isinstance(document, dict) and document.get("schema") == _SCHEMA else None
     )
@@ -68,7 +68,7 @@ def read(directory: Path) -> dict[str, str]:
         isinstance(value, str) and _DIGEST.fullmatch(value) and _is_inside(name)
         for name, value in digests.items()
     ):
-        raise ValueError("its manifest does not have the form that mcore-bundle writes")
+        raise ValueError(f"its {FILE_NAME} does not have the form that mcore-bundle writes")
     return digests
 
 
@@ -93,7 +93,7 @@ def find_unlisted_files(directory: Path, digests: Mapping[str, str]) -> list[str
     unlisted = (
         name for name in list_file_names(directory) if name not in digests and not name.startswith(".nfs")
     )
-    return [f"{name} is not listed in the manifest" for name in unlisted]
+    return [f"{name} is not listed in {FILE_NAME}. If it was added later, remove it" for name in unlisted]
 
 
 def find_damage(directory: Path) -> list[str]:

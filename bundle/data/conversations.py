@@ -304,18 +304,18 @@ def _read_message(raw_message: Any, field_path: str) -> Message:
             f"{field_path}: must be an object with the role {', '.join(ROLES[:-1])} or {ROLES[-1]},"
             f" but is {format_value(raw_message)}"
         )
-    if weights := [rest.pop(name) for name in WEIGHT_KEYS if name in rest]:
-        if any(weight not in (0, 1) or weight != weights[0] for weight in weights):
+    if weights := {name: rest.pop(name) for name in WEIGHT_KEYS if name in rest}:
+        keys, first = " and ".join(weights), next(iter(weights.values()))
+        if any(weight not in (0, 1) or weight != first for weight in weights.values()):
             raise Corrupt(
-                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or 1 and must not differ; the message is"
-                f" {format_value(raw_message)}"
+                f"{field_path}: {keys} must be {'equal, ' if len(weights) > 1 else ''}0 or 1, but the"
+                f" message has {format_value(weights)}"
             )
-        if weights[0] and role != "assistant":
+        if first and role != "assistant":
             raise Corrupt(
-                f"{field_path}: {', '.join(WEIGHT_KEYS)} must be 0 or absent, because only assistant messages"
-                " are trained on"
+                f"{field_path}: {keys} must be 0 or absent, because only assistant messages are trained on"
             )
-        rest[WEIGHT_KEYS[0]] = bool(weights[0])
+        rest[WEIGHT_KEYS[0]] = bool(first)
     calls = [rest.pop("function_call")] if "function_call" in rest else rest.pop("tool_calls", None)
     if calls:
         rest["tool_calls"] = _read_calls(calls, f"{field_path}.tool_calls")

@@ -83,7 +83,8 @@ def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Colum
         if other.media != columns[0].media:
             both = f"{columns[0].key} and {other.key}"
             raise Corrupt(
-                f"fields {both}: name different images or videos. Choose one of the fields with data.fields"
+                f"fields {both} disagree: they name different images or videos. Choose one field with"
+                " data.fields"
             )
     return columns[0] if columns else Column(", ".join(keys))
 
@@ -159,7 +160,8 @@ def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
     keys = (kind, f"{kind}_url", *_REFERENCE_KEYS)
     named = [part[key] for key in keys if part.get(key) is not None]
     if len(named) > 1:
-        raise Corrupt(f"{field_path} names {_add_article(kind)} more than once: {format_value(dict(part))}")
+        used = " and ".join(key for key in keys if part.get(key) is not None)
+        raise Corrupt(f"{field_path} names {_add_article(kind)} more than once, by the keys {used}. Keep one")
     if part.get("base64") is not None:
         named = [{"base64": named[0]}]
     elif named and isinstance(named[0], Mapping) and "url" in named[0]:  # image_url: {url: ...}
@@ -176,11 +178,12 @@ def read_part(part: Mapping[str, Any], field_path: str) -> dict[str, Any]:
 
 def _read_rate(part: Mapping[str, Any], field_path: str) -> dict[str, float]:
     """Return {fps} where a part has a frame rate, else an empty mapping."""
-    rates = [part[key] for key in _RATE_KEYS if part.get(key) is not None]
+    named = {key: part[key] for key in _RATE_KEYS if part.get(key) is not None}
+    rates = list(named.values())
     if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != rates[0] for rate in rates):
         raise Corrupt(
-            f"{field_path}: fps must be one number above 0 (frames per second), but the part is"
-            f" {format_value(dict(part))}"
+            f"{field_path}: fps must be one number above 0 (frames per second), but the video has"
+            f" {format_value(named)}"
         )
     return {"fps": float(rates[0])} if rates else {}
 

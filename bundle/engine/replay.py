@@ -118,7 +118,7 @@ def _check_routes(routing: Routing, micro_batches: Sequence[MicroBatch]) -> None
     ]
     if violations:
         raise JobFailed(
-            "the recorded expert routes do not fit this model. Record them with the same model:", violations
+            "the recorded expert routes do not fit this model. Record them again with this model:", violations
         )
 
 

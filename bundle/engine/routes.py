@@ -105,7 +105,7 @@ class Routing:
             violations = self._check_values(experts, layers, free_mask)
         if violations:
             raise JobFailed(
-                "the recorded expert routes do not fit this model. Record them with the same model:",
+                "the recorded expert routes do not fit this model. Record them again with this model:",
                 violations,
             )
         columns = [list(layers).index(layer) for layer in self.layers]

@@ -116,7 +116,8 @@ class Claim(NamedTuple):
             expected = node.value * per_node.value + local.value
             if rank.value != expected:
                 problems.append(
-                    f"{rank}, but {node} and {local} give {expected}. Number the ranks node by node"
+                    f"{rank}, but {node}, {per_node} and {local} give rank {expected} ({node.value} x"
+                    f" {per_node.value} + {local.value}). Number the ranks node by node"
                 )
         return problems
 

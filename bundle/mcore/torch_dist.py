@@ -76,7 +76,10 @@ class TorchDistCheckpoint:
         except Exception as error:  # whatever somebody's pickle makes torch raise
             raise UsageError(f"{root / INDEX}: cannot be used: {error}") from error
         if missing:
-            raise UsageError(f"{root}: files are missing", [to_printable(name)[:200] for name in missing])
+            raise UsageError(
+                f"{root}: {INDEX} names files that are not in this directory. Use a complete checkpoint",
+                [to_printable(name)[:200] for name in missing],
+            )
         self._reader.set_up_storage_reader(self._index, is_coordinator=True)
 
     @property

@@ -226,7 +226,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.APPLY, f"applied because --allow-drift names it: {drift[0]}", is_proven)
     reason = "this megatron-core has the defect"
     if is_in_range is False:
-        reason += f", although its version number {job.version}, which is wrong, is outside {patch.range}"
+        reason += f": its code decides, not its version number {job.version}, which is outside {patch.range}"
     for name, specifier in patch.requires:
         if name not in job.packages:
             reason += f"; {name}{specifier} is assumed, because {name} is not installed here"

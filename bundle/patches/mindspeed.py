@@ -20,7 +20,7 @@ REPLACING_BRANCHES: dict[str, frozenset[str]] = {
     target: frozenset(branches.split()) for target, branches in _DATA["replaces"].items()
 }
 
-_NOT_READ_NOTE = "Whether the replacement has the defect is unknown"
+_NOT_READ_NOTE = "Whether the replacement has this patch's defect is unknown"
 
 
 class MindSpeedBranch(NamedTuple):
@@ -76,8 +76,8 @@ def explain_replacement(target: str, commit: str | None) -> str | None:
         branch_names = ", ".join(sorted(branches))
         shown_commit = (commit or "")[:12] or "of an unknown commit"
         return (
-            f"MindSpeed {shown_commit} was not reviewed. It may replace {target}, as these branches do:"
-            f" {branch_names}. {_NOT_READ_NOTE}"
+            f"MindSpeed {shown_commit} is not a version that mcore-bundle has reviewed. It may replace"
+            f" {target}, because these branches do: {branch_names}. {_NOT_READ_NOTE}"
         )
     return f"MindSpeed {branch} replaces {target}. {_NOT_READ_NOTE}" if branch in branches else None
 

@@ -210,7 +210,9 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
     """Return the plan that `PatchPlan.dump` wrote. Raises PatchError for anything else."""
     try:
         if document["schema"] != 2:
-            raise ValueError(f"its schema is {document['schema']}, not 2")
+            raise ValueError(
+                f"it has schema {document['schema']}, but this mcore-bundle reads schema 2. Make a new plan"
+            )
         version_info = document["megatron-core"]
         decisions = tuple((str(patch_id), str(action)) for patch_id, action in document["decisions"])
         steps = tuple(PatchStep(**step) for step in document["steps"])
@@ -224,9 +226,9 @@ def load_patch_plan(document: Mapping[str, Any]) -> PatchPlan:
         module_digests = tuple((str(module), str(digest)) for module, digest in document["read"].items())
         return PatchPlan(version_info["version"], version_info["commit"], decisions, steps, module_digests)
     except KeyError as error:
-        raise PatchError(f"This is not a plan of patches (it has no key {error})") from None
+        raise PatchError(f"This plan of patches cannot be read: it has no key {error}") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise PatchError(f"This is not a plan of patches ({error})") from None
+        raise PatchError(f"This plan of patches cannot be read: {error}") from None
 
 
 def _format_version(version: str | None, commit: str | None) -> str:

@@ -341,18 +341,18 @@ def _format_experts(recipe: Recipe) -> Iterator[str]:
         return
     if moe.aux_loss_coeff:
         extent = "sequence" if moe.aux_loss_per_sequence else "micro-batch"
-        yield f"balancing loss {moe.aux_loss_coeff:g} over each {extent}"
+        yield f"load-balancing loss: coefficient {moe.aux_loss_coeff:g}, per {extent}"
     elif moe.unused_aux_loss_coeff:
         yield (
-            f"no balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
+            f"no load-balancing loss: router_aux_loss_coef {moe.unused_aux_loss_coeff:g} counts only with"
             " output_router_logits: true. To use a loss, set model.moe.aux_loss_coeff"
         )
     else:
-        yield "no balancing loss"
+        yield "no load-balancing loss"
     if chosen.z_loss_coeff:
-        yield f"z-loss {chosen.z_loss_coeff:g}"
+        yield f"router z-loss: coefficient {chosen.z_loss_coeff:g}"
     if moe.expert_bias:
-        yield f"router bias moves by {chosen.bias_update_rate:g} per step"
+        yield f"expert bias of routers: changes by {chosen.bias_update_rate:g} per step"
 
 
 def _format_chunk(chunk: ModelChunk) -> str:

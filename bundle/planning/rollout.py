@@ -68,7 +68,7 @@ def has_own_servers(recipe: Recipe) -> bool:
 def find_sharing_obstacle(backend: str, environment: Mapping[str, str]) -> str | None:
     """Return what keeps a server from opening the trainer's memory; None where nothing does."""
     if backend != "cuda":
-        return f"backend {backend}"
+        return f"backend: {backend}"
     segments = "expandable_segments:True"
     names = (name for name in _ALLOCATOR_VARIABLES if segments in environment.get(name, ""))
     return next((f"{name}={segments}" for name in names), None)

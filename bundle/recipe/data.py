@@ -19,8 +19,8 @@ RowFormat = Literal["openai", "prompt-response", "trl", "ms-swift", "sharegpt", 
 class Fields(Section):
     """Names of the fields of a JSONL or parquet row.
 
-    The fields of a row decide its format: docs/data.md lists the formats, their fields and their learned
-    parts. A format takes precedence if a key here gives one of its fields another name than the default.
+    The fields of a row decide its format. docs/data.md lists the formats, their fields, and which parts of a
+    row have a loss. If a row fits several formats, a format with a field that is renamed here is used.
     """
 
     format: RowFormat | None = Field(
@@ -92,10 +92,11 @@ class ImagesSection(Section):
         " files as min_pixels.",
     )
     limit_bytes: Count = Field(
-        default=2**25, description="A larger file, or base64 of more bytes, is corrupt."
+        default=2**25, description="A larger file, or base64 of more bytes, counts as corrupt."
     )
     limit_pixels: Count = Field(
-        default=2**26, description="An image of more pixels is corrupt; this is checked without decoding it."
+        default=2**26,
+        description="An image with more pixels counts as corrupt. Its size is read without decoding it.",
     )
 
 
@@ -133,11 +134,13 @@ class VideosSection(Section):
         " files as min_pixels.",
     )
     limit_bytes: Count = Field(
-        default=2**29, description="A larger file, or a list of files of more bytes, is corrupt."
+        default=2**29, description="A larger file, or a list of files of more bytes, counts as corrupt."
     )
-    limit_pixels: Count = Field(default=2**24, description="A video with more pixels per frame is corrupt.")
-    limit_frames: Count = Field(default=2**16, description="A video of more frames is corrupt.")
-    limit_seconds: Positive = Field(default=3600.0, description="A longer video is corrupt.")
+    limit_pixels: Count = Field(
+        default=2**24, description="A video with more pixels per frame counts as corrupt."
+    )
+    limit_frames: Count = Field(default=2**16, description="A video with more frames counts as corrupt.")
+    limit_seconds: Positive = Field(default=3600.0, description="A longer video counts as corrupt.")
 
 
 DataKind = Literal["text", "jsonl", "parquet", "arrow", "megatron"]

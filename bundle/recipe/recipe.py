@@ -88,11 +88,13 @@ class Recompute(CompletedSection):
     granularity: Literal["full", "selective"] = Field(description="Whole layers, or only the named modules.")
     method: Literal["uniform", "block"] | None = Field(
         default=None,
-        description="full: the layers to recompute. uniform: all layers, in chunks of `layers`; block: the"
-        " first `layers` of each stage. Default: uniform.",
+        description="With granularity full. uniform: recompute all layers, in units of `layers` layers;"
+        " block: the first `layers` layers of each pipeline stage. null: uniform.",
     )
     layers: Count | None = Field(
-        default=None, description="full: layers per chunk (uniform) or per stage (block). Default: 1."
+        default=None,
+        description="With granularity full. uniform: layers per recomputed unit; block: recomputed layers per"
+        " pipeline stage. null: 1.",
     )
     modules: Names = Field(
         default=(),
@@ -334,7 +336,7 @@ class DPO(Section):
 
 
 class BackendOptions(Section):
-    """Options of a single backend."""
+    """Options that apply to one backend only."""
 
     mindspeed: bool = Field(
         default=False,
@@ -358,7 +360,7 @@ class Recipe(CompletedSection):
     backend: Literal["auto", "cpu", "cuda", "ascend"] = Field(
         default="auto", description="The accelerator; auto: the one that the machine has."
     )
-    backend_options: BackendOptions = make_default_section("Options of a single backend.")
+    backend_options: BackendOptions = make_default_section("Options that apply to one backend only.")
     seed: int = Field(
         default=1234, ge=0, le=2**31 - 1, description="Seed of initial weights, data order and dropout."
     )

@@ -83,8 +83,8 @@ class RLRollout(Section):
     transport: Literal["files", "ipc"] | None = Field(
         default=None,
         description="sglang: how servers that the run starts get weights. files: from files; ipc: from GPU"
-        " memory that they share with the trainer, or from files if the checksums of the first weights"
-        " differ. null: ipc for one server on one GPU, else files.",
+        " memory shared with the trainer. ipc changes to files after a failed transfer or a wrong checksum."
+        " null: ipc for one server on one GPU, else files.",
     )
     verify: Literal["always", "first"] = Field(
         default="always",
@@ -142,13 +142,14 @@ class RLReward(CompletedSection):
         default=None,
         min_length=1,
         description="python: `FILE.py:NAME`, a function of (answers: list[str], rows: list[dict]) that"
-        " returns a list of numbers. An answer with None cannot be judged and is left out.",
+        " returns a list with a number or None per answer. None: the answer cannot be judged, and is not"
+        " trained on.",
     )
     url: str | None = Field(
         default=None,
         min_length=1,
         description='http: address to POST {"answers": [...], "rows": [...]} to, as JSON. The response'
-        ' is {"rewards": [...]}. An answer with null cannot be judged and is left out.',
+        ' is {"rewards": [...]}, with a number or null per answer. null: as None in `function`.',
     )
     tests: str | None = Field(
         default=None,
@@ -237,7 +238,7 @@ class RLLoss(CompletedSection):
         json_schema_extra=add_null,
         description="How the loss is averaged. token: over all tokens. sequence: over the tokens of each"
         " answer, then over the answers. constant: the sum over all tokens, divided by the number of answers"
-        " and by `divisor` (Dr.GRPO). null or left out: sequence for gspo, else token.",
+        " and by `divisor` (Dr.GRPO). null or left out: sequence for kind gspo, token for other kinds.",
     )
     divisor: Positive | None = Field(
         default=None,
@@ -291,13 +292,13 @@ class RL(Section):
     )
     dynamic_sampling: CountOrZero = Field(
         default=0,
-        description="Most rounds in which a step samples further questions, to replace groups with equal"
-        " rewards (DAPO); 0: none.",
+        description="Maximum number of extra sampling rounds per step. Each replaces groups with equal"
+        " rewards by groups of new questions (DAPO). 0: no extra round.",
     )
     overlong_buffer: CountOrZero = Field(
         default=0,
-        description="Number of tokens before the maximum length over which the reward falls by up to 1"
-        " (DAPO); 0: none.",
+        description="Number of tokens before rollout.max_completion_length over which the reward falls"
+        " linearly by up to 1 (DAPO). 0: no such penalty.",
     )
     mask_truncated_completions: bool = Field(
         default=False, description="Leave answers that reached the longest length out of the loss."

@@ -230,8 +230,8 @@ def _check_reward(reward: RLReward) -> Iterator[Violation]:
             owner = " or ".join(map(format_value, kinds))
             yield (
                 key,
-                f"{format_value(shown)} applies only to kind {owner}, but kind is '{reward.kind}'. Remove"
-                " it.",
+                f"this key ({format_value(shown)}) is only for kind {owner}, but kind is '{reward.kind}'."
+                " Remove it.",
             )
         elif value is None and reward.kind in kinds and key in _NEEDED_KEYS:
             yield key, f"missing. Kind '{reward.kind}' needs {_NEEDED_KEYS[key]}."
@@ -314,7 +314,7 @@ def _check_correction(correction: RLCorrection) -> Iterator[Violation]:
         if correction.low:
             yield (
                 "low",
-                f"{correction.low:g} applies only to kind: mask, but kind is 'truncate'. Set it to 0.",
+                f"{correction.low:g} is only for kind 'mask', but kind is 'truncate'. Set it to 0.",
             )
         if correction.level == "geometric":
-            yield "level", "'geometric' applies only to kind: mask, but kind is 'truncate'. Set kind: mask."
+            yield "level", "'geometric' is only for kind 'mask', but kind is 'truncate'. Set kind: mask."

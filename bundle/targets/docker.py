@@ -65,7 +65,12 @@ class DockerOptions:
     ] = ""
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="Run with this group. Default: the NPUs' group."),
+        typer.Option(
+            "--group",
+            min=0,
+            metavar="GID",
+            help="Add this group ID to the container. Default: the group of the NPU device files.",
+        ),
     ] = ()
     shared_memory: Annotated[str, typer.Option(metavar="SIZE", help="Set the size of /dev/shm.")] = "64g"
     rdma: Rdma = False

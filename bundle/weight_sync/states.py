@@ -61,6 +61,25 @@ class Step(StrEnum):
     RESUME = "resumed"
     SERVE = "serving"
 
+    @property
+    def action(self) -> str:
+        """What is done in the step, in the words of a failure."""
+        return _ACTIONS[self]
+
+
+_ACTIONS = {
+    Step.START: "start its server",
+    Step.PAUSE: "pause its answers",
+    Step.FLUSH: "flush its cache",
+    Step.RELEASE: "release its KV cache",
+    Step.COVER: "replace all tensors",
+    Step.SEND: "receive the weights",
+    Step.VERIFY: "verify the weights",
+    Step.VERSION: "set its version",
+    Step.RESUME: "resume its KV cache",
+    Step.SERVE: "serve again",
+}
+
 
 class SyncFailed(JobFailed):
     """A replica failed in a step of a sync, or while it answered."""
@@ -68,9 +87,9 @@ class SyncFailed(JobFailed):
     def __init__(self, replica: str, step: str, cause: BaseException) -> None:
         self.replica, self.step = replica, step
         reason, _, _ = str(cause).partition("\n")
-        place = f'before it was "{step}" in a weight sync' if isinstance(step, Step) else f"while {step}"
+        failure = f"to {step.action} in a weight sync" if isinstance(step, Step) else f"while {step}"
         super().__init__(
-            f"rollout: {replica} failed {place}. It gives no answers until the next full weight sync."
+            f"rollout: {replica} failed {failure}. It gives no answers until the next full weight sync."
             f" The reason: {reason or type(cause).__name__}",
             cause.violations if isinstance(cause, BundleError) else (),
         )

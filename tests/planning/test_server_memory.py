@@ -106,7 +106,7 @@ def test_servers_elsewhere_and_unknown_devices_share_nothing(tmp_path):
         ([], "cuda", "max_split_size_mb:64", "ipc"),
         ([], "cuda", "expandable_segments:True", "files"),
         ([], "cpu", "", "files"),
-        ([], "npu", "", "files"),
+        ([], "ascend", "", "files"),
         (["rl.rollout.replicas=2"], "cuda", "", "files"),
         (["rl.rollout.tp=2"], "cuda", "", "files"),
         ([URLS], "cuda", "", "files"),
@@ -122,7 +122,7 @@ def test_one_server_on_one_gpu_opens_the_memory_of_the_trainer(
 
 
 @pytest.mark.parametrize(
-    "backend, setting", [("cpu", ""), ("npu", ""), ("cuda", "a:1,expandable_segments:True")]
+    "backend, setting", [("cpu", ""), ("ascend", ""), ("cuda", "a:1,expandable_segments:True")]
 )
 def test_memory_that_no_server_can_open_is_refused(backend, setting, messages):
     environment = [EnvVariable("PYTORCH_ALLOC_CONF", setting, "")]

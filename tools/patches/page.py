@@ -43,8 +43,9 @@ There are four more decisions:
 
 DRIFT and CONFLICT end with exit code 4 where the job needs the patch; `--allow-drift ID` continues.
 
-The entry of a patch says what the patch assumes of the target's callers ("assumes"). "Source read" lists the
-definitions whose source decides. "Upstream" lists issues and pull requests, or how we found the defect.
+In the entry of a patch, "assumes" says what the patch expects of the callers of its target. "Source read"
+lists the functions and classes whose source is read to decide whether the defect is present. "Upstream"
+lists issues and pull requests, or says how we found the defect.
 
 A review compares the whole code of a target. For some targets it compares only the signature (parameters,
 defaults, decorators), because the replacement does not depend on the body. The source also decides about a

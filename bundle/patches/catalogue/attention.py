@@ -248,9 +248,10 @@ PATCHES = (
             build_signature_replacement(_APPLY_ROTARY, "attention:rotate_pack_rows"),
         ),
         why=(
-            "Packs get wrong multimodal rotary positions (mrope). Under context parallelism, their table "
-            "is cut as if the pack were one sequence. Up to 0.15, each sequence gets the first rows of the "
-            "table, not its own."
+            "Packed sequences get wrong multimodal rotary positions (mrope). With context parallelism, the "
+            "table of rotary angles is split over the ranks as if the pack were one sequence. Before 0.15, "
+            "even without context parallelism, each sequence gets the first rows of the table instead of "
+            "its own rows."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#1612, NVIDIA-NeMo/Megatron-Bridge#1776; slime and miles carry a change",

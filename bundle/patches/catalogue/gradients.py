@@ -339,9 +339,9 @@ PATCHES = (
         replacements=(build_signature_replacement(_LOSS, "gradients:select_rank_columns"),),
         why=(
             "If a model gathers its logits (parallel_output=False, runtime_gather_output) and gets labels, "
-            "its loss is wrong by log(tp) or more. The loss function takes the logits of the whole "
-            "vocabulary for one rank's part of them. On some ranks the gradient also lacks the term of the "
-            "label."
+            "its loss is wrong by log(tp) or more. The loss function treats the logits of the whole "
+            "vocabulary as if they were one rank's shard. On some ranks the gradient also lacks the term of "
+            "the label."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7452 (finding 2)",
@@ -403,8 +403,8 @@ TRAPS = (
         when=frozenset({"moe", "etp-unlike-tp"}),
         unless=frozenset({"ep"}),
         why=(
-            "The experts' gradients are summed over the wrong ranks (none with the same part, or some with"
-            " another part): silently wrong."
+            "The experts' gradients are silently wrong: they are summed over the wrong ranks. Ranks with the"
+            " same shard are left out, or ranks with another shard are included."
         ),
         cause=(
             "tensor_parallel/layers.py marks expert weights `allreduce = not (is_expert and EP > 1)` and"

@@ -190,9 +190,10 @@ PATCHES = (
             build_signature_replacement(_TE_LINEAR, "mla:provide_duplicated_linear", exclusive=True),
         ),
         why=(
-            "Without Transformer Engine the down projections can only be column parallel. The gather after "
-            "them drops the other ranks' part of each gradient. The reason: TELinear is None in megatron's "
-            "list of allowed classes."
+            "Without Transformer Engine, the q and kv down projections of latent attention can only be "
+            "column-parallel. The reason: for a projection that is whole on every rank, megatron-core allows "
+            "only Transformer Engine's class TELinear. The gather after a column-parallel projection drops "
+            "the other ranks' part of each gradient."
         ),
         kind=DefectKind.SILENT,
         upstream="found by comparing TP2 with one process",

@@ -361,8 +361,8 @@ PATCHES = (
         replacements=(build_signature_replacement(MODEL_FORWARD, "mtp:predict_only_with_labels"),),
         why=(
             "Reinforcement learning calls the model without labels to get logits. megatron-core then derives"
-            " labels from the input and trains the prediction layers on them, also on the prompts."
-            " In evaluation it logs a loss for them, too."
+            " labels from the input and trains the MTP layers with these labels, prompt tokens included."
+            " In evaluation megatron-core also logs an MTP loss."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#3457 adds this intentionally in 0.19; measured there",

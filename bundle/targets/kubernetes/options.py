@@ -113,7 +113,12 @@ class KubernetesOptions:
     ] = None
     groups: Annotated[
         tuple[int, ...],
-        typer.Option("--group", min=0, metavar="GID", help="Run with this group, which may open the NPUs."),
+        typer.Option(
+            "--group",
+            min=0,
+            metavar="GID",
+            help="Add this group ID to the pods. With NPUs: the group of the device files.",
+        ),
     ] = ()
     shared_memory: Annotated[str, typer.Option(metavar="QUANTITY", help="Set the size of /dev/shm.")] = "64Gi"
     rdma: Annotated[bool, typer.Option("--rdma", help="Let the pods pin memory for a network card.")] = False

@@ -61,7 +61,7 @@ def build_script(job: Job, options: SlurmOptions, workdir: Path) -> str:
     )
     wrong = [*options.find_violations(), *resources.find_violations(job, options)]
     wrong += containers.find_violations(job, options, workdir)
-    texts = (*options.sbatch, options.image, *options.mounts, str(workdir), str(directory))
+    texts = (options.image, *options.mounts, str(workdir), str(directory))
     unprintable = (text for text in texts if not text.isprintable())
     wrong += [f"{format_value(text)}: contains a control character" for text in unprintable]
     if "%" in str(directory):

@@ -77,15 +77,18 @@ class SlurmOptions:
     preflight: Preflight = False
     spares: Spares = 0
     ray: Annotated[
-        bool, typer.Option("--ray", help="Start the nodes through a Ray cluster that is made for this job.")
+        bool, typer.Option("--ray", help="Start a Ray cluster on the job's nodes, and the ranks through it.")
     ] = False
     python: str = sys.executable
 
     def find_violations(self) -> Iterator[str]:
         """Yield a message for each option that cannot be written into a batch script."""
         for option in self.sbatch:
-            if not _OPTION.fullmatch(option):
-                yield f"--sbatch {format_value(option)}: must be OPTION[=VALUE], such as partition=gpu"
+            if not option.isprintable():
+                yield f"--sbatch {format_value(option)}: contains a control character"
+            elif not _OPTION.fullmatch(option):
+                form = "OPTION[=VALUE] without dashes before it, such as partition=gpu"
+                yield f"--sbatch {format_value(option)}: must be {form}"
             elif reserved := _find_reserved(name := split_option(option)[0]):
                 short = "" if name == reserved else f"sbatch may read this as --{reserved}, which is "
                 reason = _RESERVED_OPTIONS[reserved]
