@@ -25,8 +25,8 @@ from the kind of training: the task, whether `model.path` holds weights, and whe
 key in the recipe wins. `mcore-bundle plan` and `check` print each value and its origin.
 
 Even if packs are the default, samples stay unpacked with `train.micro_batch_size` above 1 and for models
-without support for packs. Models with random weights keep the defaults of the tables above, except in
-pre-training from 0.1 B parameters on.
+without support for packs. Models with random weights keep the defaults of the tables above. The exception is
+pre-training of a model with 0.1 B parameters or more, which has its own defaults below.
 """
 _KINDS = {
     "boolean": "boolean",

@@ -185,7 +185,7 @@ def _summarize_collective(
         return HangSummary(
             f"{text}; {_join_parts(map(_describe_snapshot, elsewhere))}"
             if elsewhere
-            else f"{text}, which all ranks entered"
+            else f"{text}, and all ranks entered this call"
         )
     absences = [
         f"{_name_rank(rank, by_rank)} never entered it: {by_rank.get(rank, 'it reports nothing')}"

@@ -414,11 +414,12 @@ def _find_fp8_weight_problems(
 
 def _find_fp8_row_problems(recipe: Recipe, scaling: Scaling) -> Iterator[Problem]:
     rows, length = recipe.micro_batch_rows, recipe.data.sequence_length
-    multiple = recipe.alignment.total_multiple
+    multiple, of_rank = recipe.alignment.total_multiple, SCALINGS[scaling].row_multiple
     if rows * length % multiple:
+        share = f" ({of_rank} for each of {multiple // of_rank} ranks)" if multiple != of_rank else ""
         yield to_recipe_problem(
             f"data.sequence_length: a micro-batch has {rows} x {length} tokens, but {scaling} FP8 with this"
-            f" layout needs a multiple of {multiple} ({SCALINGS[scaling].row_multiple} on every rank). Change"
+            f" layout needs a multiple of {multiple} tokens{share}. Change"
             " the length or train.micro_batch_size, or set data.packed: true"
         )
 

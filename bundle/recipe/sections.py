@@ -78,7 +78,7 @@ class Parallel(CompletedSection):
     etp: Count = Field(
         default=1,
         json_schema_extra=add_null,
-        description="Tensor parallel size of experts; null or left out: tp.",
+        description="Tensor parallel size of experts. null or left out: the value of tp.",
     )
     sequence_parallel: bool = Field(
         default=False,

@@ -142,8 +142,8 @@ def _find_packed_mask_mistakes(mask: Tensor | None) -> list[str]:
         return []
     return [
         f"{_format_mask(mask)}: packed attention takes cu_seqlens (the boundaries of sequences), not a mask."
-        " Pass no mask here. Only post-processing (sequences.masks.Masks) and models that pack their input"
-        " themselves use a mask of valid tokens"
+        " Pass no mask here. A mask of valid tokens is only for sequences.masks.Masks, and for models that"
+        " pack their input themselves"
     ]
 
 
