@@ -85,7 +85,7 @@ def build_recipe(spec: TaskSpec) -> BuiltRecipe:
     draft = _compose_recipe(spec, spec_choices, _draft_choices(SHORTEST_SAMPLE))
     if not TASKS[spec.task].reads_text:
         positions = draft.architecture.max_position_embeddings
-        draft = _compose_recipe(spec, spec_choices, _draft_choices(_find_sample_length(positions, draft)))
+        draft = _compose_recipe(spec, spec_choices, _draft_choices(_compute_sample_length(positions, draft)))
     length_choices = [*spec_choices, _choose_length(draft, _read_data(draft, spec.request))]
     corpus = _read_data(_compose_recipe(spec, length_choices, _draft_choices(SHORTEST_SAMPLE)), spec.request)
     request = spec.request
@@ -174,12 +174,12 @@ def _read_data(recipe: Recipe, request: JobRequest) -> "Corpus":
     return prepare(recipe, choose_cache_directory(recipe, directory), build_progress_callback())
 
 
-def _find_sample_length(longest: int, recipe: Recipe) -> int:
+def _compute_sample_length(document_length: int, recipe: Recipe) -> int:
     """Return the length of a sample that holds a document of this length and its companions [tokens]."""
     if not recipe.data.packed:
-        return longest
+        return document_length
     multiple = recipe.alignment.sequence_multiple * 16
-    return -(-longest // multiple) * multiple * recipe.documents_per_sample
+    return -(-document_length // multiple) * multiple * recipe.documents_per_sample
 
 
 def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
@@ -194,7 +194,7 @@ def _choose_length(recipe: Recipe, corpus: "Corpus") -> KeyChoice:
     else:
         longest = max(int(store.lengths.max(initial=0)) for store in corpus.stores)
         length, max_length = (
-            1 << (max(SHORTEST_SAMPLE, _find_sample_length(longest, recipe)) - 1).bit_length(),
+            1 << (max(SHORTEST_SAMPLE, _compute_sample_length(longest, recipe)) - 1).bit_length(),
             PACK_LENGTH,
         )
         reason = f"holds the longest row ({longest:,} tokens)"

@@ -79,9 +79,9 @@ def tune(
         print(f"written      {output}", file=sys.stderr if as_json else sys.stdout)
 
 
-def _check_measurable(base: Plan, machines: Machines, record: Path | None) -> None:
+def _check_measurable(base: Plan, machines: Machines, image_record: Path | None) -> None:
     """Raise UsageError where this machine cannot measure the job."""
-    if machines.hardware or record is not None or base.nodes > 1:
+    if machines.hardware or image_record is not None or base.nodes > 1:
         raise UsageError(
             "--measure: the runs are on this machine. Leave out --hardware, --image-record and --nodes"
         )

@@ -57,7 +57,7 @@ class Combination(_VersionSet):
 
     @field_validator("device")
     @classmethod
-    def _check_device(cls, device: str) -> str:
+    def _refuse_emulated_device(cls, device: str) -> str:
         if is_emulated(device) and device != EMULATED:
             raise ValueError(f"an emulated device must be called {EMULATED}")
         return device

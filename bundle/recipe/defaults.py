@@ -49,26 +49,26 @@ MIN_LR_SHARE = "optimizer.min_lr / optimizer.lr"
 # The key for models whose routers have a steering bias.
 BIAS_UPDATE_RATE = "model.moe.bias_update_rate"
 
-_SWIFT_ARGUMENTS = "ms-swift swift/megatron/arguments/megatron_args.py"
-_SWIFT_SFT = "ms-swift examples/megatron/sft.sh"
-_SWIFT_PACKED = "ms-swift examples/megatron/dense/qwen3_32b.sh"
-_SWIFT_LORA = "ms-swift examples/megatron/lora/dense.sh"
-_SWIFT_DPO = "ms-swift examples/megatron/rlhf/dpo/packing.sh"
-_SWIFT_PRETRAIN = "ms-swift examples/megatron/pretrain.sh"
-_SWIFT_GRPO = "ms-swift examples/megatron/grpo/dense_colocate.sh"
-_SWIFT_LORA_GRPO = "ms-swift examples/megatron/grpo/moe_colocate_lora.sh"
-_SLIME = "slime scripts/run-qwen3-4B.sh"
-_TULU = "open-instruct docs/tulu3.md"
-_ZEPHYR = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
-_ZEPHYR_LORA = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
-_PADDLE_SFT = "PaddleNLP llm/run_finetune.py (PaddleNLP#11072)"
-_PADDLE_DPO = "PaddleFormers paddleformers/cli/train/dpo/workflow.py"
-_ARGUMENTS = "transformers TrainingArguments"
-_GPT3 = (
+_SWIFT_ARGUMENTS_SOURCE = "ms-swift swift/megatron/arguments/megatron_args.py"
+_SWIFT_SFT_SOURCE = "ms-swift examples/megatron/sft.sh"
+_SWIFT_PACKED_SOURCE = "ms-swift examples/megatron/dense/qwen3_32b.sh"
+_SWIFT_LORA_SOURCE = "ms-swift examples/megatron/lora/dense.sh"
+_SWIFT_DPO_SOURCE = "ms-swift examples/megatron/rlhf/dpo/packing.sh"
+_SWIFT_PRETRAIN_SOURCE = "ms-swift examples/megatron/pretrain.sh"
+_SWIFT_GRPO_SOURCE = "ms-swift examples/megatron/grpo/dense_colocate.sh"
+_SWIFT_LORA_GRPO_SOURCE = "ms-swift examples/megatron/grpo/moe_colocate_lora.sh"
+_SLIME_SOURCE = "slime scripts/run-qwen3-4B.sh"
+_TULU_SOURCE = "open-instruct docs/tulu3.md"
+_ZEPHYR_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml"
+_ZEPHYR_LORA_SOURCE = "alignment-handbook recipes/zephyr-7b-beta/dpo/config_qlora.yaml"
+_PADDLE_SFT_SOURCE = "PaddleNLP llm/run_finetune.py (PaddleNLP#11072)"
+_PADDLE_DPO_SOURCE = "PaddleFormers paddleformers/cli/train/dpo/workflow.py"
+_ARGUMENTS_SOURCE = "transformers TrainingArguments"
+_GPT3_SOURCE = (
     "Megatron-DeepSpeed (a fork of Megatron-LM) examples/MoE/ds_pretrain_gpt_1.3B_dense.sh (GPT-3's values)"
 )
-_LLAMA = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
-_TRL_MODEL = "TRL trl/trainer/model_config.py"
+_LLAMA_SOURCE = "Megatron-LM examples/llama/train_llama3_8b_h100_fp8.sh"
+_TRL_MODEL_SOURCE = "TRL trl/trainer/model_config.py"
 # By the number of parameters.
 _GPT3_LR = (
     (3.5e8, 3e-4),
@@ -82,113 +82,113 @@ _GPT3_LR = (
 
 # Defaults of adapters for every task.
 LORA_DEFAULTS = (
-    Default("model.lora.rank", 16, _TRL_MODEL),
-    Default("model.lora.alpha", 32.0, _TRL_MODEL),
+    Default("model.lora.rank", 16, _TRL_MODEL_SOURCE),
+    Default("model.lora.alpha", 32.0, _TRL_MODEL_SOURCE),
     Default("model.lora.dropout", 0.0, "PEFT LoraConfig"),
-    Default("model.lora.targets", ("all-linear",), _SWIFT_LORA),
+    Default("model.lora.targets", ("all-linear",), _SWIFT_LORA_SOURCE),
 )
 
 _SWIFT_OPTIMIZER = (
-    Default("optimizer.weight_decay", 0.1, _SWIFT_ARGUMENTS),
-    Default("optimizer.betas", (0.9, 0.95), _SWIFT_ARGUMENTS),
-    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS),
-    Default("optimizer.schedule", "cosine", _SWIFT_ARGUMENTS),
+    Default("optimizer.weight_decay", 0.1, _SWIFT_ARGUMENTS_SOURCE),
+    Default("optimizer.betas", (0.9, 0.95), _SWIFT_ARGUMENTS_SOURCE),
+    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS_SOURCE),
+    Default("optimizer.schedule", "cosine", _SWIFT_ARGUMENTS_SOURCE),
 )
 _DPO_OPTIMIZER = (
-    Default("optimizer.warmup_ratio", 0.1, _ZEPHYR),
-    Default(MIN_LR_SHARE, 0.0, _ZEPHYR),
-    Default("optimizer.weight_decay", 0.0, _TULU),
-    Default("optimizer.betas", (0.9, 0.999), _ARGUMENTS),
-    Default("optimizer.clip_grad", 1.0, _ARGUMENTS),
-    Default("optimizer.schedule", "cosine", _ZEPHYR),
+    Default("optimizer.warmup_ratio", 0.1, _ZEPHYR_SOURCE),
+    Default(MIN_LR_SHARE, 0.0, _ZEPHYR_SOURCE),
+    Default("optimizer.weight_decay", 0.0, _TULU_SOURCE),
+    Default("optimizer.betas", (0.9, 0.999), _ARGUMENTS_SOURCE),
+    Default("optimizer.clip_grad", 1.0, _ARGUMENTS_SOURCE),
+    Default("optimizer.schedule", "cosine", _ZEPHYR_SOURCE),
 )
 _RL_OPTIMIZER = (
-    Default("optimizer.warmup_ratio", 0.0, f"{_SLIME} (names none)"),
-    Default("optimizer.weight_decay", 0.1, _SLIME),
-    Default("optimizer.betas", (0.9, 0.98), _SLIME),
-    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS),
-    Default("optimizer.schedule", "constant", _SLIME),
+    Default("optimizer.warmup_ratio", 0.0, f"{_SLIME_SOURCE} (names none)"),
+    Default("optimizer.weight_decay", 0.1, _SLIME_SOURCE),
+    Default("optimizer.betas", (0.9, 0.98), _SLIME_SOURCE),
+    Default("optimizer.clip_grad", 1.0, _SWIFT_ARGUMENTS_SOURCE),
+    Default("optimizer.schedule", "constant", _SLIME_SOURCE),
 )
-_MERGED_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT)
-_ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA)
+_MERGED_EXPORT = Default("checkpoint.export", "hf", _SWIFT_SFT_SOURCE)
+_ADAPTER_EXPORT = Default("checkpoint.export", "peft", _SWIFT_LORA_SOURCE)
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
     SFT: (
-        Default("model.dtype", "bf16", _TULU),
-        Default("data.packed", True, _SWIFT_PACKED),
-        Default("optimizer.lr", 1e-5, _SWIFT_ARGUMENTS),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_SFT),
-        Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT),
+        Default("model.dtype", "bf16", _TULU_SOURCE),
+        Default("data.packed", True, _SWIFT_PACKED_SOURCE),
+        Default("optimizer.lr", 1e-5, _SWIFT_ARGUMENTS_SOURCE),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_SFT_SOURCE),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_SFT_SOURCE),
         *_SWIFT_OPTIMIZER,
         _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_SFT),
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_SFT_SOURCE),
     ),
     LORA_SFT: (
-        Default("model.dtype", "bf16", _TULU),
-        Default("data.packed", True, _SWIFT_PACKED),
-        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
-        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
+        Default("model.dtype", "bf16", _TULU_SOURCE),
+        Default("data.packed", True, _SWIFT_PACKED_SOURCE),
+        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA_SOURCE),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
         *_SWIFT_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
     DPO: (
-        Default("model.dtype", "bf16", _ZEPHYR),
-        Default("data.packed", True, _SWIFT_DPO),
-        Default("optimizer.lr", 5e-7, f"{_ZEPHYR}; {_TULU} from 70B on", ((60e9, 2e-7),)),
+        Default("model.dtype", "bf16", _ZEPHYR_SOURCE),
+        Default("data.packed", True, _SWIFT_DPO_SOURCE),
+        Default("optimizer.lr", 5e-7, f"{_ZEPHYR_SOURCE}; {_TULU_SOURCE} from 70B on", ((60e9, 2e-7),)),
         *_DPO_OPTIMIZER,
         _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO),
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO_SOURCE),
     ),
     LORA_DPO: (
-        Default("model.dtype", "bf16", _ZEPHYR_LORA),
-        Default("data.packed", True, _SWIFT_DPO),
-        Default("optimizer.lr", 5e-6, _ZEPHYR_LORA),
+        Default("model.dtype", "bf16", _ZEPHYR_LORA_SOURCE),
+        Default("data.packed", True, _SWIFT_DPO_SOURCE),
+        Default("optimizer.lr", 5e-6, _ZEPHYR_LORA_SOURCE),
         *_DPO_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
     RL: (
-        Default("model.dtype", "bf16", _SWIFT_GRPO),
-        Default("data.packed", True, _SWIFT_GRPO),
-        Default("optimizer.lr", 1e-6, _SLIME),
+        Default("model.dtype", "bf16", _SWIFT_GRPO_SOURCE),
+        Default("data.packed", True, _SWIFT_GRPO_SOURCE),
+        Default("optimizer.lr", 1e-6, _SLIME_SOURCE),
         *_RL_OPTIMIZER,
         _MERGED_EXPORT,
-        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO),
+        Default(BIAS_UPDATE_RATE, 0.0, _PADDLE_DPO_SOURCE),
     ),
     LORA_RL: (
-        Default("model.dtype", "bf16", _SWIFT_LORA_GRPO),
-        Default("data.packed", True, _SWIFT_LORA_GRPO),
-        Default("optimizer.lr", 5e-5, _SWIFT_LORA_GRPO),
+        Default("model.dtype", "bf16", _SWIFT_LORA_GRPO_SOURCE),
+        Default("data.packed", True, _SWIFT_LORA_GRPO_SOURCE),
+        Default("optimizer.lr", 5e-5, _SWIFT_LORA_GRPO_SOURCE),
         *_RL_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
     CONTINUED: (
-        Default("model.dtype", "bf16", _LLAMA),
-        Default("data.packed", False, _LLAMA),
-        Default("optimizer.lr", 1e-5, _SWIFT_PRETRAIN),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_PRETRAIN),
-        Default("optimizer.warmup_ratio", 0.03, _SWIFT_PRETRAIN),
+        Default("model.dtype", "bf16", _LLAMA_SOURCE),
+        Default("data.packed", False, _LLAMA_SOURCE),
+        Default("optimizer.lr", 1e-5, _SWIFT_PRETRAIN_SOURCE),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_PRETRAIN_SOURCE),
+        Default("optimizer.warmup_ratio", 0.03, _SWIFT_PRETRAIN_SOURCE),
         *_SWIFT_OPTIMIZER,
-        Default("checkpoint.export", "hf", _SWIFT_PRETRAIN),
+        Default("checkpoint.export", "hf", _SWIFT_PRETRAIN_SOURCE),
     ),
     LORA_CONTINUED: (
-        Default("model.dtype", "bf16", _LLAMA),
-        Default("data.packed", False, _LLAMA),
-        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS),
-        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA),
-        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA),
+        Default("model.dtype", "bf16", _LLAMA_SOURCE),
+        Default("data.packed", False, _LLAMA_SOURCE),
+        Default("optimizer.lr", 1e-4, _SWIFT_ARGUMENTS_SOURCE),
+        Default(MIN_LR_SHARE, 0.1, _SWIFT_LORA_SOURCE),
+        Default("optimizer.warmup_ratio", 0.05, _SWIFT_LORA_SOURCE),
         *_SWIFT_OPTIMIZER,
         _ADAPTER_EXPORT,
     ),
     PRETRAINING: (
-        Default("model.dtype", "bf16", _LLAMA),
-        Default("data.packed", False, _LLAMA),
-        Default("optimizer.lr", 6e-4, _GPT3, _GPT3_LR),
-        Default(MIN_LR_SHARE, 0.1, _GPT3),
-        Default("optimizer.warmup_ratio", 0.00125, _GPT3),
-        Default("optimizer.weight_decay", 0.1, _GPT3),
-        Default("optimizer.betas", (0.9, 0.95), _GPT3),
-        Default("optimizer.clip_grad", 1.0, _GPT3),
-        Default("optimizer.schedule", "cosine", _GPT3),
+        Default("model.dtype", "bf16", _LLAMA_SOURCE),
+        Default("data.packed", False, _LLAMA_SOURCE),
+        Default("optimizer.lr", 6e-4, _GPT3_SOURCE, _GPT3_LR),
+        Default(MIN_LR_SHARE, 0.1, _GPT3_SOURCE),
+        Default("optimizer.warmup_ratio", 0.00125, _GPT3_SOURCE),
+        Default("optimizer.weight_decay", 0.1, _GPT3_SOURCE),
+        Default("optimizer.betas", (0.9, 0.95), _GPT3_SOURCE),
+        Default("optimizer.clip_grad", 1.0, _GPT3_SOURCE),
+        Default("optimizer.schedule", "cosine", _GPT3_SOURCE),
     ),
 }

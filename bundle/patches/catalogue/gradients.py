@@ -78,7 +78,7 @@ def _pads_start_conditionally(buffer: Definition) -> Presence:
 
 
 @detect_in_definitions(_LINEAR)
-def _marks_whole_weights(linear: Definition) -> Presence:
+def _marks_whole_weights_as_split(linear: Definition) -> Presence:
     """Return whether duplicated weights keep the mark that Transformer Engine gives to every weight."""
     if "sequence_parallel" not in _collect_setattr_names(linear):
         return Presence.UNKNOWN
@@ -280,7 +280,7 @@ PATCHES = (
         backends=("cuda",),
         when=frozenset({"mla", "tp"}),
         assumes=NO_ASSUMPTION,
-        defect=_marks_whole_weights,
+        defect=_marks_whole_weights_as_split,
     ),
     Patch(
         id="cuda-norm-of-expert-weights",

@@ -45,9 +45,9 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     pod_inputs = [manifest for manifest in dependencies if manifest not in runtimes]
     created_objects: list[dict[str, Any]] = []
     try:
-        _check_objects(runtimes)
+        _dry_run_objects(runtimes)
         _make_objects(runtimes, created_objects)
-        _check_objects([*pod_inputs, workload])
+        _dry_run_objects([*pod_inputs, workload])
         _make_objects(pod_inputs, created_objects)
         created_workload = _make_workload(workload, name)
     except LaunchUnavailable as error:
@@ -226,7 +226,7 @@ def _list_writing_pods(name: str) -> list[Any]:
         return []
 
 
-def _check_objects(manifests: list[dict[str, Any]]) -> None:
+def _dry_run_objects(manifests: list[dict[str, Any]]) -> None:
     """Raise LaunchUnavailable with all objections of the cluster to objects; nothing is created."""
     if objections := [objection for manifest in manifests if (objection := client.find_objection(manifest))]:
         raise LaunchUnavailable("the cluster does not accept the job", objections)

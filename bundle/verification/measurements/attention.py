@@ -189,7 +189,9 @@ def measure_rotary_positions(bench: Bench) -> float:
         for sequence in full_sequences:
             torch.distributed.broadcast(sequence, torch.distributed.get_process_group_ranks(group)[0], group)
         local_rows = torch.cat([_cut_for_rank(sequence, rank, ranks) for sequence in full_sequences])
-        reference = torch.cat([_cut_for_rank(_rotate(sequence), rank, ranks) for sequence in full_sequences])
+        reference = torch.cat(
+            [_cut_for_rank(_apply_rotary(sequence), rank, ranks) for sequence in full_sequences]
+        )
         boundaries = torch.tensor([0, *accumulate(_LENGTHS)], dtype=torch.int32, device=bench.device)
         seen = rotary.rotate_packed(local_rows, boundaries, _build_table(max(_LENGTHS), bench.device), group)
         # Tensors of the meta device have no values: any look at one raises.
@@ -214,7 +216,7 @@ def _build_table(positions: int, device: Any) -> torch.Tensor:
     return torch.cat((angles, angles), -1)[:, None, None, :]
 
 
-def _rotate(sequence: torch.Tensor) -> torch.Tensor:
+def _apply_rotary(sequence: torch.Tensor) -> torch.Tensor:
     """Return the halves of a head's width turned by the angle of their position: [s, n, d]."""
     angles = _compute_angles(sequence.shape[0], sequence.device)[:, None, :].double()
     first, second = sequence.double().chunk(2, -1)
