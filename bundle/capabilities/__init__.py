@@ -31,6 +31,8 @@ class LayerTraits(NamedTuple):
     source: str
     fp8_copy_bytes: int = 0  # bytes that stay of each weight of an FP8 product, beside the weight
     keeps_scores: bool = False  # attention keeps the probabilities of all pairs of tokens
+    # Bytes of each head and pair of tokens of a pack that the backward pass of deterministic attention takes.
+    deterministic_workspace: int = 0
 
 
 class AttentionKernel(NamedTuple):
@@ -268,7 +270,10 @@ class Capabilities(NamedTuple):
     def choose_layer_traits(self, recipe: "Recipe", generation: str | None) -> LayerTraits:
         """Return the traits of the layers that this job gets on such a device, by its attention kernel."""
         unfused = self.choose_attention(recipe, generation).value == "unfused"
-        return self.layers._replace(keeps_scores=unfused and self.layers.fused_kernels)
+        return self.layers._replace(
+            keeps_scores=unfused and self.layers.fused_kernels,
+            fused_loss=self.layers.fused_loss and not recipe.train.deterministic,
+        )
 
     def list_attention_refusals(self, recipe: "Recipe", generation: str | None) -> list[str]:
         """Return why the requested kernel does not take this job; with `auto`, why none of them does."""

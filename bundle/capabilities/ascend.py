@@ -140,6 +140,18 @@ ASCEND = Capabilities(
             "seconds that one collective may wait for a rank that writes a checkpoint",
         ),
         EnvVariable("HCCL_EVENT_TIMEOUT", "3660", "must be above HCCL_EXEC_TIMEOUT, where that is set"),
+        EnvVariable(
+            "HCCL_DETERMINISTIC",
+            "true",
+            "sums between NPUs in a fixed order, as MindSpeed sets it",
+            frozenset({"deterministic"}),
+        ),
+        EnvVariable(
+            "CLOSE_MATMUL_K_SHIFT",
+            "1",
+            "products add in a fixed order, as MindSpeed sets it",
+            frozenset({"deterministic"}),
+        ),
         EnvVariable("CPU_AFFINITY_CONF", "1", "binds every rank to the cores of its device's NUMA node"),
         EnvVariable(
             "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",

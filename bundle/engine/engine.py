@@ -65,6 +65,7 @@ class Engine:
         `objective` takes the place of the main loss where a call names nothing else.
         """
         self.recipe, self.runtime, self.groups, self.device = recipe, runtime, groups, device
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
         with runtime.megatron_calls():
             mtp.clear_logged_losses()
             self.config = build_transformer_config(recipe, runtime.build_config_options(recipe))

@@ -69,6 +69,7 @@ def build_transformer_config(recipe: Recipe, backend_options: Mapping[str, Any])
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.sequence_parallel,
         "calculate_per_token_loss": True,
+        "deterministic_mode": recipe.train.deterministic,
         # The schedules' default (batched) exchange swaps the two directions when pp is 2 and chunks
         # interleave, on a collective backend that matches messages by order (a known trap).
         "batch_p2p_comm": parallel.vpp is None,

@@ -157,6 +157,8 @@ class LayerBytes:
         heads = recipe.architecture.num_attention_heads // parallel.tp
         # The probabilities of all pairs of tokens, where a kernel keeps them; a pack's at most.
         self.score_bytes = recipe.micro_batch_rows * heads * self.rows**2 * size if traits.keeps_scores else 0
+        takes_workspace = recipe.train.deterministic and recipe.data.packed and not self.score_bytes
+        self.workspace_bytes = traits.deterministic_workspace * heads * self.tokens**2 * takes_workspace
         # Full recomputation, or the modules of a selective one.
         self.full_recompute = recompute if recompute is not None and recompute.granularity == "full" else None
         self.recomputed_modules = frozenset(
@@ -409,6 +411,7 @@ def estimate_activations(
         transient=max(
             max(
                 _count_recomputed_bytes(layer_bytes, chunk),
+                layer_bytes.workspace_bytes,
                 layer_bytes.head.count_transient_bytes(chunk.losses),
             )
             + _count_frozen_embedding_bytes(layer_bytes, chunk)

@@ -515,6 +515,7 @@ class Recipe(CompletedSection):
             "async-checkpoint": self.checkpoint.async_,
             "lora": model.lora is not None,
             "adam": self.optimizer.name == "adam",
+            "deterministic": self.train.deterministic,
             "optimizer-cpu-offload": self.optimizer.optimizer_cpu_offload,
             "mindspeed": self.backend_options.mindspeed,
         }

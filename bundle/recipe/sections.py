@@ -216,6 +216,11 @@ class Train(Section):
             " balancing losses; weight decay, momentum and the learning rate still apply."
         ),
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Compute every number the same way in each run of the same job, by slower kernels. The"
+        " plan names the settings. A run ends with an error at an operation without such a kernel.",
+    )
     on_nan: Literal["stop", "skip"] = Field(
         default="stop",
         description=(

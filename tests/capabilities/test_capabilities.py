@@ -164,6 +164,29 @@ def test_variables_follow_the_features():
 
 
 @pytest.mark.parametrize(
+    ("can", "values"),
+    [
+        (
+            CUDA,
+            {
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+                "NCCL_ALGO": "Ring",
+            },
+        ),
+        (ASCEND, {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}),
+    ],
+    ids=["cuda", "ascend"],
+)
+def test_variables_of_deterministic_runs(can, values):
+    plain, deterministic = (
+        {variable.name: variable.value for variable in can.list_variables(features)}
+        for features in (frozenset(), job(QWEN3, train={"deterministic": True}).features)
+    )
+    assert {name: value for name, value in deterministic.items() if name not in plain} == values
+
+
+@pytest.mark.parametrize(
     ("backend", "generation", "kubernetes", "slurm", "ray"),
     [
         ("cuda", "9.0", "nvidia.com/gpu", "gpus-per-node={}", "GPU"),

@@ -11,9 +11,10 @@ from tests.engine.cells import AGREES, GROUPS
 from tests.world import Core
 
 CELLS, DETACHING, STEERING = "tests.engine.experiments", "tests.engine.detaching", "tests.engine.steering"
-ACCUMULATING = "tests.engine.accumulating"
+ACCUMULATING, REPEATING = "tests.engine.accumulating", "tests.engine.repeating"
 DEFAULT = (
     f"{ACCUMULATING}:everywhere",
+    f"{REPEATING}:everywhere",
     *(f"{CELLS}:{name}" for name in GROUPS if "pairs" not in name and name != "crossed"),
     *(f"{DETACHING}:{name}" for name in ("everything", "tied", "recomputed")),
     *(f"{STEERING}:{name}" for name in ("moved", "left_out", "exchanges")),

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bundle.capabilities.cuda import TRANSFORMER_ENGINE
+from bundle.capabilities.cuda import CUDA, TRANSFORMER_ENGINE
 from bundle.environment.packages import MegatronCode
-from bundle.planning.activations import estimate_activations
+from bundle.planning.activations import LayerBytes, estimate_activations
 from bundle.planning.layout import build_rank_layout
 from bundle.planning.memory import StateBuffers
 from bundle.planning.size import list_parameters
@@ -85,3 +85,24 @@ def test_bytes(case):
     tolerance = 0.07 if case["recompute"] == {"granularity": "selective", "modules": ["moe"]} else 0.002
     assert predicted.saved == pytest.approx(case["held"], rel=tolerance)
     assert predicted.total == pytest.approx(case["peak"], rel=tolerance)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(2048, 4.1), (4096, 16.2), (8192, 64.4)])
+def test_deterministic_attention_of_packs(tokens, gib):
+    heads = _BASE | {
+        "model_type": "qwen3",
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+    }
+    taken = []
+    for deterministic in (False, True):
+        deterministic_job = job(
+            heads,
+            data={"packed": True, "sequence_length": tokens},
+            train={"deterministic": deterministic, "micro_batch_size": 1, "global_batch_size": 1},
+        )
+        traits = CUDA.choose_layer_traits(deterministic_job, "9.0")
+        assert traits.fused_loss is not deterministic
+        taken.append(LayerBytes(deterministic_job, traits, RELEASE).workspace_bytes)
+    assert taken[0] == 0 and taken[1] == pytest.approx(gib * 2**30, rel=0.03)

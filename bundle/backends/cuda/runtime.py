@@ -59,9 +59,10 @@ def build_config_options(recipe: Recipe, *, generation: str) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "attention_backend": _select_attention_backend(recipe, generation),
         "apply_rope_fusion": _can_fuse_rope(recipe),
-        # Both kernels keep less for the backward pass; the loss gives its gradient in bf16 alone.
+        # Both kernels keep less for the backward pass; the loss gives its gradient in bf16 alone, and
+        # Megatron-LM refuses it in its deterministic mode.
         "bias_activation_fusion": True,
-        "cross_entropy_loss_fusion": recipe.model.dtype == "bf16",
+        "cross_entropy_loss_fusion": recipe.model.dtype == "bf16" and not recipe.train.deterministic,
         # Transformer Engine's layers always can, but one field decides for all layers.
         "gradient_accumulation_fusion": can_accumulate(torch.device(CUDA.device)),
     }

@@ -59,9 +59,12 @@ def test_gradients_are_accumulated_in_the_product_where_it_can(there, monkeypatc
     assert build_config_options(recipe(), generation=HOPPER)["gradient_accumulation_fusion"] is there
 
 
-@pytest.mark.parametrize(("dtype", "fused"), [("bf16", True), ("fp32", False)])
-def test_the_loss_is_fused_where_its_gradient_may_be_bf16(dtype, fused):
-    chosen = build_config_options(recipe(f"model.dtype={dtype}"), generation=HOPPER)
+@pytest.mark.parametrize(
+    ("overrides", "fused"),
+    [("model.dtype=bf16", True), ("model.dtype=fp32", False), ("train.deterministic=true", False)],
+)
+def test_the_loss_is_fused_where_its_gradient_may_be_bf16(overrides, fused):
+    chosen = build_config_options(recipe(overrides), generation=HOPPER)
     fusion = chosen["cross_entropy_loss_fusion"]
     assert fusion is fused
 
