@@ -217,8 +217,8 @@ RANK_RULES = (
     ),
     _build_rule(
         FailureKind.ECHO,
-        r"the checkpoint could not be written; rank 0 knows why",
-        "its checkpoint could not be written; rank 0 reports the reason",
+        r"the checkpoint could not be written; rank 0 knows why \((?P<reason>.*)\)",
+        "its checkpoint could not be written ({reason}); rank 0 may report another reason",
         RestartAction.RESTART,
     ),
 )
