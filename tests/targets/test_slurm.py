@@ -1,5 +1,6 @@
 """The batch script, as Slurm and bash read it. What a scheduler does with it: test_slurm_runs.py."""
 
+import json
 import shlex
 import subprocess
 from dataclasses import replace
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from bundle.checkpoints.directory import CheckpointDirectory
 from bundle.errors import UsageError
+from bundle.launch import verdict
 from bundle.launch.job import Job
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, ray
@@ -127,6 +129,24 @@ def test_a_job_that_was_told_to_save_is_queued_again_and_no_other(job, tmp_path)
     where.mkdir(parents=True)
     (where / "stopped-7").touch()
     assert "requeue" not in in_bash(text, "exit 75")
+
+
+def test_a_script_that_slurm_ends_writes_a_verdict_on_the_nodes_that_are_down(job, tmp_path):
+    job = replace(job, directory=tmp_path / "it's $HOME")
+    file, log = batch.get_job_directory(job) / "verdict-7.json", tmp_path / "log"
+    file.parent.mkdir(parents=True)
+    text = batch.build_script(job, SlurmOptions(), Path("/work"))
+    for names, ended in (("", True), ("gpu08\\ngpu07\\ngpu08\\n", False), ("gpu08\\ngpu07\\n", True)):
+        look = f"[ ! -e {shlex.quote(str(file))} ] || printf 'written\\0' >&3"  # while the step still runs
+        step = f"kill -TERM $$; sleep 0.5; {look}" if ended else "exit 0"
+        words = in_bash(f"sinfo() {{ printf '{names}'; }}\n{text}", step, log)
+        assert ("written" in words) is bool(names and ended)
+        assert file.exists() is bool(names and ended) and (file.with_name("ended-7").exists() is not ended)
+        assert "requeue" not in words
+    values = json.loads(file.read_text())
+    lost = verdict.parse(values)
+    assert (lost.kind, lost.node, lost.action) == ("lost node", "gpu07, gpu08", "restart without node")
+    assert log.read_text().splitlines()[-1] == values["sentence"] == lost.sentence
 
 
 @pytest.mark.parametrize(

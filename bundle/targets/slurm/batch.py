@@ -4,6 +4,7 @@ Each node has one task, which executes the job file. The job file lies beside th
 which must have the same path on all nodes.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from bundle.files import digest_json
 from bundle.launch import grace
 from bundle.launch import job as job_file
 from bundle.launch.job import FILE_NAME, Job
+from bundle.launch.nodes import build_lost_node_verdict
 from bundle.targets import ray
 from bundle.targets.slurm import containers, resources
 from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_option
@@ -23,6 +25,8 @@ from bundle.targets.slurm.options import SlurmOptions, find_short_limits, split_
 MAX_SHORT_STARTS = 3
 # Files beside the script, followed by the job's number: the request to stop, and the exit code of its script.
 STOPPED_PREFIX, ENDED_PREFIX = "stopped-", "ended-"
+VERDICT_PREFIX = "verdict-"  # of the file of the same kind with the verdict on lost nodes
+_LOST_NODES = "@NODES@"  # what the script replaces in that verdict
 FOLDER_PREFIX = "slurm-"  # of the name of a job's directory
 _MOST_GRACE_SECONDS = 65535  # the longest time before a time limit that sbatch accepts
 
@@ -142,7 +146,29 @@ def _render_ranks(step: Sequence[str], job: Job, directory: Path, options: Slurm
         preflight=options.preflight,
         spares=options.spares,
     )
-    return f"{shlex.join((*step, *arguments))}\ncode=$?"
+    command = shlex.join((*step, *arguments))
+    if options.spares:  # Slurm does not end such a job when a node is lost
+        return f"{command}\ncode=$?"
+    return f"{_render_lost_node_report(directory)}\n{command} &\nwait $!\ncode=$?"
+
+
+def _render_lost_node_report(directory: Path) -> str:
+    """Return the lines that write a verdict when Slurm ends the job because a node is lost.
+
+    Slurm may know of the loss before the other nodes notice it. The script then ends as without these lines.
+    """
+    lost_node = build_lost_node_verdict([_LOST_NODES], "Slurm says that it is down")
+    file = shlex.quote(f"{directory}/{VERDICT_PREFIX}")
+    return f"""report_lost() {{
+    nodes=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N | sort -u)
+    [ -n "$nodes" ] || return
+    nodes=${{nodes//$'\\n'/, }}
+    verdict={shlex.quote(json.dumps(lost_node.dump()))}
+    echo "${{verdict//{_LOST_NODES}/$nodes}}" >{file}"$SLURM_JOB_ID".json
+    sentence={shlex.quote(lost_node.sentence)}
+    echo "${{sentence//{_LOST_NODES}/$nodes}}"
+}}
+trap 'report_lost; trap - TERM; kill -TERM $$' TERM"""
 
 
 def _render_ray(step: Sequence[str], directory: Path, options: SlurmOptions) -> str:

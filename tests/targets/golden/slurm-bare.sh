@@ -17,7 +17,18 @@ starts=/runs/demo/logs/slurm-DIGEST/starts-$SLURM_JOB_ID
 ended=/runs/demo/logs/slurm-DIGEST/ended-$SLURM_JOB_ID
 rm -f "$ended"
 (newest >>"$starts") 2>/dev/null
-srun --cpu-bind=none --kill-on-bad-exit=0 -- /venv/bin/python -m bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json
+report_lost() {
+    nodes=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down --format=%N | sort -u)
+    [ -n "$nodes" ] || return
+    nodes=${nodes//$'\n'/, }
+    verdict='{"format": "mcore-bundle verdict", "code": 1, "kind": "lost node", "cause": "lost with all its ranks (Slurm says that it is down)", "action": "restart without node", "rank": null, "node": "@NODES@", "node_rank": 0, "nodes": 2, "device": null, "evidence": [], "details": [], "silent": [], "sentence": "@NODES@: lost with all its ranks (Slurm says that it is down); restart without @NODES@"}'
+    echo "${verdict//@NODES@/$nodes}" >/runs/demo/logs/slurm-DIGEST/verdict-"$SLURM_JOB_ID".json
+    sentence='@NODES@: lost with all its ranks (Slurm says that it is down); restart without @NODES@'
+    echo "${sentence//@NODES@/$nodes}"
+}
+trap 'report_lost; trap - TERM; kill -TERM $$' TERM
+srun --cpu-bind=none --kill-on-bad-exit=0 -- /venv/bin/python -m bundle train --job=/runs/demo/logs/slurm-DIGEST/job.json &
+wait $!
 code=$?
 # A job that was asked to save, as by its time limit, is queued again; a stopped job is not.
 goes_on() {
