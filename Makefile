@@ -26,10 +26,10 @@ FOREIGN := $(FOREIGN_VENV)/.run
 NPU     := $(NPU_VENV)/.run
 NPU_PIP := $(NPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # The tests that need neither other releases, nor every family, nor containers, nor torch-npu, nor a scheduler, nor minutes.
-HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not fuzz and not slow
+HERE    := not matrix and not releases and not journeys and not images and not npu and not clusters and not faults and not fuzz and not slow
 export BUNDLE_RELEASES = $(abspath $(RELEASES))
 
-.PHONY: demo grpo lint test slow golden matrix matrix-new releases journeys fuzz foreign clusters npu-contract bench images locks clean
+.PHONY: demo grpo lint test slow golden matrix matrix-new releases journeys fuzz foreign clusters faults npu-contract bench images locks clean
 
 # Exactly what is locked, with its hash; then torch, whose build, and what that needs, differs by machine.
 $(RUN): pyproject.toml images/locks/cpu.demo.txt images/locks/cpu.torch.txt
@@ -116,6 +116,10 @@ foreign: $(FOREIGN)  ## frameworks and Megatron-LM as they are: audits, training
 clusters: $(DEVELOP)  ## a real Slurm of three nodes, a real Ray of two, an API server; as root, after apt-get install slurmctld slurmd slurm-client
 	$(PIP) --editable '.[ray]'
 	$(VENV)/bin/python -m pytest -m clusters -rs
+
+faults: $(DEVELOP)  ## real faults on this machine, Slurm and Ray: verdicts, codes, processes left, losses; needs what `clusters` needs
+	$(PIP) --editable '.[ray]'
+	$(VENV)/bin/python -m pytest -m faults -rs --record $(RECORDS)/faults.json --record-command 'make $@'
 
 npu-contract: $(NPU)  ## the real torch-npu over stand-ins for CANN; MINDSPEED=CLONE, MEGATRON_HISTORY=CLONE: through MindSpeed
 	$(NPU_VENV)/bin/python -m tests.matrix.fetch $(RELEASES) oldest newest

@@ -16,7 +16,7 @@ from bundle.environment.packages import detect
 from tests.golden import messages, pytest_collection_modifyitems  # noqa: F401 - a fixture and a hook
 from tests.matrix.fetch import newest_of_each_minor
 from tests.must_have import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
-from tests.record import proven, pytest_addoption, pytest_configure  # noqa: F401 - hooks
+from tests.record import proven, pytest_addoption, pytest_configure, record_fault  # noqa: F401 - hooks
 from tests.world import Core, World
 
 # A mistyped path in a test is not looked up on the Hub.

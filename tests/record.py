@@ -1,10 +1,11 @@
 """`pytest --record FILE`: what the tests have proven in which versions, for docs/compatibility.md.
 
-A test that takes the fixture `proven` says it; the file is written where no test failed.
+A test that takes the fixture `proven` says it; the file is written where no test failed. It also has the
+rows of docs/launch.md that tests gave to `record_fault`.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from bundle.environment import compatibility, packages
 
 Proven = Callable[..., None]
-_PROPERTY = "proven"
+RecordFault = Callable[[Mapping[str, str]], None]
+_PROPERTY, _FAULT = "proven", "fault"
 _SAID: pytest.StashKey[dict[tuple[str, str, str | None], list[str]]] = pytest.StashKey()
+_FAULTS: pytest.StashKey[list[Mapping[str, str]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SAID] = {}
+    config.stash[_SAID], config.stash[_FAULTS] = {}, []
     config.pluginmanager.register(_Recorder(config), "record")
 
 
@@ -37,6 +40,12 @@ def proven(record_property: Callable[[str, object], None]) -> Proven:
     return say
 
 
+@pytest.fixture
+def record_fault(record_property: Callable[[str, object], None]) -> RecordFault:
+    """Records a row of the table of faults where this test passes."""
+    return lambda row: record_property(_FAULT, row)
+
+
 class _Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -47,6 +56,8 @@ class _Recorder:
                 *where, what = value
                 whats = self._config.stash[_SAID].setdefault(tuple(where), [])
                 whats += [what] if what not in whats else []
+            elif name == _FAULT and isinstance(value, Mapping):
+                self._config.stash[_FAULTS].append(value)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         file, proven = self._config.getoption("--record"), self._config.stash[_SAID]
@@ -63,7 +74,9 @@ class _Recorder:
             for (backend, device, core), whats in proven.items()
         ]
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps({"combinations": rows}))
+        faults = self._config.stash[_FAULTS]
+        document = {"combinations": rows} | ({"faults": faults} if faults else {})
+        Path(file).write_text(json.dumps(document))
 
 
 def _without_record(words: list[str]) -> list[str]:

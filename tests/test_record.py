@@ -18,8 +18,9 @@ def test_it(case, proven):
     proven("it", core="0.98.0")
     proven("it", core="0.99.0", backend="ascend", device="emulated")
 
-def test_other(proven):
+def test_other(proven, record_fault):
     proven("more", core="0.98.0")
+    record_fault({"fault": "a rank is killed"})
     assert {good}
 
 def test_quiet(): pass
@@ -28,7 +29,7 @@ def test_quiet(): pass
 
 def recorded(folder: Path, good: bool, *said: str) -> Path:
     (folder / "conftest.py").write_text(
-        "from tests.record import proven, pytest_addoption, pytest_configure\n"
+        "from tests.record import proven, pytest_addoption, pytest_configure, record_fault\n"
     )
     (folder / "test_some.py").write_text(TESTS.replace("{good}", str(good)))
     file = folder / "records/record.json"
@@ -44,7 +45,9 @@ def test_what_was_proven_is_written_once_with_the_versions(tmp_path):
     pytest.importorskip("torch")
     from importlib.metadata import version
 
-    rows = json.loads(recorded(tmp_path, True).read_text())["combinations"]
+    document = json.loads(recorded(tmp_path, True).read_text())
+    assert document["faults"] == [{"fault": "a rank is killed"}]
+    rows = document["combinations"]
     said = {row["packages"]["megatron-core"]: row for row in rows}
     assert said["0.98.0"]["proven"] == ["it", "more"] and said["0.99.0"]["proven"] == ["it"]
     assert (said["0.99.0"]["backend"], said["0.99.0"]["device"]) == ("ascend", "emulated")

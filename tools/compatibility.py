@@ -64,6 +64,7 @@ machine with the devices:
 ```sh
 make matrix                                         # .cache/records/matrix.json
 make npu-contract                                   # .cache/records/npu.json
+make faults                                         # .cache/records/faults.json
 mcore-bundle doctor --acceptance --json > acceptance.json
 mcore-bundle patches verify --json > verify.json
 python -m benchmarks.gpu --results DIRECTORY        # DIRECTORY/combination.json

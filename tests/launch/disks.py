@@ -26,6 +26,11 @@ def turn_read_only(process: subprocess.Popen, disk: Path) -> None:
     Path("/sys/fs/ext4", device[1], "trigger_fs_error").write_text("1")
 
 
+def fill(process: subprocess.Popen, disk: Path) -> None:
+    """Leave no room in the file system."""
+    enter(process, "sh", "-c", f"cat /dev/zero >{disk}/filler; sync {disk}/filler")
+
+
 def unmount(process: subprocess.Popen, disk: Path) -> None:
     enter(process, "umount", "--lazy", disk)
 

@@ -92,8 +92,11 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def kill(node: str, configuration: str) -> None:
-    """Ends all that runs on a node at once, as the power does: whatever is in the namespace of its daemon."""
+def kill(node: str, configuration: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ends all that runs on a node at once, as the power does: whatever is in the namespace of its daemon.
+
+    With SIGSTOP, the node answers no more.
+    """
     processes = [path for path in Path("/proc").iterdir() if path.name.isdecimal()]
     daemon = next(
         path
@@ -104,7 +107,7 @@ def kill(node: str, configuration: str) -> None:
     for path in processes:
         with suppress(OSError):  # it has ended by itself
             if (path / "ns/uts").readlink() == namespace:
-                os.kill(int(path.name), signal.SIGKILL)
+                os.kill(int(path.name), number)
 
 
 def _words(process: Path) -> list[str]:

@@ -6,13 +6,11 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bundle.environment.image import BuildInfo
-from bundle.launch import outcomes
 from bundle.launch.job import UNDECIDED, from_plan
 from bundle.launch.outcomes import get_node_name
 from bundle.patches.megatron_core import DEFAULT_RELEASE
@@ -20,10 +18,9 @@ from bundle.planning import build_plan
 from bundle.recipe import load
 from tests import command
 from tests.command import finish
-from tests.launch.disks import create_disk, mount_disk, turn_read_only, unmount
-from tests.launch.launched import gone, reserved
+from tests.launch.launched import reserved
 from tests.runs.numbers import learned
-from tests.training.test_interruption import TINY, stopped_at, wait_for_checkpoint
+from tests.training.test_interruption import TINY, stopped_at
 from tests.training.verdicts import find_resumed_steps, read_verdict
 
 pytestmark = pytest.mark.world
@@ -66,35 +63,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_loses_none_and_the_run_goes_on_when
     assert f"{place}/" in verdict["cause"] and "checkpoint.keep" in verdict["cause"]
     assert find_resumed_steps(said) == [5]
     assert numbers(tmp_path / "run") == numbers(whole)
-
-
-@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs root, and unshare")
-@pytest.mark.parametrize("fail", [turn_read_only, unmount])
-@pytest.mark.slow
-def test_a_run_directory_whose_disk_fails_is_named_and_the_run_goes_on_when_it_is_back(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None]
-) -> None:
-    disk = create_disk(tmp_path, 64 << 20)
-    (tmp_path / "local").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "local"))
-    process = command.start_training("demo", disk / "run", TINY, within=mount_disk(disk))
-    mounted = Path(f"/proc/{process.pid}/root", *disk.parts[1:], "run")
-    wait_for_checkpoint(process, mounted)
-    pids = [outcome.pid for outcome in outcomes.read(mounted / "logs" / "node-0" / "1")]
-    fail(process, disk)
-    sentence = finish(process, 1).splitlines()[-1]
-    (kept,) = (tmp_path / "local").glob("mcore-bundle-*/verdict.json")
-    verdict = json.loads(kept.read_text())
-    assert (verdict["kind"], verdict["action"]) == ("disk", "stop")
-    assert sentence.endswith(verdict["sentence"]) and str(disk) in sentence
-    assert ("Read-only file system" if fail is turn_read_only else "mounted") in sentence
-    assert len(pids) == 2 and gone(pids) and not list(disk.iterdir())
-    script = f'fsck.ext4 -fy {tmp_path / "image"} >&2 || [ $? -le 2 ]; exec "$@"'
-    within = ("sh", "-ec", script, "sh", *mount_disk(disk))
-    keep = ("sh", "-ec", f'"$@"; cp {disk}/run/metrics.jsonl {tmp_path}', "sh")
-    printed = finish(command.start_training("demo", disk / "run", TINY, within=(*within, *keep)))
-    assert find_resumed_steps(printed) == [5]
-    assert numbers(tmp_path) == numbers(whole)
 
 
 @pytest.mark.slow
