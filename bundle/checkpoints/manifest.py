@@ -12,7 +12,7 @@ from bundle import files
 FILE_NAME = "manifest.json"
 _SCHEMA = 1
 _CHUNK_BYTES = 2**22
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 def compute_digest(path: Path, *, sync: bool = False) -> str:
@@ -65,7 +65,7 @@ def read(directory: Path) -> dict[str, str]:
         document.get("sha256") if isinstance(document, dict) and document.get("schema") == _SCHEMA else None
     )
     if not isinstance(digests, dict) or not all(
-        isinstance(value, str) and _DIGEST.fullmatch(value) and _is_inside(name)
+        isinstance(value, str) and _DIGEST_PATTERN.fullmatch(value) and _is_inside(name)
         for name, value in digests.items()
     ):
         raise ValueError(f"its {FILE_NAME} does not have the form that mcore-bundle writes")

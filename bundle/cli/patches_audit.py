@@ -34,7 +34,7 @@ def audit(env: str, mcore: str, features: str, *, as_json: bool) -> None:
         not env
         and not mcore
         and stack.megatron.core is None
-        and (active := interpreters.find_active_environment())
+        and (active := interpreters.find_other_environment())
     ):
         stack = InstalledPackages(interpreters.read_search_path(env := active))
     audit_report = examine(_find_megatron_core(mcore, stack, table, env), table, stack, used_features)

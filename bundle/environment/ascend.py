@@ -30,7 +30,7 @@ TOPOLOGY_COMMAND = ("npu-smi", "info", "-t", "topo")
 DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
 TOOLKIT_DIRECTORIES = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
-_MEMORY_USAGE = rf"({NUMBER})\s*/\s*({NUMBER})"
+_MEMORY_USAGE_PATTERN = rf"({NUMBER})\s*/\s*({NUMBER})"
 
 
 class TableRow(NamedTuple):
@@ -214,7 +214,7 @@ def _parse_row(first_cells: list[str], second_cells: list[str], has_number: bool
         return None
     number = int(ids[1]) if has_number and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
     # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
-    usage = re.findall(_MEMORY_USAGE, second_cells[2])
+    usage = re.findall(_MEMORY_USAGE_PATTERN, second_cells[2])
     memory = int(usage[-1][1]) if usage else None
     return TableRow(int(npu), int(ids[0]), number, name, first_cells[1], second_cells[1], memory or None)
 

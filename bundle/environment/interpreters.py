@@ -53,7 +53,7 @@ def read_search_path(environment: str) -> SearchPath:
     return build_search_path(paths, python_path, Path.cwd())._replace(editable=editable)
 
 
-def find_active_environment() -> str | None:
+def find_other_environment() -> str | None:
     """Return the active environment if this program runs in another one; None where there is no other."""
     prefix = Path(sys.prefix)
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):

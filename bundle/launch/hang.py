@@ -216,7 +216,7 @@ def _join_parts(parts: Iterable[str]) -> str:
     return "; ".join(shown[:_MOST_SHOWN]) + more
 
 
-class HangMonitor:
+class HangResponder:
     """The launcher's part in a hang: tells other nodes, asks NCCL and the kernel, describes silent ranks."""
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:

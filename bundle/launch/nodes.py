@@ -157,7 +157,7 @@ class PeerNodes:
     """The other nodes of a launch, as this one sees them while its own ranks run.
 
     `has_failed_peer`: one of them ended with a failure, so its ranks will not meet ours any more.
-    `hang.HangMonitor` tells how a hang ends.
+    `hang.HangResponder` tells how a hang ends.
     """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:

@@ -25,7 +25,7 @@ from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
 from bundle.launch import events, nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, build_command
 from bundle.launch.evidence import KernelLog, gather_evidence, read_tail
-from bundle.launch.hang import PROCESS_ENDED, HangMonitor, describe_process_state
+from bundle.launch.hang import PROCESS_ENDED, HangResponder, describe_process_state
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.storage import LogStorage
 from bundle.launch.verdict import Verdict, judge
@@ -254,7 +254,7 @@ def _watch(
     failed_at: float | None = None
     killed_at: float | None = None
     agent_exit = _AgentExit(-signal.SIGKILL)
-    hang_monitor = HangMonitor(folder, rendezvous)
+    hang_responder = HangResponder(folder, rendezvous)
     known_ranks: dict[int, outcomes.Outcome] = {}  # a disk that fails hides them
     while True:
         try:
@@ -267,17 +267,17 @@ def _watch(
         if wait_failure := node_wait.find_failure():
             agent.kill()
             agent_exit = agent_exit._replace(wait_failure=wait_failure)
-        hang_monitor.poll(ranks)
+        hang_responder.poll(ranks)
         now = time.monotonic()
         if failed_at is None and (any(map(_has_failed, ranks)) or peers.poll()):
             failed_at = now
-        if not hang_monitor.is_overdue and (failed_at is None or now - failed_at <= _GRACE_SECONDS):
+        if not hang_responder.is_overdue and (failed_at is None or now - failed_at <= _GRACE_SECONDS):
             continue
         if killed_at is None:  # deaths that torchrun has seen by now are not caused by us
             killed_at = now
             has_seen_death = verdict.has_seen_death(read_tail(folder / "agent.log"))
             agent_exit = agent_exit._replace(
-                has_killed_ranks=not has_seen_death, has_hung=hang_monitor.is_overdue
+                has_killed_ranks=not has_seen_death, has_hung=hang_responder.is_overdue
             )
         for rank in ranks:
             _send_signal(rank.pid, signal.SIGKILL)

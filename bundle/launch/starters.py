@@ -40,7 +40,7 @@ def parse_port(text: str) -> int | None:
     return value if value is not None and 0 < value < 2**16 else None
 
 
-def parse_host(text: str) -> str | None:
+def normalize_host(text: str) -> str | None:
     """Return a host name, an IPv4 or an IPv6 address (brackets removed), or None."""
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     try:
@@ -52,7 +52,7 @@ def parse_host(text: str) -> str | None:
 def parse_host_and_port(text: str) -> tuple[str, int] | None:
     """Return (host, port) of `HOST:PORT` or `[IPv6]:PORT`, or None."""
     name, colon, digits = text.rpartition(":")
-    host_value, port_value = parse_host(name), parse_port(digits)
+    host_value, port_value = normalize_host(name), parse_port(digits)
     if not colon or host_value is None or port_value is None or (":" in host_value) != name.startswith("["):
         return None
     return host_value, port_value
@@ -71,7 +71,7 @@ def parse_first_host(nodelist: str) -> str | None:
         if letter == "," and depth == 0:
             break
         outside += letter
-    return parse_host(_GROUP.sub(r"\1", outside))
+    return normalize_host(_GROUP.sub(r"\1", outside))
 
 
 def parse_tasks_per_node(text: str) -> int | None:
@@ -169,7 +169,7 @@ class VariableReader:
 
     def read_host(self, name: str, missing_hint: str = "") -> SourcedValue[str] | None:
         """Return a host name or an IP address."""
-        return self.read(name, parse_host, "a host name or an IP address", missing_hint)
+        return self.read(name, normalize_host, "a host name or an IP address", missing_hint)
 
     def read_port(self, name: str, missing_hint: str = "") -> SourcedValue[int] | None:
         """Return a TCP port."""

@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Runs:
+class RowRuns:
     """The rows of one rank in its order: for each run, rows start, start+1, ... of a sequence; [runs]."""
 
     sequence: Ints
@@ -51,17 +51,17 @@ def interleave(first: Ints, second: Ints) -> Ints:
     return np.ravel((first, second), order="F")
 
 
-def compute_runs(padded: Ints, cp: int, rank: int) -> Runs:
+def compute_runs(padded: Ints, cp: int, rank: int) -> RowRuns:
     """Return the runs of `rank` of `cp`; `padded`: the rows of every sequence, the tail included."""
     sequence = np.arange(len(padded), dtype=np.int64)
     if cp == 1:
-        return Runs(sequence, np.zeros_like(padded), padded)
+        return RowRuns(sequence, np.zeros_like(padded), padded)
     chunk = padded // (2 * cp)
     start = interleave(rank * chunk, (2 * cp - 1 - rank) * chunk)
-    return Runs(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
+    return RowRuns(np.repeat(sequence, 2), start, np.repeat(chunk, 2))
 
 
-def build_pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:
+def build_pack_index(runs: RowRuns, lengths: Ints, roll: int) -> tuple[Ints, NDArray[np.bool_] | None]:
     """Return for every row the token that it takes, and a mask of the rows that take none; [t/cp].
 
     A row takes the token `roll` places further in its own sequence. The mask is None where every row takes
@@ -76,15 +76,15 @@ def build_pack_index(runs: Runs, lengths: Ints, roll: int) -> tuple[Ints, NDArra
     return index, np.repeat(blank, interleave(real, runs.rows - real))
 
 
-def build_unpack_index(shards: Sequence[Runs], lengths: Ints) -> Ints:
+def build_unpack_index(shards: Sequence[RowRuns], lengths: Ints) -> Ints:
     """Return for every token its row when the shards of all ranks follow each other; [tokens]."""
     columns = zip(*((runs.sequence, runs.start, runs.rows) for runs in shards), strict=True)
-    runs = Runs(*(np.concatenate(column) for column in columns))
+    runs = RowRuns(*(np.concatenate(column) for column in columns))
     order = np.argsort(compute_starts(lengths)[runs.sequence] + runs.start, kind="stable")
     return concatenate_ranges(compute_starts(runs.rows)[order], _count_real_rows(runs, lengths, 0)[order])
 
 
-def _count_real_rows(runs: Runs, lengths: Ints, roll: int) -> Ints:
+def _count_real_rows(runs: RowRuns, lengths: Ints, roll: int) -> Ints:
     """Return how many rows of each run take a token; these are its first rows."""
     left: Ints = lengths[runs.sequence] - runs.start - roll
     taken: Ints = np.minimum(np.maximum(left, 0), runs.rows)  # which types differ between numpy 1 and 2
@@ -150,8 +150,8 @@ class Packing:
                 f"A tensor of shape {list(values.shape)} does not have one value for each of this"
                 f" micro-batch's {len(self.padding.lengths)} sequences."
             )
-        owner = np.minimum(self._runs.sequence, len(self.padding.lengths) - 1)
-        index = self._to_tensor(np.repeat(owner, self._runs.rows))
+        owner = np.minimum(self._local_runs.sequence, len(self.padding.lengths) - 1)
+        index = self._to_tensor(np.repeat(owner, self._local_runs.rows))
         return self._fill_blanks(values.index_select(0, index), self._gather(0)[1], fill)
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Packing:
     @cached_property
     def positions(self) -> Tensor:
         """The place of every row in its own sequence, counting on over padding; int64, `shape`."""
-        return self._to_tensor(self._runs.concatenate_ranges(self._runs.start)).view(self.shape)
+        return self._to_tensor(self._local_runs.concatenate_ranges(self._local_runs.start)).view(self.shape)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -230,10 +230,10 @@ class Packing:
         return self._compute_boundaries(self.padding.rows)
 
     @cached_property
-    def _runs(self) -> Runs:
+    def _local_runs(self) -> RowRuns:
         return self._compute_runs(self.rank)
 
-    def _compute_runs(self, rank: int) -> Runs:
+    def _compute_runs(self, rank: int) -> RowRuns:
         return compute_runs(np.asarray(self.padding.rows), self.alignment.cp, rank)
 
     @cached_property
@@ -255,7 +255,7 @@ class Packing:
         if roll < 0:
             raise JobFailed(f"roll: {roll} is not allowed. Use 0 or more, which rolls towards the beginning.")
         if roll not in self._gathers:
-            index, blank = build_pack_index(self._runs, self._lengths, roll)
+            index, blank = build_pack_index(self._local_runs, self._lengths, roll)
             self._gathers[roll] = self._to_tensor(index), None if blank is None else self._to_tensor(blank)
         return self._gathers[roll]
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from bundle.environment.packages import InstalledPackages, Package, parse_minor_version
 from bundle.patches import decision_rules, frameworks, plan
 from bundle.patches.catalogue import PATCHES, TRAPS
-from bundle.patches.decision_rules import PatchContext, format_drift_option
+from bundle.patches.decision_rules import PatchContext, format_drift_advice
 from bundle.patches.definitions import Definitions
 from bundle.patches.entry import LOCAL_LAYERS, Decision, DefectKind, Patch, PatchAction, Presence, Trap
 from bundle.patches.megatron_core import DefectReader, MegatronCore, ReviewTable
@@ -171,7 +171,7 @@ def _build_unpatched_defect(entry: Entry, decision: Decision | None) -> AuditedD
         return None
     status = DefectStatus.PRESENT if presence is Presence.PRESENT else DefectStatus.UNKNOWN
     reason = "" if status is DefectStatus.PRESENT else decision.reason
-    reason = reason.removesuffix(f". {format_drift_option(entry.id)}")
+    reason = reason.removesuffix(f". {format_drift_advice(entry.id)}")
     if isinstance(entry, Trap):
         reason = reason.removeprefix(f"{entry.why} {entry.instead} ")
     return AuditedDefect(entry=entry, status=status, reason=reason, proven=decision.proven)

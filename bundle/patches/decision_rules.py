@@ -220,7 +220,7 @@ def _decide_by_source(patch: Patch, reading: Reading, job: PatchContext) -> _Pro
         return _Proposal(PatchAction.CONFLICT, job.conflict, is_proven)
     drift = _explain_drift(patch, reading) or _explain_unread_patcher(patch, job)
     if drift and (patch.id not in job.allowed or _list_missing_targets(patch, reading)):
-        reason = f"{'. '.join(drift)}. {format_drift_option(patch.id)}"
+        reason = f"{'. '.join(drift)}. {format_drift_advice(patch.id)}"
         return _Proposal(PatchAction.DRIFT, reason, is_proven)
     if drift:
         return _Proposal(PatchAction.APPLY, f"applied because --allow-drift names it: {drift[0]}", is_proven)
@@ -289,7 +289,7 @@ def _explain_drift(patch: Patch, reading: Reading) -> tuple[str, str] | None:
     return None
 
 
-def format_drift_option(patch_id: str) -> str:
+def format_drift_advice(patch_id: str) -> str:
     """Return how a user allows the drift of a patch."""
     return f"To continue nevertheless, add --allow-drift {patch_id}"
 

@@ -34,7 +34,7 @@ class MindSpeedBranch(NamedTuple):
 
 
 _COMMIT_BY_BRANCH = {branch: commit for commit, branch in BRANCH_BY_COMMIT.items()}
-TRAINING_BRANCHES = tuple(
+MINDSPEED_BRANCHES = tuple(
     MindSpeedBranch(
         name,
         _COMMIT_BY_BRANCH[name],
@@ -56,7 +56,7 @@ def find_branch(version: str) -> MindSpeedBranch | None:
     return next(
         (
             candidate
-            for candidate in TRAINING_BRANCHES
+            for candidate in MINDSPEED_BRANCHES
             if packages.is_within(version, candidate.megatron_range)
         ),
         None,
@@ -87,7 +87,7 @@ def explain_job_replacement(target: str, commit: str | None) -> str | None:
 
     Returns None also for a commit that our jobs refuse.
     """
-    branch = next((candidate for candidate in TRAINING_BRANCHES if candidate.commit == commit), None)
+    branch = next((candidate for candidate in MINDSPEED_BRANCHES if candidate.commit == commit), None)
     if branch is None or target not in branch.replaces:
         return None
     return f"MindSpeed {branch.branch} replaces {target} (backend_options.mindspeed). {_NOT_READ_NOTE}"

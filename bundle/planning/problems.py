@@ -179,7 +179,7 @@ def find_mindspeed_problems(
     if branch is None:
         has = ", ".join(
             f"{known_branch.branch} for {known_branch.megatron_range}"
-            for known_branch in mindspeed.TRAINING_BRANCHES
+            for known_branch in mindspeed.MINDSPEED_BRANCHES
         )
         yield to_hardware_problem(
             f"{key}: no reviewed MindSpeed branch fits megatron-core {release} (reviewed: {has}). Install"

@@ -125,13 +125,12 @@ class VideosSection(Section):
     )
     min_pixels: Count | None = Field(
         default=None,
-        description="Smallest size that a frame is scaled to [pixels], with Qwen3-VL all frames together;"
-        " null: from the same files as fps, else transformers' default.",
+        description="Least pixels to which a frame is scaled; with Qwen3-VL, of all frames of a video"
+        " together. null: from the same files as fps, else transformers' default.",
     )
     max_pixels: Count | None = Field(
         default=None,
-        description="Largest size that a frame is scaled to [pixels]; null: from the same"
-        " files as min_pixels.",
+        description="Most pixels to which a frame is scaled; null: from the same files as min_pixels.",
     )
     limit_bytes: Count = Field(
         default=2**29, description="A larger file, or a list of files of more bytes, counts as corrupt."

@@ -205,7 +205,9 @@ class RunDirectory:
         if start.weights_only:
             description = f"{checkpoint}: only the weights; optimizer, schedule and data start at step 0"
         else:
-            description = f"{checkpoint}: weights, optimizer and progress, to continue with the same data"
+            description = (
+                f"{checkpoint}: weights, optimizer state and progress; the run continues with the same data"
+            )
         return base._replace(description=description)
 
     def read_origin(self) -> Origin | None:

@@ -261,7 +261,7 @@ CHECKS: dict[str, Check] = {  # by the patch's id
         "attention:measure_cross_attention_rows", Gap(1.0), world=2, agreement=0.0
     ),
     "mrope-packed": build_check(
-        "mtp:measure_packed_positions",
+        "mtp:measure_packed_mrope",
         Gap(1e-2),
         Raises("RuntimeError", "is invalid for input of size"),  # 0.12 cuts another dimension
         world=2,

@@ -62,12 +62,12 @@ def checked_out(clone: str, commit: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=[of.branch for of in mindspeed.TRAINING_BRANCHES])
+@pytest.fixture(scope="module", params=[of.branch for of in mindspeed.MINDSPEED_BRANCHES])
 def trees(request, tmp_path_factory):
     clone, megatrons = os.environ.get("MINDSPEED"), os.environ.get("MEGATRON_HISTORY")
     if not clone:
         pytest.skip("MINDSPEED names no clone of MindSpeed")
-    branch = next(of for of in mindspeed.TRAINING_BRANCHES if of.branch == request.param)
+    branch = next(of for of in mindspeed.MINDSPEED_BRANCHES if of.branch == request.param)
     if version := RELEASES.get(branch.branch):
         megatron = Path(os.environ.get("BUNDLE_RELEASES", ""), version)
         if not megatron.is_dir():

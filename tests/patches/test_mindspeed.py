@@ -29,7 +29,7 @@ REPLACED = "megatron.core.fp8_utils:quantize_param_shard"
 # MindSpeed replaces it by features that our jobs leave off.
 ONLY_MAY = "megatron.core.transformer.moe.router:TopKRouter.routing"
 LOCAL_PATCH, PATCH_OF_ALL = "mla-without-te-linear", "router-replay-by-layer"
-HEAD = next(of for of in mindspeed.TRAINING_BRANCHES if of.branch == "core_r0.15.3")
+HEAD = next(of for of in mindspeed.MINDSPEED_BRANCHES if of.branch == "core_r0.15.3")
 OURS = PatchContext(version="0.15.3", backend="ascend", mindspeed=(HEAD.commit,), trains_with_mindspeed=True)
 
 
@@ -65,7 +65,7 @@ def test_a_megatron_has_one_branch_that_was_read_or_none(version, branch):
 
 def test_what_is_replaced_in_our_jobs_are_targets_of_ours():
     targets = {replacement.target for patch in PATCHES for replacement in patch.replacements}
-    for of in mindspeed.TRAINING_BRANCHES:
+    for of in mindspeed.MINDSPEED_BRANCHES:
         assert of.replaces and of.replaces <= targets
 
 

@@ -133,7 +133,7 @@ def markdown() -> str:
             ("branch", "megatron-core", "targets of ours"),
             (
                 (of.branch, of.megatron_range, _code(sorted(of.replaces)))
-                for of in mindspeed.TRAINING_BRANCHES
+                for of in mindspeed.MINDSPEED_BRANCHES
             ),
         ),
         "MegatronAdaptor, with which NPUs run 0.18, was not reviewed. If it is installed, every patch for"

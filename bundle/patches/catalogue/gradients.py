@@ -384,8 +384,8 @@ PATCHES = (
         id="offload-resume-fp32",
         replacements=(build_signature_replacement(_NEW_STATE, "gradients:update_existing_copies"),),
         why=(
-            "Loading the state of an optimizer on the host ends in a KeyError if one of its parameters is "
-            "fp32. The shards of the distributed optimizer always are."
+            "With the optimizer on the host, loading its state ends in a KeyError if one of its parameters "
+            "is fp32. With the distributed optimizer this is always so, because its shards are fp32."
         ),
         kind=DefectKind.ERROR,
         upstream="NovaSky-AI/SkyRL#1401, #1403; fixed on main by NVIDIA/Megatron-LM#5929",

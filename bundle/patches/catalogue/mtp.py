@@ -286,8 +286,8 @@ PATCHES = (
         range=">=0.14,<0.17",  # where the code moved; mtp-loss-context-parallel-normalisation goes on there
         when=_MEGATRON_LOSS_CP_FEATURES,
         assumes=(
-            "no token count has been summed over context-parallel ranks, and gradients are averaged "
-            "over them, or divided by all tokens under a loss per token"
+            "the caller sums no token count over context-parallel ranks; it averages gradients over these "
+            "ranks or, with calculate_per_token_loss, divides them by the number of all tokens"
         ),
         defect=_divides_by_local_count,
     ),
@@ -307,7 +307,7 @@ PATCHES = (
         range=">=0.17",
         when=_MEGATRON_LOSS_CP_FEATURES,
         assumes=(
-            "no token count has been summed over context-parallel ranks; under a loss per token the "
+            "the caller sums no token count over context-parallel ranks; with calculate_per_token_loss, its "
             "loss function returns three values"
         ),
         defect=_scales_by_local_counts,

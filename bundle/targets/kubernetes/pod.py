@@ -31,7 +31,7 @@ _TOPOLOGY_ANNOTATION = "kueue.x-k8s.io/podset-required-topology"
 INSTANCE_LABEL = "app.kubernetes.io/instance"  # the label by which the pods of a job are found
 _MANAGER_LABEL, _MANAGER = "app.kubernetes.io/managed-by", "mcore-bundle"
 MANAGER_SELECTOR = f"{_MANAGER_LABEL}={_MANAGER}"  # selects every object of mcore-bundle
-_PORT_ANNOTATION = "prometheus.io/port"
+_METRICS_PORT_ANNOTATION = "prometheus.io/port"
 DIRECTORY_ANNOTATION = "mcore-bundle/run-directory"  # of a workload
 
 
@@ -172,7 +172,7 @@ class Workload(NamedTuple):
         endpoint = self.job.recipe.metrics.prometheus
         if endpoint is None or endpoint.is_loopback or not endpoint.port:
             return {}
-        return {"prometheus.io/scrape": "true", _PORT_ANNOTATION: str(endpoint.port)}
+        return {"prometheus.io/scrape": "true", _METRICS_PORT_ANNOTATION: str(endpoint.port)}
 
     def build_template(
         self, arguments: list[str], container: str = CONTAINER, *, has_ranks: bool = True
@@ -183,7 +183,7 @@ class Workload(NamedTuple):
         if annotations := scrape_annotations | parse_pairs(self.options.annotations):
             metadata["annotations"] = annotations
         spec = self._build_pod_spec(arguments, container)
-        if port := scrape_annotations.get(_PORT_ANNOTATION):
+        if port := scrape_annotations.get(_METRICS_PORT_ANNOTATION):
             spec["containers"][0]["ports"] = [{"name": "bundle-metrics", "containerPort": int(port)}]
         return {"metadata": metadata, "spec": spec}
 

@@ -110,7 +110,11 @@ def query_state(number: str) -> JobState:
     if not name:
         raise LaunchUnavailable(f"scontrol reports no state of job {number}")
     code = _read_exit_code(name, fields)
-    if output and name in _SCRIPT_STATES and (script_code := _read_script_code(Path(output).parent, number)):
+    if (
+        output
+        and name in _SCRIPT_STATES
+        and (script_code := _read_written_exit_code(Path(output).parent, number))
+    ):
         code = int(script_code)
     return JobState(name, fields.get("Reason", ""), code, Path(output) if output else None)
 
@@ -183,23 +187,26 @@ class _PacedQuery:
 
     def query_state(self) -> JobState:
         """Return the last state that Slurm reported. Raise LaunchUnavailable where it did not answer."""
-        if time.monotonic() >= self._next_query or self._read_script_code() != self._script_code:
+        if time.monotonic() >= self._next_query or self._read_written_exit_code() != self._script_code:
             try:
                 self._answer = query_state(self._number)
             except LaunchUnavailable as error:
                 self._answer = error
-            self._next_query, self._script_code = time.monotonic() + QUERY_SECONDS, self._read_script_code()
+            self._next_query, self._script_code = (
+                time.monotonic() + QUERY_SECONDS,
+                self._read_written_exit_code(),
+            )
         if isinstance(self._answer, JobState):
             return self._answer
         assert self._answer is not None, "it was asked above"
         raise self._answer
 
-    def _read_script_code(self) -> str:
+    def _read_written_exit_code(self) -> str:
         output = self._answer.output if isinstance(self._answer, JobState) else None
-        return _read_script_code(output.parent, self._number) if output else self._script_code
+        return _read_written_exit_code(output.parent, self._number) if output else self._script_code
 
 
-def _read_script_code(directory: Path, number: str) -> str:
+def _read_written_exit_code(directory: Path, number: str) -> str:
     """Return the exit code that a job's script has written; empty before its end."""
     code = (files.read_text(directory / f"{ENDED_PREFIX}{number}") or "").strip()
     return code if code.isdigit() else ""
@@ -208,7 +215,7 @@ def _read_script_code(directory: Path, number: str) -> str:
 def _find_forgotten_state(number: str) -> JobState | None:
     """Return the final state of a job that Slurm has forgotten, from run directories below this one."""
     for directory in Path().glob("runs/*/logs/slurm-*"):
-        if code := _read_script_code(directory, number):
+        if code := _read_written_exit_code(directory, number):
             return JobState("ENDED", "Slurm has no record", int(code), directory / f"slurm-{number}.log")
     return None
 

@@ -153,7 +153,7 @@ def measure_unsharded_embeddings(bench: Bench) -> float:
         return measure_gap(*seen)
 
 
-def measure_packed_positions(bench: Bench) -> float:
+def measure_packed_mrope(bench: Bench) -> float:
     """Measure padded sequences with positions in time, height and width, packed for two ranks.
 
     The reference is a pass on one rank for each sequence alone.
