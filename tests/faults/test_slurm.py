@@ -46,7 +46,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def environment(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables of a cluster of this test, which may lose nodes."""
-    with cluster.cluster(tmp_path_factory.mktemp("slurm")) as variables:
+    # Launchers whose ranks lost a connection need 20 s to know that a node is lost; Slurm's default is 300 s.
+    with cluster.cluster(tmp_path_factory.mktemp("slurm"), timeout=40) as variables:
         yield variables
 
 
@@ -139,30 +140,25 @@ def test_a_spare_node_takes_the_place_of_one_that_died(faults, whole, bundle, en
 
 
 @pytest.mark.parametrize(
-    ("lost", "number", "fault"),
-    [
-        ("node2", signal.SIGKILL, "a node dies"),
-        ("node1", signal.SIGKILL, "the first node dies, where the batch script runs"),
-        ("node2", signal.SIGSTOP, "a node answers no more"),
-    ],
+    ("number", "fault"),
+    [(signal.SIGKILL, "a node dies"), (signal.SIGSTOP, "a node answers no more")],
 )
 def test_slurm_queues_a_job_again_that_lost_a_node(
-    faults, whole, bundle, environment, tmp_path, lost, number, fault
+    faults, whole, bundle, environment, tmp_path, number, fault
 ):
     directory = tmp_path / "runs/demo"
     handle = submit(bundle, directory)
-    cluster.kill(lost, environment["SLURM_CONF"], number)
+    cluster.kill("node2", environment["SLURM_CONF"], number)  # node1 has the batch script
     wait_for(lambda: "PENDING" in bundle("launch", "status", handle).stdout)
     if number is signal.SIGSTOP:  # as its administrator does
-        cluster.kill(lost, environment["SLURM_CONF"])
+        cluster.kill("node2", environment["SLURM_CONF"])
     processes = find_processes(tmp_path)
     wait_until_requeued_job_trains(environment, handle, directory)
     assert bundle("launch", "wait", handle).returncode == 0, bundle("launch", "logs", handle).stdout
     verdict = find_first_verdict(directory)
-    assert (verdict["kind"], verdict["node"]) == ("lost node", lost)
+    assert (verdict["kind"], verdict["node"]) == ("lost node", "node2")
     assert verdict["action"] == "restart without node"
-    # The step's output comes to the log through the first node.
-    assert lost == "node1" or verdict["sentence"] in bundle("launch", "logs", handle).stdout
+    assert verdict["sentence"] in bundle("launch", "logs", handle).stdout
     faults.check(
         *("Slurm", fault), verdict=verdict, processes=processes,
         metrics=directory / "metrics.jsonl", whole=whole, resumed=BY_ITSELF,

@@ -40,7 +40,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 KillWait=30
-SlurmdTimeout=10
+SlurmdTimeout={timeout}
 SlurmdParameters=config_overrides
 {nodes}
 PartitionName=debug Nodes=node[1-{count}] Default=YES MaxTime=INFINITE State=UP
@@ -56,8 +56,11 @@ def missing() -> str | None:
 
 
 @contextmanager
-def cluster(root: Path) -> Iterator[dict[str, str]]:
-    """Runs the cluster in the empty directory `root`; gives the variables that Slurm's clients need."""
+def cluster(root: Path, timeout: int = 10) -> Iterator[dict[str, str]]:
+    """Runs the cluster in the empty directory `root`; gives the variables that Slurm's clients need.
+
+    A node that has not answered for `timeout` seconds is down.
+    """
     ports = free_ports(NODES + 1)
     nodes = "\n".join(
         f"NodeName=node{n} NodeHostname=node{n} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=2 RealMemory=4000"
@@ -65,7 +68,9 @@ def cluster(root: Path) -> Iterator[dict[str, str]]:
         for n in range(1, NODES + 1)
     )
     configuration, hosts = root / "slurm.conf", root / "hosts"
-    configuration.write_text(_CONFIGURATION.format(root=root, ports=ports, nodes=nodes, count=NODES))
+    configuration.write_text(
+        _CONFIGURATION.format(root=root, ports=ports, nodes=nodes, count=NODES, timeout=timeout)
+    )
     names = (socket.gethostname(), *(f"node{n}" for n in range(1, NODES + 1)))
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {name}\n" for name in names))
     (root / "state").mkdir()
