@@ -73,7 +73,7 @@ def of_slurm(job: Job) -> Told:
     assert (said["nodes"], said["ntasks-per-node"]) == ("2", "1")
     count = said["gpus-per-node"] if job.backend == "cuda" else said["gres"].removeprefix("npu:")
     (step,) = (line for line in script.splitlines() if line.startswith("srun "))
-    return [(int(count), told(shlex.split(step)))] * 2
+    return [(int(count), told(shlex.split(step.removesuffix(" &"))))] * 2
 
 
 def of_ray(job: Job) -> Told:
