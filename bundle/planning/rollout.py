@@ -23,9 +23,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _VERSIONS = 2
 
 
-# Beside weights and cache: 1.5 GiB of a server, 0.5 GiB of the process of its checksums, and 1.75 GiB of the
-# trainer's context and communicators (`benchmarks.gpu.turns`).
-_SERVER_BYTES = 15 * 2**28
+# Beside weights and cache (`benchmarks.gpu.turns`): contexts, kernels and communicators of a server, of the
+# process of its checksums, and of the trainer.
+_SERVER_BYTES = 37 * 2**27
+# The part of these bytes that a server takes from its share of the device, which leaves less for its cache.
+BYTES_IN_SHARE = 7 * 2**27
 
 
 class RolloutBytes(NamedTuple):

@@ -8,15 +8,20 @@ from bundle.capabilities import EnvVariable
 from bundle.errors import format_bytes
 from bundle.planning.memory import HEADROOM, MemoryEstimate
 from bundle.planning.problems import Problem, to_hardware_problem
-from bundle.planning.rollout import count_kv_cache_bytes, find_sharing_obstacle, has_own_servers
+from bundle.planning.rollout import (
+    BYTES_IN_SHARE,
+    count_kv_cache_bytes,
+    find_sharing_obstacle,
+    has_own_servers,
+)
 from bundle.recipe import Recipe
 
 
 class DeviceShare(NamedTuple):
-    """The part of a device's memory that a server takes for weights and cache: `chosen`, and its limits.
+    """The part of a device's memory that a server may use (mem_fraction_static): `chosen`, and its limits.
 
-    `least` holds the weights and the longest sequence; `most` leaves the trainer its weights, gradients and
-    optimizer. The cache is released while the trainer learns.
+    `least` holds the weights, the longest sequence and `BYTES_IN_SHARE`; `most` leaves the trainer its
+    weights, gradients and optimizer. The cache is released while the trainer learns.
     """
 
     chosen: float
@@ -51,10 +56,10 @@ def share_device(recipe: Recipe, stages: Sequence[MemoryEstimate], device: int |
     learning = max(stage.states.total + stage.activations.total for stage in stages)
     longest = count_kv_cache_bytes(recipe, recipe.data.sequence_length)
     most, usual = (
-        math.floor(100 * (part * device - states - rollout.overhead) / device) / 100
+        math.floor(100 * (part * device - states - rollout.overhead + BYTES_IN_SHARE) / device) / 100
         for part in (1, 1 - HEADROOM)
     )
-    least = math.ceil(100 * (rollout.weights + longest) / device) / 100
+    least = math.ceil(100 * (rollout.weights + longest + BYTES_IN_SHARE) / device) / 100
     chosen = recipe.rl.rollout.mem_fraction_static or max(usual, min(least, most))
     return DeviceShare(chosen, least, most, device, states, learning, rollout.weights)
 
@@ -74,5 +79,5 @@ def add_cache(stages: Sequence[MemoryEstimate], share: DeviceShare | None) -> tu
     """Return the estimates with the cache that a server of that share holds while answers are sampled."""
     if share is None:
         return tuple(stages)
-    cache = max(0, int(share.chosen * share.device) - share.server)
+    cache = max(0, int(share.chosen * share.device) - share.server - BYTES_IN_SHARE)
     return tuple(stage._replace(rollout=stage.rollout._replace(transient=cache)) for stage in stages)

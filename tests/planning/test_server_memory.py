@@ -44,30 +44,29 @@ def list_keys(shared: DeviceShare) -> list[str]:
 
 def test_the_server_gets_what_the_trainer_and_a_tenth_of_the_device_leave():
     shared = share()
-    assert shared.chosen == pytest.approx(0.59)  # (0.9 * 140 - 40 - 3) / 140 = 0.592
-    assert shared.most == pytest.approx(0.69)  # (140 - 40 - 3) / 140 = 0.692
-    assert shared.least == pytest.approx(0.06)  # 8 / 140 = 0.057
+    assert shared.chosen == pytest.approx(0.59)  # (0.9 * 140 - 40 - 3 + 0.875) / 140 = 0.599
+    assert shared.most == pytest.approx(0.69)  # (140 - 40 - 3 + 0.875) / 140 = 0.699
+    assert shared.least == pytest.approx(0.07)  # (8 + 0.875) / 140 = 0.063
     assert (shared.states, shared.learning) == (40 * GIB, 60 * GIB)
     assert list_keys(shared) == []
 
 
 def test_the_tenth_is_given_up_where_the_weights_need_it():
-    shared = share(states=110, weights=15)  # (126 - 113) / 140 = 0.09, and the weights are 0.107
-    assert (shared.least, shared.chosen, shared.most) == pytest.approx((0.11, 0.11, 0.19))
+    shared = share(states=110, weights=15)  # (126 - 112.125) / 140 = 0.099, and the weights are 0.107
+    assert (shared.least, shared.chosen, shared.most) == pytest.approx((0.12, 0.12, 0.19))
     assert list_keys(shared) == []
 
 
 def test_the_least_share_has_room_for_the_longest_sequence():
     longest = ["data.sequence_length=1048576", "model.config.max_position_embeddings=1048576"]
-    tokens = 2 * 2 * 2 * 16 * 4 * 1048576  # layers, keys and values, heads, dimensions, bytes
-    assert count_kv_cache_bytes(build(*longest), 1048576) == tokens
-    assert share(*longest, weights=0, device=64).least == pytest.approx(
-        0.01 * (100 * tokens // (64 * GIB) + 1)
-    )
+    cache = 2 * 2 * 2 * 16 * 4 * 1048576  # layers, keys and values, heads, dimensions, bytes, tokens
+    assert count_kv_cache_bytes(build(*longest), 1048576) == cache
+    least = 0.01 * (100 * (cache + int(0.875 * GIB)) // (64 * GIB) + 1)
+    assert share(*longest, weights=0, device=64).least == pytest.approx(least)
 
 
 @pytest.mark.parametrize(
-    ("fraction", "refused"), [("0.69", False), ("0.7", True), ("0.06", False), ("0.05", True)]
+    ("fraction", "refused"), [("0.69", False), ("0.7", True), ("0.07", False), ("0.06", True)]
 )
 def test_a_share_that_does_not_fit_is_refused_with_those_that_do(fraction, refused, messages):
     shared = share(f"rl.rollout.mem_fraction_static={fraction}")
@@ -84,8 +83,8 @@ def test_a_server_that_fits_beside_no_trainer_is_refused(messages):
 
 def test_the_cache_stands_beside_the_trainer_while_answers_are_sampled():
     stages = add_cache([estimate(40, 20, 8)], share())
-    assert stages[0].rollout.transient == pytest.approx((0.59 * 140 - 8) * GIB, abs=2)
-    assert stages[0].sampling == pytest.approx((40 + 3 + 0.59 * 140) * GIB, abs=2)
+    assert stages[0].rollout.transient == pytest.approx((0.59 * 140 - 8 - 0.875) * GIB, abs=2)
+    assert stages[0].sampling == pytest.approx((40 + 3 - 0.875 + 0.59 * 140) * GIB, abs=2)
     assert stages[0].learning == (40 + 8 + 3 + 20) * GIB
     assert stages[0].total == stages[0].sampling
     assert add_cache([estimate(40, 20, 8)], None) == (estimate(40, 20, 8),)
