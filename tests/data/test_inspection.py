@@ -100,6 +100,7 @@ def check(*words):
     return run_bundle("check", *words, timeout=60)
 
 
+@pytest.mark.processes
 def test_the_verb_reads_leaves_the_tokens_and_tells_bad_rows(tmp_path, messages):
     path = rows(tmp_path / "chat.jsonl", TURNS, TURNS)
     path.write_text(path.read_text() + '{"messages": [{"role": "user", "content": "x"}]}\n')

@@ -18,6 +18,7 @@ from bundle.errors import UsageError
 from bundle.recipe.data import Data
 from tests.data import chat
 
+pytestmark = pytest.mark.processes
 DATA = Data(source="jsonl", path=("rows.jsonl",), sequence_length=64)
 # Loops for as long as no row says otherwise: 2 s are a limit of each rendering, not of all.
 OF_ONE_ROW = (

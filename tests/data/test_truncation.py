@@ -143,6 +143,7 @@ def find_counts(output, begins):
     return line, list(map(int, re.findall(r"\d+", line)))
 
 
+@pytest.mark.processes
 def test_check_counts_and_names_long_rows(rows, tmp_path, messages):
     made = recipe(rows, "data.truncation=right")
     counts = inspect(made, prepare(made, tmp_path / "data"))
@@ -164,6 +165,7 @@ def test_check_counts_and_names_long_rows(rows, tmp_path, messages):
     assert (found["deleted"], found["cut"], len(found["long_rows"])) == (1, 2, 2)
 
 
+@pytest.mark.processes
 def test_check_counts_and_names_what_is_left_out_of_a_validation_set_by_name(rows, tmp_path, messages):
     fits = json.dumps({"prompt": "q", "response": "a"})
     (tmp_path / "train.jsonl").write_text("\n".join([fits] * 4))

@@ -1,11 +1,7 @@
 """Jobs on a real Ray of two machines."""
 
-import fcntl
 import json
-import os
 import re
-import shlex
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +10,6 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import job as job_file
-from bundle.targets import kubernetes
-from bundle.targets.images import HOME
-from bundle.targets.kubernetes.options import KubernetesOptions
-from bundle.targets.kubernetes.pod import JOB_DIRECTORY
 from bundle.targets.ray import STOP_NAME
 from tests.command import run_bundle, start_bundle
 from tests.targets import raycluster
@@ -112,56 +104,3 @@ def test_without_its_token_a_cluster_takes_nobody(cluster, tmp_path):
         cwd=tmp_path,
         code=5,
     )
-
-
-def test_where_the_driver_is_killed_its_ranks_end_and_the_same_command_goes_on(bundle, tmp_path):
-    words = ("launch", "ray", *RECIPE, "--set=train.steps=60", "--set=checkpoint.interval=5", *TWO)
-    driver, run = bundle(*words), tmp_path / "runs/demo"
-    until(lambda: list((run / "checkpoints").glob("step-*")))
-    inside = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
-    os.kill(int(inside[0]), signal.SIGKILL)  # nsenter only waits for it
-    driver.communicate(timeout=60)
-
-    def free() -> bool:
-        with (run / ".lock").open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
-
-    until(free)
-    assert re.search(r"after step \d+", ended(bundle(*words), 0)[0])
-    assert sorted(losses(run)) == list(range(1, 61))
-
-
-def test_where_the_head_is_lost_a_rayjob_goes_on_with_the_losses_of_a_run_that_lost_none(
-    bundle, cluster, tmp_path
-):
-    sets = ("--set=train.steps=40", "--set=checkpoint.interval=4")
-    ended(bundle("launch", "ray", *RECIPE, *sets, *TWO, "--run-directory=whole"), 0)
-    ended(bundle("plan", *RECIPE, *sets, *TWO, "--job=job.json"), 0)
-    job = job_file.load(tmp_path / "job.json")
-    rayjob = kubernetes.build_objects(job, KubernetesOptions(image="bundle", claim="runs", form="rayjob"))[-1]
-    # What KubeRay runs on the head that it makes, and on the next one that it makes where that is lost.
-    entrypoint = (
-        rayjob["spec"]["entrypoint"].replace(HOME, str(tmp_path)).replace(JOB_DIRECTORY, str(tmp_path))
-    )
-    words = shlex.split(entrypoint)
-    words, run = words[words.index("launch") :], tmp_path / "runs/demo"
-    driver = bundle(*words)
-    until(lambda: list((run / "checkpoints").glob("step-*")))
-    cluster.lose_head()
-    ended(driver, -signal.SIGKILL)
-    before = max(losses(run))
-    assert before < 40
-    cluster.begin_again()
-    for _ in range(rayjob["spec"]["backoffLimit"]):  # the other machine's ranks may still end
-        driver = bundle(*words)
-        said, _ = driver.communicate(timeout=900)
-        if driver.returncode == 0:
-            break
-    assert driver.returncode == 0, said
-    assert re.search(r"after step (4|8|12|16|20|24|28|32|36)\b", said), said
-    assert losses(run) == losses(tmp_path / "whole")
-    assert sorted(losses(run)) == list(range(1, 41))
