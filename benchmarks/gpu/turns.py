@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ LARGE = {
 }
 QUESTIONS = 64  # of a step of Qwen3-4B
 USED_MIB = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0")
-LASTING = 5  # samples of 10 ms
+LASTING = 5  # equal samples of 10 ms, one after the other
 # The run is killed at such a process: what its command line and its environment have.
 KILLED = {
     "server": ("guard.py", ""),
@@ -164,15 +164,13 @@ def find_moments(samples: Sequence[int]) -> dict[str, int]:
 
     A sample belongs to sampling if it is above the middle of the lowest and the highest one. The samples
     before the first of these are of the start. Bytes count as used after a release if `LASTING` samples in
-    a row have as many or more: samples within a release have the part of the cache that is still there.
+    a row are equal: within a release each sample has fewer bytes than the one before.
     """
     middle = (min(samples) + max(samples)) / 2
     started = next(place for place, used in enumerate(samples) if used > middle)
-    rows = zip(*(samples[started + shift :] for shift in range(LASTING)), strict=False)
-    return {
-        "sampling": max(samples),
-        "learning": max((min(row) for row in rows if max(row) <= middle), default=0),
-    }
+    levels = ((used, len(list(equal))) for used, equal in groupby(samples[started:]))
+    lasting = (used for used, count in levels if used <= middle and count >= LASTING)
+    return {"sampling": max(samples), "learning": max(lasting, default=0)}
 
 
 def measure_updates(directory: Path, overrides: Sequence[str]) -> Iterator[str]:
