@@ -182,7 +182,7 @@ def _read_rate(part: Mapping[str, Any], field_path: str) -> dict[str, float]:
     rates = list(named.values())
     if any(type(rate) not in (int, float) or not 0 < rate < 1e6 or rate != rates[0] for rate in rates):
         raise Corrupt(
-            f"{field_path}: fps must be one number above 0 (frames per second), but the video has"
+            f"{field_path}: a video has one frame rate, fps, above 0 frames per second, but this video has"
             f" {format_value(named)}"
         )
     return {"fps": float(rates[0])} if rates else {}

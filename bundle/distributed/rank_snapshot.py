@@ -76,10 +76,10 @@ def _read_entries(record: bytes) -> list[dict[str, Any]]:
 
 def _build_collective(entry: dict[str, Any]) -> Collective:
     name, ranks = _describe_group(entry)
-    sizes = " and ".join("x".join(map(str, size)) for size in entry.get("input_sizes", ())) or "nothing"
+    shapes = " and ".join("x".join(map(str, size)) for size in entry.get("input_sizes", ()))
     number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
     description = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-    return Collective(name, ranks, int(number), f"{description} of {sizes}")
+    return Collective(name, ranks, int(number), description + (f" of shape {shapes}" if shapes else ""))
 
 
 def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -87,7 +87,7 @@ def _describe_group(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     name, described = entry["process_group"]
     groups = {group_name: group for group, group_name in dist.distributed_c10d._world.pg_names.items()}
     ranks = tuple(dist.get_process_group_ranks(groups[name])) if name in groups else ()
-    kind = "all ranks" if described == "default_pg" else f"group {name}"
+    kind = "the group of all ranks" if described == "default_pg" else f"group {name}"
     kind += f" {described}" if described not in ("default_pg", "undefined", "") else ""
     return kind, ranks
 

@@ -229,7 +229,9 @@ def _build_framework_defect(
     if unconditional is not patched:
         if patched is Presence.ABSENT:
             verb = "has" if unconditional is Presence.PRESENT else "may have"
-            otherwise = f'If the condition after "if" is false, the original runs and {verb} the defect'
+            otherwise = (
+                f"It runs only under that condition; otherwise the original runs and {verb} the defect"
+            )
             return build_defect(
                 DefectStatus.CONDITIONAL,
                 f". The replacement does not have the defect {entry.id}. {otherwise}",

@@ -132,7 +132,7 @@ def _with_import_condition(patch: MonkeyPatch, megatron: Definitions) -> MonkeyP
     for file in sorted((megatron.tree.root / "megatron/core").rglob("*.py")) if "." not in patch.name else ():
         if by_value.search(files.read_text(file) or ""):
             importer = file.relative_to(megatron.tree.root).as_posix()
-            return replace(patch, conditions=(*patch.conditions, f"{importer} is imported later"))
+            return replace(patch, conditions=(*patch.conditions, f"{importer} is imported after this line"))
     return patch
 
 

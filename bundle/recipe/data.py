@@ -227,7 +227,7 @@ class Data(Section):
         min_length=1,
         description="SFT, DPO, RL: `plain`: roles as headings; `none`: only the texts; `chat`: the"
         " tokenizer's chat template; `chatml`: ChatML; or FILE.jinja, whose text becomes part of the job and"
-        " is exported with the tokenizer. Default: chat, if the tokenizer has a template.",
+        " is exported with the tokenizer. Default: chat if the tokenizer has a template, otherwise plain.",
     )
     date: str | None = Field(
         default=None,

@@ -278,7 +278,8 @@ class Model(Section):
     )
     router_replay: bool = Field(
         default=False,
-        description="Record and replay the experts that routers chose (RL: rollout and training).",
+        description="Let a program that uses the engine record and replay the routers' choice of experts."
+        " `train` does neither.",
     )
     vision: VisionSection = make_default_section(
         "Which parts of the vision tower are trained, for models that have one."

@@ -242,7 +242,7 @@ class RLLoss(CompletedSection):
     )
     divisor: Positive | None = Field(
         default=None,
-        description="With mean: constant, the number of tokens per answer by which the loss is divided; null:"
+        description="For `mean: constant`: the loss is divided by this number of tokens per answer. null:"
         " rollout.max_completion_length.",
     )
     temperature: Positive | None = Field(

@@ -49,14 +49,14 @@ def test_a_rank_stands_in_what_is_not_over_whichever_recorder_has_it(bindings):
         stands = rank_snapshot.take_snapshot(3, "step 4", 30.0, records)
         assert stands.waits is not None
         waits = stands.waits
-        assert (waits.description, waits.number, waits.group) == ("all_reduce of 2x3", 5, "group 7")
+        assert (waits.description, waits.number, waits.group) == ("all_reduce of shape 2x3", 5, "group 7")
         assert stands.entered == {"group 1": 1, "group 7": 5}
 
 
 def test_of_two_that_are_not_over_the_first_holds_up_the_other():
     gloo = record("1", ("broadcast", 2, "started", 25))
     stands = rank_snapshot.take_snapshot(3, "step 4", 30.0, [NCCL, gloo])
-    assert stands.waits is not None and stands.waits.description == "broadcast of 2x3"
+    assert stands.waits is not None and stands.waits.description == "broadcast of shape 2x3"
     assert rank_snapshot.take_snapshot(3, "step 4", 30.0, [b"", GLOO]).waits is None
 
 

@@ -20,7 +20,10 @@ def stands(
 
 
 def reduce(
-    number: int, group: str = "all", ranks: tuple[int, ...] = ALL, what: str = "all_reduce of 2x3"
+    number: int,
+    group: str = "all",
+    ranks: tuple[int, ...] = ALL,
+    what: str = "all_reduce of shape 2x3",
 ) -> Collective:
     return Collective(group, ranks, number, what)
 
@@ -42,7 +45,7 @@ def test_who_never_came_is_told_with_what_it_does_instead(messages):
 
 
 def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all(messages):
-    tensor = reduce(3, "tensor", (0, 1), "broadcast of 8")
+    tensor = reduce(3, "tensor", (0, 1), "broadcast of shape 8")
     standings = [stands(0, tensor, all=6, tensor=3), stands(1, all=6, tensor=2), stands(2, reduce(7), all=7)]
     standings += [stands(3, reduce(7), all=7)]
     found = summarize_hang(standings)
@@ -52,7 +55,7 @@ def test_a_rank_that_waits_for_others_itself_is_not_the_one_that_holds_up_all(me
 
 
 def test_ranks_that_wait_for_each_other_are_told_of_both(messages):
-    metrics = reduce(2, "cp", TENSOR, "all_reduce of 1")
+    metrics = reduce(2, "cp", TENSOR, "all_reduce of shape 1")
     found = summarize_hang([stands(0, metrics, all=6, cp=2), stands(1, reduce(7, ranks=TENSOR), all=7, cp=1)])
     messages(found.text)
     first, second = found.text.split("; ")
@@ -60,7 +63,7 @@ def test_ranks_that_wait_for_each_other_are_told_of_both(messages):
 
 
 def test_ranks_that_came_to_other_calls_of_one_group_are_told_of_both(messages):
-    here, there = reduce(7, ranks=TENSOR), reduce(7, ranks=TENSOR, what="broadcast of 8")
+    here, there = reduce(7, ranks=TENSOR), reduce(7, ranks=TENSOR, what="broadcast of shape 8")
     apart = summarize_hang([stands(0, here, all=7), stands(1, there, all=7)]).text
     messages(apart)
     first, second = apart.split("; ")

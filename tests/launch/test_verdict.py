@@ -21,6 +21,7 @@ from bundle.launch.outcomes import Outcome
 from bundle.launch.verdict import Verdict, judge
 
 CODES = [None, *(int(code) for code in ExitCode)]
+EVERYONE = "the group of all ranks"
 
 
 def outcome(rank: int, code: int | None, message: str = "", **more: Any) -> Outcome:
@@ -100,8 +101,10 @@ def test_a_hang_names_the_ranks_that_said_nothing(messages):
 
 
 def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand(messages):
-    reduce = Collective("all ranks", (0, 1), 7, "all_reduce of 8")
-    here = RankSnapshot(0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"all ranks": 7})
+    reduce = Collective(EVERYONE, (0, 1), 7, "all_reduce of shape 8")
+    here = RankSnapshot(
+        0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"the group of all ranks": 7}
+    )
     there = RankSnapshot(1, "gpu08", silent="its process is stopped (SIGSTOP)")
     found = judged(outcome(0, 6, "no progress"), nodes=2, snapshots=(here, there))
     messages(found.sentence)
@@ -110,8 +113,10 @@ def test_a_hang_is_told_by_where_the_ranks_of_all_nodes_stand(messages):
 
 
 def test_a_hang_by_the_network_names_the_nodes_that_get_no_answer(messages):
-    reduce = Collective("all ranks", (0, 1), 7, "all_reduce of 8")
-    here = RankSnapshot(0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"all ranks": 7})
+    reduce = Collective(EVERYONE, (0, 1), 7, "all_reduce of shape 8")
+    here = RankSnapshot(
+        0, "gpu07", "step 4", 30.4, "`train` (loop.py:9)", reduce, {"the group of all ranks": 7}
+    )
     nodes = (NodeConnections("gpu07", ("10.0.0.1",), ("10.0.0.2",)), NodeConnections("gpu08", ("10.0.0.2",)))
     for snapshots in ((here,), ()):
         hang = judged(outcome(0, 6, "no progress"), nodes=2, snapshots=snapshots)

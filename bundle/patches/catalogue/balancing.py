@@ -301,9 +301,9 @@ PATCHES = (
             Replacement(_BALANCING_LOSS, "moe:rescale_global_loss_counts"),
         ),
         why=(
-            "The global balancing loss depends on how the tokens are divided into micro-batches, and so on "
-            "padding. It divides the experts' counts of all micro-batches so far by the tokens of the last "
-            "micro-batch alone."
+            "The global balancing loss depends on how the tokens are divided into micro-batches. Therefore "
+            "it also depends on padding. It divides the experts' counts of all micro-batches so far by the "
+            "tokens of the last micro-batch alone."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#7213, #7214 (open)",

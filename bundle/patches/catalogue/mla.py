@@ -226,9 +226,9 @@ PATCHES = (
         id="mla-rotary-key-gradient",
         replacements=(build_signature_replacement(_SELF_ATTENTION_INIT, "mla:sum_rotary_key_gradient"),),
         why=(
-            "The down projection and the layers before it get wrong gradients, different ones on each "
-            "rank. With tensor but without sequence parallelism, all heads share one rotary key. Its "
-            "gradient is not summed over the ranks."
+            "In MLA, all heads share one rotary key. With tensor but without sequence parallelism, its "
+            "gradient is not summed over the ranks. Therefore the down projection and the layers before it "
+            "get wrong gradients, different ones on each rank."
         ),
         kind=DefectKind.SILENT,
         upstream="NVIDIA/Megatron-LM#6839 (open), #1699; NVIDIA/TransformerEngine#1975",
