@@ -17,15 +17,15 @@ class ScalingRule(NamedTuple):
     format: Format
 
 
-_MEASURED = (
+_REASON_FOR_16_ROWS = (
     "measured on one H200 with Transformer Engine 2.14.1: 8 rows pass its own check and then fail in"
     " cublasLt ('Leading dimension requirement on A for FP8 GEMM'), 16 work, forward and backward"
 )
-_BLOCKS = "one scale for each block of 32 rows or columns (OCP MX); not measured: no device"
+_REASON_FOR_32_ROWS = "one scale for each block of 32 rows or columns (OCP MX); not measured: no device"
 # Gradients want the width of e5m2 under one scale for a whole tensor; fine scales do without.
 SCALINGS: dict[Scaling, ScalingRule] = {
-    "delayed": ScalingRule(16, _MEASURED, "hybrid"),
-    "tensorwise": ScalingRule(16, _MEASURED, "hybrid"),
-    "blockwise": ScalingRule(16, _MEASURED, "e4m3"),
-    "mxfp8": ScalingRule(32, _BLOCKS, "e4m3"),
+    "delayed": ScalingRule(16, _REASON_FOR_16_ROWS, "hybrid"),
+    "tensorwise": ScalingRule(16, _REASON_FOR_16_ROWS, "hybrid"),
+    "blockwise": ScalingRule(16, _REASON_FOR_16_ROWS, "e4m3"),
+    "mxfp8": ScalingRule(32, _REASON_FOR_32_ROWS, "e4m3"),
 }

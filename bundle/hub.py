@@ -21,11 +21,13 @@ SAFE_PATTERNS = {
         for packed in ("", ".gz", ".zst")
     ),
 }
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_PLAIN = re.compile(rf"(?:hf://)?(?P<name>{_NAME})(?:@(?P<revision>[\w.-]+))?(?P<inside>)")
-_DATA = re.compile(rf"hf://datasets/(?P<name>{_NAME})(?:@(?P<revision>[\w.-]+))?(?:/(?P<inside>.+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NAME_PATTERN = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+_MODEL_REFERENCE = re.compile(rf"(?:hf://)?(?P<name>{_NAME_PATTERN})(?:@(?P<revision>[\w.-]+))?(?P<inside>)")
+_DATASET_REFERENCE = re.compile(
+    rf"hf://datasets/(?P<name>{_NAME_PATTERN})(?:@(?P<revision>[\w.-]+))?(?:/(?P<inside>.+))?"
+)
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 _FILE_NAME = re.compile(r"\.[a-z]+$")  # of a path that is not there, rather than of a repository
 _TIMEOUT_SECONDS = 10.0
 
@@ -66,9 +68,9 @@ class Reference(NamedTuple):
 
 def find_reference(text: str, kind: Kind) -> Reference | None:
     """Return the repository that a text names; None for a path, and for anything that is there under it."""
-    if kind == "dataset" and (match := _DATA.fullmatch(text)):
+    if kind == "dataset" and (match := _DATASET_REFERENCE.fullmatch(text)):
         return Reference(kind, match["name"], match["revision"] or "", match["inside"] or "")
-    match = _PLAIN.fullmatch(text)
+    match = _MODEL_REFERENCE.fullmatch(text)
     if match is None or ("://" not in text and (_FILE_NAME.search(match["name"]) or _exists(text))):
         return None
     return Reference(kind, match["name"], match["revision"] or "")
@@ -95,7 +97,7 @@ def strip_revision(text: str | None) -> str | None:
 def find_local_path(text: str, kind: Kind = "model") -> str:
     """Return where a pinned repository lies in the cache; any other text is returned as it is."""
     reference = find_reference(text, kind) if "@" in text else None
-    if reference is None or not _COMMIT.fullmatch(reference.revision):
+    if reference is None or not _COMMIT_PATTERN.fullmatch(reference.revision):
         return text
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -123,7 +125,7 @@ def pin(text: str, kind: Kind) -> str:
             f"{text}: no such file or directory, and downloads from the Hub need huggingface_hub. Install it:"
             " pip install 'mcore-bundle[data]'."
         ) from error
-    if _COMMIT.fullmatch(reference.revision) and _find_cached_commit(huggingface_hub, reference):
+    if _COMMIT_PATTERN.fullmatch(reference.revision) and _find_cached_commit(huggingface_hub, reference):
         return str(reference)
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return _pin_from_cache(huggingface_hub, reference, "HF_HUB_OFFLINE is set")
@@ -165,7 +167,7 @@ def _download(library: Any, reference: Reference, *, is_offline: bool = False) -
         repo_type=reference.kind,
         revision=reference.revision or None,
         allow_patterns=reference.patterns,
-        ignore_patterns=["*/*", *PICKLES] if reference.kind == "model" else None,
+        ignore_patterns=["*/*", *PICKLE_PATTERNS] if reference.kind == "model" else None,
         local_files_only=is_offline,
     )
     return snapshot
@@ -199,7 +201,7 @@ def _check_files(reference: Reference, names: Sequence[str]) -> None:
             f"{reference}: none of its files can be read ({have}). Name a repository with {read}."
         )
     has_weights = any(fnmatch(name, "*.safetensors") for name in names)
-    pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLES)]
+    pickles = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLE_PATTERNS)]
     if reference.kind == "model" and pickles and not has_weights:
         raise UsageError(
             f"{reference}: its weights are pickles ({pickles[0]}), which are never loaded. Name a repository"

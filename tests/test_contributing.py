@@ -457,7 +457,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     module = ModuleType("bundle.cli.count")
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-    def count(recipe: options.Recipe, request: JobRequest, as_json: options.JSON = False) -> None:
+    def count(recipe: options.Recipe, request: JobRequest, as_json: options.JSON_OPTION = False) -> None:
         """Print how many steps a recipe has."""
         read: Recipe = request.load_recipe(recipe)
         if read.train.steps == 37:

@@ -14,7 +14,13 @@ from packaging.version import Version
 
 from bundle import files
 from bundle.environment import compatibility
-from bundle.environment.compatibility import FILE, PYTHON, Combination, CombinationTable, PinnedImage
+from bundle.environment.compatibility import (
+    COMPATIBILITY_FILE,
+    PYTHON,
+    Combination,
+    CombinationTable,
+    PinnedImage,
+)
 from bundle.errors import UsageError
 from tools.command import run
 from tools.images.definition import Definition
@@ -89,11 +95,15 @@ def add(
     ] = None,
 ) -> None:
     """Put what runs have written into the table; a command's row of the same versions is replaced."""
-    known = compatibility.parse(FILE.read_text("utf-8"), FILE.name) if FILE.exists() else None
+    known = (
+        compatibility.parse(COMPATIBILITY_FILE.read_text("utf-8"), COMPATIBILITY_FILE.name)
+        if COMPATIBILITY_FILE.exists()
+        else None
+    )
     rows = {_key(row): row for row in known.combinations} if known else {}
     for file in records or ():
         rows |= {_key(row): row for row in recorded(file)}
-    write(FILE, rows.values(), load_definition(Path.cwd()))
+    write(COMPATIBILITY_FILE, rows.values(), load_definition(Path.cwd()))
 
 
 @app.command()

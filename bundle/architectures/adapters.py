@@ -26,8 +26,8 @@ ALL_LINEAR = "all-linear"  # as a target, PEFT's word for every one of them
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME_PREFIX = "base_model.model."  # of every published name in WEIGHTS
 _FIELD_BY_PEFT_KEY = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-_DROPOUT = "lora_dropout"
-FLAGS = ("use_rslora", "use_dora")  # change what adapters compute; false where a file has none
+_DROPOUT_KEY = "lora_dropout"
+VARIANT_FLAGS = ("use_rslora", "use_dora")  # change what adapters compute; false where a file has none
 # These keys say how an adapter is initialized, trained or loaded, not what it computes.
 _IGNORED_KEYS = {
     "auto_mapping",
@@ -186,7 +186,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         refused.append(f"bias {format_value(settings['bias'])}: training biases is not supported")
     refused += [f"{key}: missing" for key in _FIELD_BY_PEFT_KEY if settings.get(key) is None]
     refused += _find_invalid_settings(settings)
-    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT, *FLAGS}
+    known = {*_FIELD_BY_PEFT_KEY, *_IGNORED_KEYS, _DROPOUT_KEY, *VARIANT_FLAGS}
     known |= {"peft_type", "init_lora_weights", "bias"}
     refused += [
         f"{files.to_printable(key)[:60]} {format_value(value)}: not supported"
@@ -199,8 +199,8 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     return values | {
         "targets": sorted(values["targets"]),
         "alpha": float(values["alpha"]),
-        "dropout": float(settings.get(_DROPOUT) or 0),
-        **{flag: bool(settings.get(flag)) for flag in FLAGS},
+        "dropout": float(settings.get(_DROPOUT_KEY) or 0),
+        **{flag: bool(settings.get(flag)) for flag in VARIANT_FLAGS},
     }
 
 
@@ -211,10 +211,10 @@ def _find_invalid_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"r {format_value(rank)}: must be a whole number above 0"
     if alpha is not None and not (type(alpha) in (int, float) and 0 < alpha < _LARGEST_ALPHA):
         yield f"lora_alpha {format_value(alpha)}: must be a number above 0"
-    dropout = settings.get(_DROPOUT)
+    dropout = settings.get(_DROPOUT_KEY)
     if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
-        yield f"{_DROPOUT} {format_value(dropout)}: must be a number from 0 and below 1"
-    for flag in FLAGS:
+        yield f"{_DROPOUT_KEY} {format_value(dropout)}: must be a number from 0 and below 1"
+    for flag in VARIANT_FLAGS:
         if not isinstance(settings.get(flag), bool | None):
             yield f"{flag} {format_value(settings[flag])}: must be true or false"
     if isinstance(targets, str):
@@ -239,8 +239,8 @@ def build_adapter_config(values: Mapping[str, Any], base: str | None) -> Mapping
         "r": values["rank"],
         "lora_alpha": values["alpha"],
         "target_modules": list(values["targets"]),
-        _DROPOUT: values["dropout"],
-        **{flag: values[flag] for flag in FLAGS},
+        _DROPOUT_KEY: values["dropout"],
+        **{flag: values[flag] for flag in VARIANT_FLAGS},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,

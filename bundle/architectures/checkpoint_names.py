@@ -91,8 +91,8 @@ def find_expert_name(name: str, first_expert: int) -> str:
     return f"{name[: match.start()]}experts.local_experts.{first_expert + int(local)}.{projection}.{kind}"
 
 
-_LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
+_LAYER_PATTERN = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
+_EXPERT_PATTERN = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 
 
 class CheckpointLocation(NamedTuple):
@@ -156,7 +156,7 @@ def count_stacked_dims(key: str) -> int:
 def _iterate_locations(
     tensor: Tensor, architecture: Architecture, *, is_stacked: bool
 ) -> Iterator[CheckpointLocation]:
-    match = _LAYER.fullmatch(tensor.name)
+    match = _LAYER_PATTERN.fullmatch(tensor.name)
     if match is None:
         yield CheckpointLocation(tensor.name)
         return
@@ -165,7 +165,7 @@ def _iterate_locations(
     entries: tuple[int, ...] = ()
     is_decoder = layers.startswith("decoder")
     has_experts = bool(architecture.layer_pattern[int(number) if is_decoder else -1])
-    if expert := _EXPERT.fullmatch(rest):
+    if expert := _EXPERT_PATTERN.fullmatch(rest):
         assert architecture.moe is not None
         entry, entries = (int(expert[1]),), (architecture.moe.num_experts,)
         rest = f"mlp.experts.experts.{expert[2]}"

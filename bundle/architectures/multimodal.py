@@ -166,7 +166,7 @@ def list_tower_tensors(vision: VisionArchitecture, width: int) -> Iterator[Named
 
     They have the names of transformers' modules and the order of their registration.
     """
-    yield from _TOWERS[vision.family](vision, width)
+    yield from _TOWER_TENSORS[vision.family](vision, width)
 
 
 def _list_windowed_tensors(vision: VisionArchitecture, width: int) -> Iterator[NamedShape]:
@@ -224,7 +224,7 @@ def _list_linear_tensors(name: str, rows: int, columns: int) -> Iterator[NamedSh
     yield f"{name}.bias", (rows,)
 
 
-_TOWERS = {"qwen2_5_vl": _list_windowed_tensors, "qwen3_vl": _list_deepstack_tensors}
+_TOWER_TENSORS = {"qwen2_5_vl": _list_windowed_tensors, "qwen3_vl": _list_deepstack_tensors}
 
 FAMILIES: dict[str, Callable[[ConfigKeys], Architecture]] = {
     reader.__name__: reader for reader in (qwen2_5_vl, qwen3_vl, qwen3_vl_moe)

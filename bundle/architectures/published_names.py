@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-_MODEL = {
+_MODEL_NAMES = {
     "embedding.word_embeddings": "{decoder}embed_tokens",
     "decoder.final_layernorm": "{decoder}norm",
     "output_layer": "lm_head",
 }
-_LAYER = {
+_LAYER_NAMES = {
     "input_layernorm": "input_layernorm",
     "self_attention.linear_proj": "self_attn.o_proj",
     "self_attention.linear_qkv": "self_attn.{q,k,v}_proj",
@@ -30,7 +30,7 @@ _LAYER = {
     "mlp.shared_experts.linear_fc1": "mlp.shared_experts.{gate,up}_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_experts.down_proj",
 }
-_MIXTRAL = {
+_MIXTRAL_NAMES = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.local_experts.#.linear_fc1": "block_sparse_moe.experts.#.{w1,w3}",
     "mlp.experts.local_experts.#.linear_fc2": "block_sparse_moe.experts.#.w2",
@@ -39,7 +39,7 @@ _GPT_OSS = {
     "self_attention.core_attention": "self_attn",
     "mlp.router": "mlp.router",
 }
-_HYBRID = {
+_HYBRID_NAMES = {
     "self_attention": "linear_attn",
     "self_attention.conv1d": "linear_attn.conv1d",
     "self_attention.out_norm": "linear_attn.norm",
@@ -50,11 +50,11 @@ _HYBRID = {
 }
 _FUSED_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkvz,ba}"}
 _SPLIT_PROJECTIONS = {"self_attention.in_proj": "linear_attn.in_proj_{qkv,z,b,a}"}
-_STACKED = {
+_STACKED_NAMES = {
     "mlp.experts.local_experts.#.linear_fc1": "mlp.experts.gate_up_proj",
     "mlp.experts.local_experts.#.linear_fc2": "mlp.experts.down_proj",
 }
-_LATENT = {
+_LATENT_NAMES = {
     "self_attention.linear_q_proj": "self_attn.q_proj",
     "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
     "self_attention.q_layernorm": "self_attn.q_a_layernorm",
@@ -84,7 +84,7 @@ class PublishedNames:
     """
 
     architecture: str  # what configs name in `architectures`: the class of transformers, or of the repository
-    layer_modules: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    layer_modules: Mapping[str, str] = field(default_factory=lambda: _LAYER_NAMES)
     mtp: MTPNames | None = None
     decoder_prefix: str = "model."
     vision_prefix: str = ""
@@ -101,7 +101,7 @@ class PublishedNames:
 
     def find_model_module(self, module: str) -> str:
         """Return the published name of a module outside all layers."""
-        return _MODEL[module].format(decoder=self.decoder_prefix)
+        return _MODEL_NAMES[module].format(decoder=self.decoder_prefix)
 
     def to_transformers_name(self, name: str) -> str:
         """Return transformers' own name of the published `name`."""
@@ -167,35 +167,37 @@ _NOAUX_TC = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noa
 PUBLISHED_NAMES: dict[str, PublishedNames] = {
     "llama": PublishedNames("LlamaForCausalLM"),
     "mistral": PublishedNames("MistralForCausalLM"),
-    "mixtral": PublishedNames("MixtralForCausalLM", _LAYER | _MIXTRAL),
+    "mixtral": PublishedNames("MixtralForCausalLM", _LAYER_NAMES | _MIXTRAL_NAMES),
     "qwen2": PublishedNames("Qwen2ForCausalLM"),
     "mimo": PublishedNames("MiMoForCausalLM", mtp=_MIMO_MTP),
     "qwen3": PublishedNames("Qwen3ForCausalLM"),
     "qwen3_moe": PublishedNames("Qwen3MoeForCausalLM"),
     "deepseek_v2": PublishedNames(
         "DeepseekV2ForCausalLM",
-        _LAYER | _LATENT,
+        _LAYER_NAMES | _LATENT_NAMES,
         config_defaults={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "deepseek_v3": PublishedNames(
-        "DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+        "DeepseekV3ForCausalLM", _LAYER_NAMES | _LATENT_NAMES, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
     ),
     "kimi_k2": PublishedNames(
-        "DeepseekV3ForCausalLM", _LAYER | _LATENT, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+        "DeepseekV3ForCausalLM", _LAYER_NAMES | _LATENT_NAMES, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
     ),
     "glm4_moe": PublishedNames("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
-    "gpt_oss": PublishedNames("GptOssForCausalLM", _LAYER | _STACKED | _GPT_OSS, stacked_experts="turns"),
+    "gpt_oss": PublishedNames(
+        "GptOssForCausalLM", _LAYER_NAMES | _STACKED_NAMES | _GPT_OSS, stacked_experts="turns"
+    ),
     "qwen3_next": PublishedNames(
         "Qwen3NextForCausalLM",
-        _LAYER | _HYBRID | _FUSED_PROJECTIONS,
+        _LAYER_NAMES | _HYBRID_NAMES | _FUSED_PROJECTIONS,
         ignored_prefix="mtp.",
         has_key_head_order=True,
     ),
     "qwen3_5_text": PublishedNames(
-        "Qwen3_5ForCausalLM", _LAYER | _HYBRID | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+        "Qwen3_5ForCausalLM", _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
     ),
     "qwen3_5_moe_text": PublishedNames(
-        "Qwen3_5MoeForCausalLM", _LAYER | _HYBRID | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
+        "Qwen3_5MoeForCausalLM", _LAYER_NAMES | _HYBRID_NAMES | _SPLIT_PROJECTIONS, ignored_prefix="mtp."
     ),
     "qwen2_5_vl": PublishedNames(
         "Qwen2_5_VLForConditionalGeneration",
@@ -209,7 +211,7 @@ PUBLISHED_NAMES: dict[str, PublishedNames] = {
     ),
     "qwen3_vl_moe": PublishedNames(
         "Qwen3VLMoeForConditionalGeneration",
-        _LAYER | _STACKED,
+        _LAYER_NAMES | _STACKED_NAMES,
         decoder_prefix="model.language_model.",
         vision_prefix="model.visual.",
         stacked_experts="copy",

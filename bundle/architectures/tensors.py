@@ -14,7 +14,7 @@ from bundle.architectures.architecture import MLA, Architecture, DeltaNet, pad_v
 from bundle.architectures.published_names import PUBLISHED_NAMES, PublishedNames, build_suffix
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-SINKS = "softmax_offset"  # what megatron-core and Transformer Engine call a layer's learned sinks
+SINKS_NAME = "softmax_offset"  # what megatron-core and Transformer Engine call a layer's learned sinks
 TOWER_PREFIX = (
     "vision.tower."  # what the names of a vision tower's tensors begin with; every tp rank holds it whole
 )
@@ -23,7 +23,7 @@ _PROJECTOR_PREFIXES = (f"{TOWER_PREFIX}merger.", f"{TOWER_PREFIX}deepstack_merge
 # How tensor-parallel ranks cut modules: the dimension, and the shares of its blocks that are cut one by one
 # (gate and up). Experts are cut alike, by expert tensor parallelism.
 _ONE_BLOCK = (1,)
-_CUTS = {
+_SPLIT_AXES = {
     "word_embeddings": (0, _ONE_BLOCK),
     "output_layer": (0, _ONE_BLOCK),
     "linear_qkv": (0, _ONE_BLOCK),
@@ -37,7 +37,7 @@ _CUTS = {
     "out_proj": (1, _ONE_BLOCK),
 }
 # Tensors with an entry for each head; a rank has the entries of its own heads.
-_HEAD_TENSORS = (SINKS, "A_log", "dt_bias")
+_HEAD_TENSORS = (SINKS_NAME, "A_log", "dt_bias")
 
 
 class Cut(NamedTuple):
@@ -61,9 +61,9 @@ def find_cut(name: str, net: DeltaNet | None = None) -> Cut | None:
         return None
     if net is not None and module in ("in_proj", "conv1d"):
         return Cut("tp", 0, net.projection_widths if module == "in_proj" else net.convolution_widths)
-    if module not in _CUTS:
+    if module not in _SPLIT_AXES:
         return None
-    dim, blocks = _CUTS[module]
+    dim, blocks = _SPLIT_AXES[module]
     if kind == "bias" and dim == 1:
         return None
     return Cut("etp" if is_expert(name) else "tp", dim, blocks)
@@ -378,7 +378,7 @@ def _build_attention(a: Architecture, builder: _LayerBuilder) -> Iterator[Tensor
         qkv_rule = _build_gated_query_rule(heads, width)._replace(repeats=groups)
     rows = sum(qkv_rule.widths) * groups
     if a.sinks:
-        yield builder.build_tensor(f"{prefix}.core_attention", (a.num_attention_heads,), kind=SINKS)
+        yield builder.build_tensor(f"{prefix}.core_attention", (a.num_attention_heads,), kind=SINKS_NAME)
     yield builder.build_tensor(f"{prefix}.linear_proj", (a.hidden_size, a.num_attention_heads * width))
     if a.linear_bias:
         yield builder.build_tensor(f"{prefix}.linear_proj", (a.hidden_size,), kind="bias")

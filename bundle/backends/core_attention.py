@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from bundle.architectures.tensors import SINKS
+from bundle.architectures.tensors import SINKS_NAME
 from bundle.capabilities import AttentionKernel
 from bundle.errors import UsageError
 
@@ -56,7 +56,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.groups = pg_collection if pg_collection is not None else model_comm_pgs
         self.window = _find_window(config, layer_number)
-        self.register_parameter(SINKS, None)
+        self.register_parameter(SINKS_NAME, None)
         if getattr(config, "softmax_type", "vanilla") == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             factory_options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
@@ -133,7 +133,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         """Return the sinks, cut by heads; an empty dict without sinks."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            state, prefix, {SINKS: 0}, sharded_offsets
+            state, prefix, {SINKS_NAME: 0}, sharded_offsets
         )
         return sharded
 

@@ -206,8 +206,8 @@ MINDSPEED = ASCEND._replace(
     ),
 )
 
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
-_EXPERTS = "megatron.core.transformer.moe.moe_utils"
+_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 
 # Replacements besides those of torch-npu's transfer_to_npu, as "module:attribute", and why. Names in torch
 # are replaced before megatron is imported.
@@ -221,16 +221,17 @@ FACADE = {
     "megatron.core.fusions.fused_bias_swiglu:swiglu": "npu_swiglu, where model.operators has swiglu: every"
     " fused gate comes to it",
     "megatron.core.fusions.fused_bias_swiglu:swiglu_back": "its gradient: npu_swiglu_backward",
-    f"{_ROPE}:_apply_rotary_pos_emb_bshd": "npu_rotary_mul, where model.operators has rotary: every rotation"
-    " that no kernel of Transformer Engine's computes comes to it",
-    f"{_EXPERTS}:HAVE_TE": "megatron asks it before it calls the next five, which are Transformer Engine's or"
-    " nobody's",
-    f"{_EXPERTS}:fused_permute": "npu_moe_token_permute_with_routing_map, where model.operators has permute",
-    f"{_EXPERTS}:fused_permute_with_probs": "the same, with the router's weights",
-    f"{_EXPERTS}:fused_unpermute": "npu_moe_token_unpermute_with_routing_map",
-    f"{_EXPERTS}:fused_sort_chunks_by_index": "rows of all ranks put in the order of the experts, by index:"
-    " torch-npu has no operator for it",
-    f"{_EXPERTS}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
+    f"{_ROPE_MODULE}:_apply_rotary_pos_emb_bshd": "npu_rotary_mul, where model.operators has rotary:"
+    " every rotation that no kernel of Transformer Engine's computes comes to it",
+    f"{_MOE_UTILS_MODULE}:HAVE_TE": "megatron asks it before it calls the next five, which are Transformer"
+    " Engine's or nobody's",
+    f"{_MOE_UTILS_MODULE}:fused_permute": "npu_moe_token_permute_with_routing_map, where model.operators has"
+    " permute",
+    f"{_MOE_UTILS_MODULE}:fused_permute_with_probs": "the same, with the router's weights",
+    f"{_MOE_UTILS_MODULE}:fused_unpermute": "npu_moe_token_unpermute_with_routing_map",
+    f"{_MOE_UTILS_MODULE}:fused_sort_chunks_by_index": "rows of all ranks put in the order of the experts, by"
+    " index: torch-npu has no operator for it",
+    f"{_MOE_UTILS_MODULE}:fused_sort_chunks_by_index_with_probs": "the same, with the router's weights",
 }
 
 # The replacements that stay beside MindSpeed's. Of those in torch it is get_device_capability, which
@@ -239,9 +240,9 @@ MINDSPEED_FACADE = tuple(target for target in FACADE if target not in ("torch:co
 
 # Functions that MindSpeed replaces on every machine and that are restored, by the names that it registers.
 RESTORED_FUNCTIONS = {
-    f"{_ROPE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15 turns no"
-    " pack",
-    f"{_ROPE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine; ours is"
+    f"{_ROPE_MODULE}.apply_rotary_pos_emb": "loses the group of context-parallel ranks, without which 0.15"
+    " turns no pack",
+    f"{_ROPE_MODULE}._apply_rotary_pos_emb_bshd": "its kernel is C++ to be compiled on the machine; ours is"
     " torch-npu's",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": "does not know the form"
     " that checkpoints have from 0.15 on",

@@ -8,7 +8,7 @@ from bundle.capabilities import (
     KernelChoice,
     LayerTraits,
 )
-from bundle.capabilities.cuda import CUDA, FLASH, FUSED, UNFUSED
+from bundle.capabilities.cuda import CUDA, FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION
 from bundle.fp8 import FORMATS, SCALINGS
 
 _IMPLEMENTATION = "torch's cpu kernels, with the refusals of {}"
@@ -38,7 +38,11 @@ CPU = Capabilities(
             context_parallel=True,
             explain_device_refusal=None,
         )
-        for kernel in (FLASH, FUSED, UNFUSED._replace(sinks=("bshd", "thd", "cp")))
+        for kernel in (
+            FLASH_ATTENTION,
+            FUSED_ATTENTION,
+            UNFUSED_ATTENTION._replace(sinks=("bshd", "thd", "cp")),
+        )
     ),
     auto_attention=KernelChoice(
         "unfused", "supports every layout; on the CPU all three kernels cost the same"

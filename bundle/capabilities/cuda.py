@@ -39,7 +39,7 @@ TRANSFORMER_ENGINE = LayerTraits(
     " 2,048 to 8,192 tokens took 4.1 to 64.4 GiB in deterministic attention of 16 heads",
 )
 # Up to 256 by flash-attention's README; one size by Megatron-LM#3003 and TransformerEngine#2629.
-FLASH = AttentionKernel(
+FLASH_ATTENTION = AttentionKernel(
     name="flash",
     implementation="flash-attention 2, through Transformer Engine",
     head_dims={"thd": "equal", "bshd": "equal"},
@@ -70,7 +70,7 @@ def _explain_cudnn_refusal(generation: str, layout: str, width: int, value_width
 
 # On an H200, thd heads of 192/128, 96/64 and 256/256 ran, while 576/512 went to the unfused kernel. Sinks by
 # get_attention_backend (002a3e57, 2.11): no packs, which 2.12 supports, and cp only with a2a.
-FUSED = AttentionKernel(
+FUSED_ATTENTION = AttentionKernel(
     name="fused",
     implementation="cuDNN's attention, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
@@ -79,7 +79,7 @@ FUSED = AttentionKernel(
     explain_device_refusal=_explain_cudnn_refusal,
     source="runs on an H200; Transformer Engine's get_attention_backend (2.11) and fused_attn.cpp (015d346d)",
 )
-UNFUSED = AttentionKernel(
+UNFUSED_ATTENTION = AttentionKernel(
     name="unfused",
     implementation="matrix products and a softmax, through Transformer Engine",
     head_dims={"thd": "any", "bshd": "any"},
@@ -126,7 +126,7 @@ CUDA = Capabilities(
     device="cuda",
     collectives="nccl",
     layers=TRANSFORMER_ENGINE,
-    kernels=(FLASH, FUSED, UNFUSED),
+    kernels=(FLASH_ATTENTION, FUSED_ATTENTION, UNFUSED_ATTENTION),
     auto_attention=KernelChoice(
         "auto", "Transformer Engine chooses a kernel that supports the input, call by call"
     ),

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from bundle import files
 from bundle.architectures import identity
 from bundle.checkpoints import manifest, rng, state
-from bundle.checkpoints.directory import MEGATRON, CheckpointDirectory
+from bundle.checkpoints.directory import MEGATRON_FOLDER, CheckpointDirectory
 from bundle.distributed.world import run_on_all_ranks, run_on_rank_0
 from bundle.engine import Engine
 from bundle.errors import BundleError, JobFailed
@@ -69,11 +69,13 @@ class Checkpoints:
             with engine.runtime.megatron_calls():
                 if self.background:
                     writing = megatron_checkpoints.AsyncSave(
-                        partial / MEGATRON, engine.checkpoint_modules, engine.optimizer
+                        partial / MEGATRON_FOLDER, engine.checkpoint_modules, engine.optimizer
                     )
                     self._writing = (train_state.step, writing)
                     return
-                megatron_checkpoints.save(partial / MEGATRON, engine.checkpoint_modules, engine.optimizer)
+                megatron_checkpoints.save(
+                    partial / MEGATRON_FOLDER, engine.checkpoint_modules, engine.optimizer
+                )
             self._publish(train_state.step)
 
     def poll(self, *, wait: bool = False) -> int | None:
@@ -127,7 +129,10 @@ class Checkpoints:
         self._refuse_damaged(directory)
         self._read_saved(directory)
         engine = self.engine
-        with _wrap_load_errors(directory / MEGATRON) as megatron_directory, engine.runtime.megatron_calls():
+        with (
+            _wrap_load_errors(directory / MEGATRON_FOLDER) as megatron_directory,
+            engine.runtime.megatron_calls(),
+        ):
             megatron_checkpoints.load_weights(megatron_directory, engine.checkpoint_modules, engine.optimizer)
 
     def _refuse_damaged(self, directory: Path) -> None:
@@ -139,7 +144,7 @@ class Checkpoints:
         with engine.runtime.megatron_calls():
             rng.write(partial, dist.get_rank(), engine.device)
         if dist.get_rank() == 0:
-            (partial / MEGATRON).mkdir()
+            (partial / MEGATRON_FOLDER).mkdir()
             state.SavedState(
                 state=train_state,
                 scheduler=engine.scheduler.state_dict(),
@@ -217,7 +222,10 @@ class Checkpoints:
         """
         saved, engine = self._read_saved(directory), self.engine
         state.refuse_another_optimizer(directory, saved, engine.recipe.optimizer)
-        with _wrap_load_errors(directory / MEGATRON) as megatron_directory, engine.runtime.megatron_calls():
+        with (
+            _wrap_load_errors(directory / MEGATRON_FOLDER) as megatron_directory,
+            engine.runtime.megatron_calls(),
+        ):
             megatron_checkpoints.load(
                 megatron_directory, engine.checkpoint_modules, engine.optimizer, saved.sharding
             )

@@ -8,11 +8,11 @@ from pathlib import Path
 from bundle import files
 
 LATEST, BEST = "latest", "best"
-MEGATRON = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
-_COMPLETE = re.compile(r"step-(\d{8,})")
+MEGATRON_FOLDER = "megatron"  # megatron's own folder inside a checkpoint, which Megatron-LM's tools read
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL, _LEAVING, _DAMAGED = ".writing-", ".deleting-", "damaged-"
 _OWN_NAME = re.compile(
-    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_COMPLETE.pattern}|{LATEST}|\.{LATEST}\.\d+|{BEST}"
+    rf"\{_PARTIAL}\d{{8,}}|(\{_LEAVING})?({_DAMAGED})?{_CHECKPOINT_NAME.pattern}|{LATEST}|\.{LATEST}\.\d+|{BEST}"
 )
 
 
@@ -33,7 +33,9 @@ class CheckpointDirectory:
         """
         if not files.is_directory(self.root):
             return []
-        matches = (_COMPLETE.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir())
+        matches = (
+            _CHECKPOINT_NAME.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir()
+        )
         return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
     def create_partial(self, step: int) -> Path:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from bundle import files
 from bundle.mcore import groups
 
-_MEGATRON = "megatron."
+_MEGATRON_PREFIX = "megatron."
 
 
 def write(directory: Path, rank: int, device: torch.device) -> None:
@@ -29,7 +29,7 @@ def write(directory: Path, rank: int, device: torch.device) -> None:
     }
     if device.type != "cpu":
         tensors["device"] = torch.get_device_module(device).get_rng_state()
-    tensors |= {_MEGATRON + name: state for name, state in groups.get_random_states().items()}
+    tensors |= {_MEGATRON_PREFIX + name: state for name, state in groups.get_random_states().items()}
     rest = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     path = _get_path(directory, rank)
     try:
@@ -51,7 +51,7 @@ def read(directory: Path, rank: int, device: torch.device) -> None:
     if "device" in tensors:
         torch.get_device_module(device).set_rng_state(tensors["device"])
     groups.set_random_states(
-        {n.removeprefix(_MEGATRON): t for n, t in tensors.items() if n.startswith(_MEGATRON)}
+        {n.removeprefix(_MEGATRON_PREFIX): t for n, t in tensors.items() if n.startswith(_MEGATRON_PREFIX)}
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bundle import files
 from bundle.architectures import identity
-from bundle.architectures.adapters import FLAGS
+from bundle.architectures.adapters import VARIANT_FLAGS
 from bundle.errors import UsageError
 from bundle.recipe import Recipe
 from bundle.recipe.sections import Optimizer
@@ -81,7 +81,7 @@ def describe_adapters(recipe: Recipe, *, loaded: bool) -> dict[str, Any] | None:
         return None
     base_weights = "the weights of model.path" if loaded else f"random weights of seed {recipe.seed}"
     described: dict[str, Any] = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-    flags = {flag: True for flag in FLAGS if getattr(lora, flag)}  # older checkpoints name none
+    flags = {flag: True for flag in VARIANT_FLAGS if getattr(lora, flag)}  # older checkpoints name none
     return described | flags | {"beside": base_weights}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bundle.data import Corpus
 
 # SFT: the default of transformers' TrainingArguments and of ms-swift. DPO: as for Zephyr and Tulu 3.
-EPOCHS = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
+DEFAULT_EPOCHS = {"sft": 3.0, "dpo": 1.0, "pretrain": 1.0}
 SHORTEST_SAMPLE = 64
 PACK_LENGTH = 8192  # the pack length of the ready jobs (`recipes list`)
 PRETRAIN_LENGTH = 4096  # the length of the first stage of Qwen3's and OLMo 2's pre-training
@@ -124,7 +124,7 @@ def _list_final_choices(spec: TaskSpec, recipe: Recipe, choices: Sequence[KeyCho
 
 def _choose_from_spec(spec: TaskSpec) -> list[KeyChoice]:
     """Return the choices in the user's values, and those that follow from the task alone."""
-    epochs = EPOCHS[spec.task] if spec.epochs is None else spec.epochs
+    epochs = DEFAULT_EPOCHS[spec.task] if spec.epochs is None else spec.epochs
     choices = [
         KeyChoice("name", spec.name, "names the run directory"),
         KeyChoice("task", spec.task, "the kind of training"),

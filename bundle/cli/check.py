@@ -34,7 +34,7 @@ def check(
     resume: options.Resume = False,
     hardware: options.Hardware = "",
     samples: Annotated[int, typer.Option(min=0, max=100, help="Samples to show.")] = 3,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Read the data as `train` does, and report its counts; `train` then uses the tokens made here."""
     request = JobRequest(overrides, run_directory, resume, start_from, weights_only)

@@ -28,7 +28,7 @@ def doctor(
         bool, typer.Option("--acceptance", help="Also compute, exchange, train and prove here: half an hour.")
     ] = False,
     backend: options.MachineBackend = "auto",
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Examine the machine and the installed packages; ends with 3 if something must be fixed first."""

@@ -55,7 +55,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="Set the temperature; 0 is greedy.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus sampling: total probability.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Set the seed of sampling.")] = 0,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Generate answers: with the chat template of the training, or as text that is continued."""
     weights.refuse_missing(model)

@@ -10,12 +10,12 @@ import typer
 
 from bundle import files
 from bundle.cli import options
-from bundle.cli.building import EPOCHS, KeyChoice, TaskSpec, build_recipe
+from bundle.cli.building import DEFAULT_EPOCHS, KeyChoice, TaskSpec, build_recipe
 from bundle.cli.request import JobRequest
 from bundle.errors import UsageError
 from bundle.recipe.document import to_yaml
 
-_HEAD = "# Written by `mcore-bundle init`; docs/recipe.md lists every key.\n"
+_HEAD_COMMENT = "# Written by `mcore-bundle init`; docs/recipe.md lists every key.\n"
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -25,7 +25,10 @@ def init(
     model: options.Model,
     data: options.Data,
     task: Annotated[
-        str, typer.Option(callback=options.allow_only(EPOCHS), help=f"Choose one of {', '.join(EPOCHS)}.")
+        str,
+        typer.Option(
+            callback=options.allow_only(DEFAULT_EPOCHS), help=f"Choose one of {', '.join(DEFAULT_EPOCHS)}."
+        ),
     ] = "sft",
     lora: options.Lora = False,
     epochs: options.Epochs = None,
@@ -46,7 +49,7 @@ def init(
         )
     request = JobRequest(overrides=overrides)
     built = build_recipe(TaskSpec(task, model, data, lora, epochs, hardware, request))
-    files.write_text(output, _HEAD + "".join(_format_commented_yaml(_build_tree(built.choices))))
+    files.write_text(output, _HEAD_COMMENT + "".join(_format_commented_yaml(_build_tree(built.choices))))
     shell_path = shlex.quote(str(output if output.suffix in (".yaml", ".yml") else output.absolute()))
     print(f"written: {output}")
     print("\n".join(f"next: mcore-bundle {verb} {shell_path}" for verb in ("plan", "check", "train")))

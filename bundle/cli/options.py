@@ -110,7 +110,7 @@ ImageRecordOrNone = Annotated[
 ]
 Mcore = Annotated[str, typer.Option(metavar="VERSION|PATH", help="Replace the installed megatron-core.")]
 AllowDrift = Annotated[list[str] | None, typer.Option(metavar="ID", help="Continue when this patch drifted.")]
-JSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, not lines.")]
+JSON_OPTION = Annotated[bool, typer.Option("--json", help="Print one JSON object, not lines.")]
 
 
 Hardware = Annotated[

@@ -39,7 +39,7 @@ def plan(
         list[str] | None, typer.Option(metavar="ID", help="Apply an opt-in patch, or fail.")
     ] = None,
     allow_drift: options.AllowDrift = None,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Decide about every patch; ends with 4 if the job needs one that cannot be applied."""
@@ -73,7 +73,7 @@ def audit(
         str,
         typer.Option(metavar="WORD,...", help="List the features of the jobs: mtp,cp,packed. Default: any."),
     ] = "",
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Name the silent defects of an environment's megatron-core; ends with 4 where one reaches the jobs."""
@@ -88,7 +88,7 @@ def verify(
         list[str] | None, typer.Argument(metavar="[ID]...", help="Prove these. Default: all that apply.")
     ] = None,
     backend: options.MachineBackend = "auto",
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Prove patches in child processes; ends with 4 if one does not do what it is for."""
     from bundle.environment import compatibility, hardware
@@ -126,7 +126,7 @@ def verify(
 
 
 @app.command("list")
-def list_(as_json: options.JSON = False) -> None:
+def list_(as_json: options.JSON_OPTION = False) -> None:
     """List all patches, seams, traps and facades."""
     from bundle.capabilities import ascend, cpu
     from bundle.patches.catalogue import PATCHES, SEAMS, TRAPS

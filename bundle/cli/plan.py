@@ -37,7 +37,7 @@ def plan(
     job: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the job to this file, for `train --job FILE`.")
     ] = None,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Plan a job: layout, memory, patches, traps, environment and command, then what would stop it."""
     loaded_recipe = request.load_recipe(recipe)

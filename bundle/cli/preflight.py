@@ -32,7 +32,7 @@ def preflight(
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
     wait: options.Wait = command.WAIT_SECONDS,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
     log_level: options.LogLevel = "",
 ) -> None:
     """Make this node compute, write, read and send to others; ends with 3 if the node is unfit."""

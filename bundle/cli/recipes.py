@@ -11,13 +11,13 @@ from bundle.cli import options
 from bundle.recipe import Recipe, describe_built_in, find_recipe, list_built_in, load
 
 # The dialect of pydantic's schemas.
-DIALECT = GenerateJsonSchema.schema_dialect
+SCHEMA_DIALECT = GenerateJsonSchema.schema_dialect
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 
 
 @app.command("list")
-def list_(as_json: options.JSON = False) -> None:
+def list_(as_json: options.JSON_OPTION = False) -> None:
     """List the built-in recipes."""
     recipes = [{"name": name, "about": describe_built_in(name)} for name in list_built_in()]
     if as_json:
@@ -32,13 +32,13 @@ def list_(as_json: options.JSON = False) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a recipe, for editors: they complete keys and show what each means."""
-    print(json.dumps({"$schema": DIALECT, **Recipe.model_json_schema()}, indent=2))
+    print(json.dumps({"$schema": SCHEMA_DIALECT, **Recipe.model_json_schema()}, indent=2))
 
 
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="A built-in recipe, or the path of a file.")],
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Print the file of a recipe, to save and change; with --json, every key resolved."""
     if as_json:

@@ -7,7 +7,7 @@ import typer
 
 from bundle.cli import options
 from bundle.environment import compatibility, hardware
-from bundle.environment.compatibility import EMULATED, PYTHON, Combination, CombinationAdvice
+from bundle.environment.compatibility import EMULATED_DEVICE, PYTHON, Combination, CombinationAdvice
 from bundle.errors import EnvironmentUnfit
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -20,7 +20,7 @@ def resolve(
         typer.Option(metavar="VERSION", help="Ask for a release or a minor: 0.17.1 or 0.17. Default: any."),
     ] = "",
     backend: options.MachineBackend = "auto",
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Print versions that were seen together, as constraints for pip; ends with 3 if there are none."""
     backend = hardware.detect("auto").backend if backend == "auto" else backend
@@ -42,7 +42,7 @@ def _format_lines(combination: Combination, answer: CombinationAdvice, mcore: st
         source = f", {listed.source}" if listed.source else ""
         lines.append(f"#   {listed.device}, {listed.date}{source}: {listed.command}")
         lines += [f"#     {proof}" for proof in listed.proven]
-    if combination.device == EMULATED:
+    if combination.device == EMULATED_DEVICE:
         lines.append("# emulated: the vendor's libraries were stand-ins, and nothing ran on a device")
     lines += [f"# not this: {_format_image_pins(image)}" for image in answer.images if image.unproven]
     pins = _list_pins(combination, mcore)

@@ -45,7 +45,7 @@ def tune(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Find the layout, micro-batch size, recomputation and offload that train a recipe fastest."""
     if output is not None and output.exists() and not force:

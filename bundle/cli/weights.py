@@ -160,7 +160,7 @@ def import_(
 def diff(
     first: Annotated[Path, typer.Argument(help="A Hugging Face directory, a run or a checkpoint.")],
     second: Annotated[Path, typer.Argument(help="The other one.")],
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """Compare two models tensor by tensor: names, shapes, dtypes, values; ends with 1 where they differ."""
     from bundle.models.conversion import find_differences
@@ -187,7 +187,7 @@ def find_checkpoint(
     """Return a checkpoint's tensors, and the recipe of its run, if the run is one of ours."""
     refuse_missing(path)
     from bundle.checkpoints import manifest
-    from bundle.checkpoints.directory import MEGATRON
+    from bundle.checkpoints.directory import MEGATRON_FOLDER
     from bundle.errors import JobFailed
     from bundle.mcore.torch_dist import TorchDistCheckpoint
     from bundle.models.conversion import find_newest
@@ -201,7 +201,7 @@ def find_checkpoint(
     recipe = RunDirectory(step.absolute().parents[1]).recipe
     overrides = [] if like is None else [f"model.path={json.dumps(str(like))}"]
     job = load(str(recipe), overrides) if recipe.is_file() else None
-    return TorchDistCheckpoint(step / MEGATRON), job
+    return TorchDistCheckpoint(step / MEGATRON_FOLDER), job
 
 
 def refuse_missing(path: Path) -> None:

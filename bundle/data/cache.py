@@ -37,7 +37,7 @@ from bundle.recipe.datafiles import MEGATRON, DataFile
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 9  # of the files of a store, and of what their names are made from
+STORE_FORMAT = 9  # of the files of a store, and of what their names are made from
 CACHE_NAME = ".tokens"
 # Keys that tokens do not depend on, or that other facts in the store's name already cover.
 _EXCLUDED_KEYS = {"path", "weights", "tokenizer", "sequence_length", "packed"}
@@ -118,7 +118,7 @@ def _make_store(
             processor
             and [asdict(processor), sorted({str(source.path.parent.resolve()) for source in sources})],
         ]
-    path = directory / f"tokens-{digest_json([FORMAT, facts])}"
+    path = directory / f"tokens-{digest_json([STORE_FORMAT, facts])}"
     if store := open_store(path):
         return store
     with _hold_store_lock(path, progress):

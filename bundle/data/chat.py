@@ -9,7 +9,7 @@ import numpy as np
 
 from bundle.data import rendering
 from bundle.data.conversations import Conversation, Message
-from bundle.data.media import KINDS, Medium
+from bundle.data.media import MEDIA_KINDS, Medium
 from bundle.data.renderer import Renderer
 from bundle.data.rendering import Part
 from bundle.data.sources import Corrupt
@@ -180,7 +180,7 @@ def _build_drafts(
     """Return the draft of each sample, with the images and videos of the messages that it shows."""
     contents = [message["content"] for message in conversation.messages]
     places = [
-        0 if isinstance(content, str) else sum(part["type"] in KINDS for part in content)
+        0 if isinstance(content, str) else sum(part["type"] in MEDIA_KINDS for part in content)
         for content in contents
     ]
     return [((text, parts), conversation.media[: sum(places[:shown])]) for text, parts, shown in samples]

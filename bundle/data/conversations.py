@@ -26,10 +26,10 @@ ROLE_ALIASES = {
 CALL_ROLES = ("function_call", "tool_call")
 # The keys that say whether a turn is learned, in OpenAI, ms-swift and axolotl.
 WEIGHT_KEYS = ("weight", "loss", "train")
-SHAREGPT = "conversations"
+SHAREGPT_FIELD = "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 QUERY, RESPONSE = "query", "response"  # of ms-swift
-COMPLETION = "completion"  # of TRL
+COMPLETION_FIELD = "completion"  # of TRL
 KTO_TAG = "kto_tag"  # of LLaMA-Factory
 UNREAD_FIELDS = ("audios",)  # media that rows may have and that are not read
 
@@ -146,7 +146,7 @@ def _list_formats(fields: Fields) -> list[Format[RowReading]]:
         return lambda values: _build_reading(read_prompt(values, fields.prompt), read_answer(values, name))
 
     def build_format(name: str, *keys: str) -> Format[RowReading]:
-        format_: RowFormat = "trl" if name == COMPLETION else "prompt-response"
+        format_: RowFormat = "trl" if name == COMPLETION_FIELD else "prompt-response"
         return Format(
             format_,
             (fields.prompt, name),
@@ -156,12 +156,12 @@ def _list_formats(fields: Fields) -> list[Format[RowReading]]:
 
     messages = fields.messages
     prompts = {fields.response: build_format(fields.response, "response")}
-    prompts.setdefault(COMPLETION, build_format(COMPLETION))
+    prompts.setdefault(COMPLETION_FIELD, build_format(COMPLETION_FIELD))
     return [
         Format("openai", (messages,), build_list_reader(messages), is_renamed=is_renamed(fields, "messages")),
         *prompts.values(),
         Format("ms-swift", (QUERY, RESPONSE), _read_query_response, (HISTORY,)),
-        Format("sharegpt", (SHAREGPT,), build_list_reader(SHAREGPT)),
+        Format("sharegpt", (SHAREGPT_FIELD,), build_list_reader(SHAREGPT_FIELD)),
         Format("alpaca", (INSTRUCTION, OUTPUT), _read_alpaca, (INPUT, HISTORY)),
     ]
 
@@ -350,7 +350,7 @@ def _read_content(value: Any, field_path: str) -> str | list[dict[str, Any]]:
                 f"{field_path} must have only parts with text, an image or a video, but one is"
                 f" {format_value(part)}"
             )
-    if any(part["type"] in media.KINDS for part in parts):
+    if any(part["type"] in media.MEDIA_KINDS for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
 

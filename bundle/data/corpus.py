@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bundle.data.cache import ensure_store
 from bundle.data.processing import MediaProcessor
 from bundle.data.samples import (
-    ORDER,
+    ORDER_GENERATOR,
     Blend,
     PackSamples,
     RowSamples,
@@ -235,7 +235,7 @@ def _build_identity(
 ) -> dict[str, str]:
     identity = {"files": str(files), "tokenizer": tokenizer.identity}
     identity |= {"stdlib": describe_interpreter()} if STDLIB in recipe.data.path else {}
-    identity |= {"tokens": _digest_tokens(stores), "order": ORDER}
+    identity |= {"tokens": _digest_tokens(stores), "order": ORDER_GENERATOR}
     if recipe.data.packed:  # more than the recipe's data section decides how sequences are put into packs
         capacity, multiple = _compute_document_capacity(recipe)
         most = "" if (max_length := _compute_max_length(recipe)) == capacity else f", of at most {max_length}"
@@ -282,7 +282,7 @@ def _split_held_out(recipe: Recipe, store: Store) -> tuple[Spans, Spans]:
 
     All documents of one row are on the same side.
     """
-    spans, rows = Spans(store.starts, store.lengths), store.row_numbers
+    spans, rows = Spans(store.starts, store.lengths), store.kept_row_numbers
     if recipe.task_traits.reads_text:
         spans = spans.cut(
             _compute_max_length(recipe)

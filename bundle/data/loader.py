@@ -11,7 +11,7 @@ import torch.distributed as dist
 from bundle.data import corpus
 from bundle.data.corpus import Corpus, LeftOut
 from bundle.data.samples import (
-    BLANK,
+    BLANK_SAMPLE,
     Ints,
     SampleBatch,
     Samples,
@@ -50,7 +50,7 @@ class _Readers:
     def count_reports(self) -> int:
         return int(self._store.add("said", 0))
 
-    def have_ended(self) -> bool:
+    def have_all_finished(self) -> bool:
         return int(self._store.add("ended", 0)) == self._readers
 
     def have_failed(self) -> bool:
@@ -103,7 +103,7 @@ def _read_corpus(recipe: Recipe, directory: Path, dog: Watchdog, readers: _Reade
 def _wait_for_readers(readers: _Readers, dog: Watchdog) -> None:
     """Wait until every reader has ended; the readers' progress counts as progress of this rank."""
     seen, pause = 0, 0.05
-    while not readers.have_ended():
+    while not readers.have_all_finished():
         if (report_count := readers.count_reports()) > seen:
             seen = report_count
             dog.report_progress("waiting for the rank that reads the data")
@@ -170,10 +170,10 @@ class Loader:
     def read_all_training_samples(self) -> Iterator[list[SampleBatch]]:
         """Yield the micro-batches of every training sample, one global batch at a time.
 
-        The last global batch is filled up with BLANK.
+        The last global batch is filled up with BLANK_SAMPLE.
         """
         size, count = self._recipe.train.global_batch_size, len(self._corpus.training)
-        numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK)])
+        numbers = np.concatenate([np.arange(count), np.full(-count % size, BLANK_SAMPLE)])
         for first in range(0, len(numbers), size):
             yield list(self._build_batches(self._corpus.training, numbers[first : first + size]))
 
@@ -188,7 +188,7 @@ class Loader:
         train = self._recipe.train
         count = min(train.eval_batches * train.global_batch_size, len(samples))
         numbers = draw_permutation(len(samples), f"evaluation {self._recipe.seed}")[:count]
-        blanks = np.full(-count % train.global_batch_size, BLANK)
+        blanks = np.full(-count % train.global_batch_size, BLANK_SAMPLE)
         return list(self._build_batches(samples, np.concatenate([numbers, blanks])))
 
     def _build_batches(self, samples: Samples, numbers: Ints) -> Iterator[SampleBatch]:

@@ -13,18 +13,20 @@ from bundle.errors import format_count, format_value
 from bundle.recipe.data import Fields
 
 IMAGE, VIDEO = "image", "video"
-KINDS = (IMAGE, VIDEO)
+MEDIA_KINDS = (IMAGE, VIDEO)
 # The types of a message's part in Hugging Face's and OpenAI's formats.
 PART_TYPES = {"image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
-PLACEHOLDERS = {f"<{kind}>": kind for kind in KINDS}  # where one of the row's own field stands in a text
+PLACEHOLDERS = {
+    f"<{kind}>": kind for kind in MEDIA_KINDS
+}  # where one of the row's own field stands in a text
 # The keys in published rows; the first is the default of `data.fields`, which means all of them.
-KEYS = {
+MEDIA_KEYS = {
     IMAGE: ("images", "image", "image_path", "image_paths"),
     VIDEO: ("videos", "video", "video_path", "video_paths"),
 }
 _RATE_KEYS = ("fps", "sample_fps")  # of a video, in the words of Qwen's tools
 _REFERENCE_KEYS = ("path", "url", "base64", "bytes")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _FILE_URL = re.compile(r"file://(localhost(?=/))?", re.IGNORECASE)
 _DATA_URL = re.compile(r"data:(image|video)/[\w.+-]+;base64,")
 
@@ -74,7 +76,11 @@ def find_columns(values: Mapping[str, Any], fields: Fields) -> dict[str, Column]
 
 def _map_media_keys(fields: Fields) -> dict[str, tuple[str, ...]]:
     names = {IMAGE: fields.images, VIDEO: fields.videos}
-    return {kind: KEYS[kind] if name == KEYS[kind][0] else (name,) for kind, name in names.items() if name}
+    return {
+        kind: MEDIA_KEYS[kind] if name == MEDIA_KEYS[kind][0] else (name,)
+        for kind, name in names.items()
+        if name
+    }
 
 
 def _find_media_by_keys(values: Mapping[str, Any], keys: Sequence[str]) -> Column:
@@ -99,7 +105,7 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
     """
     media = []
     for number, message in enumerate(messages):
-        if unread_keys := [key for kind in columns for key in KEYS[kind] if message.get(key)]:
+        if unread_keys := [key for kind in columns for key in MEDIA_KEYS[kind] if message.get(key)]:
             raise Corrupt(
                 f"message {number}: {unread_keys[0]} in a message is not read. Move it to a field of the row"
             )
@@ -107,12 +113,12 @@ def extract_media(messages: Sequence[dict[str, Any]], columns: Mapping[str, Colu
             continue
         content = _with_media_parts(message["content"], [f"<{kind}>" for kind in columns])
         if not isinstance(content, str):
-            named = [part for part in content if part["type"] in KINDS]
+            named = [part for part in content if part["type"] in MEDIA_KINDS]
             media += [Medium(part["type"], part.get(part["type"]), part.get("fps")) for part in named]
             content = [{"type": part["type"]} if part in named else part for part in content]
         message["content"] = content
     remaining = {}
-    for kind in KINDS:
+    for kind in MEDIA_KINDS:
         column = columns.get(kind, Column(f"data.fields.{kind}s: null"))
         places = sum(medium.kind == kind and medium.reference is None for medium in media)
         if places != len(column.media):
@@ -225,7 +231,7 @@ def read_content(reference: Any, folder: Path, limit: int, kind: str) -> bytes:
 def _read_file(name: str, folder: Path, limit: int, kind: str) -> bytes:
     if prefix := _FILE_URL.match(name):
         name = unquote(name[prefix.end() :])
-    elif _URL.match(name):
+    elif _URL_PATTERN.match(name):
         raise Corrupt(
             f"{kind} {format_value(name)} is a URL, and only local files are read. Download it next to"
             " the rows"

@@ -13,7 +13,7 @@ from bundle.data.conversations import (
     QUERY,
     RESPONSE,
     ROLE_ALIASES,
-    SHAREGPT,
+    SHAREGPT_FIELD,
     UNREAD_FIELDS,
     Conversation,
     Message,
@@ -107,8 +107,8 @@ def _list_formats(fields: Fields) -> list[Format[AnswerPair]]:
         ),
         Format(
             "sharegpt",
-            (SHAREGPT, chosen, rejected),
-            build_pair_reader(build_prompt_reader(SHAREGPT)),
+            (SHAREGPT_FIELD, chosen, rejected),
+            build_pair_reader(build_prompt_reader(SHAREGPT_FIELD)),
             is_renamed=has_renamed_answers,
             fits=are_answers,
         ),
@@ -180,7 +180,7 @@ def _read_full_pair(values: Values, fields: Fields) -> AnswerPair:
     has_prompt = [_has_prompt(values[name]) for name in (chosen, rejected)]
     if not any(has_prompt):
         raise Corrupt(
-            f"no prompt: the row needs a field {fields.prompt}, {fields.messages}, {SHAREGPT} or"
+            f"no prompt: the row needs a field {fields.prompt}, {fields.messages}, {SHAREGPT_FIELD} or"
             f" {INSTRUCTION}. Without it, {chosen} and {rejected} must both begin with the prompt"
         )
     if not all(has_prompt):

@@ -10,7 +10,7 @@ from typing import Any
 from bundle.data import chat
 from bundle.data.conversations import Message, build_conversation, read_conversation, read_prompt
 from bundle.data.prompts import Prompts
-from bundle.data.samples import ORDER, Blend
+from bundle.data.samples import ORDER_GENERATOR, Blend
 from bundle.data.sources import MAX_REASONS, Corrupt, DataErrors, Values, read_rows
 from bundle.data.tokenizers import Tokenizer, load_tokenizer
 from bundle.errors import UsageError, format_value
@@ -81,7 +81,11 @@ class Questions:
     @property
     def identity(self) -> dict[str, str]:
         """The digests and names that a resumed run must have too."""
-        identity = {"questions": self.training.digest, "tokenizer": self.tokenizer.identity, "order": ORDER}
+        identity = {
+            "questions": self.training.digest,
+            "tokenizer": self.tokenizer.identity,
+            "order": ORDER_GENERATOR,
+        }
         return identity | ({"evaluation questions": self.evaluation.digest} if self.evaluation else {})
 
 

@@ -60,7 +60,7 @@ class Renderer:
         if status != -signal.SIGPROF:
             raise JobFailed(f"{self._origin}: the process that renders it ended with status {status}")
         self._overruns += 1
-        reason = f"the chat template takes more than {rendering.SECONDS} s of computing"
+        reason = f"the chat template takes more than {rendering.RENDERING_SECONDS} s of computing"
         if self._overruns > 1:
             raise UsageError(f"data.template: {reason} for several rows ({self._origin}). Correct its loops.")
         return {"corrupt": reason}

@@ -23,7 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-SECONDS = 2  # of computing for one rendering, which takes a millisecond
+RENDERING_SECONDS = 2  # of computing for one rendering, which takes a millisecond
 OUTPUT_BYTES = 8 * 10**6
 MEMORY_BYTES = 2**30
 # Unicode says that these are in no text.
@@ -214,8 +214,8 @@ class Template:
 
 @contextmanager
 def _kill_after_cpu_time() -> Iterator[None]:
-    """Let the system end this process where the body computes longer than `SECONDS`, in whatever code."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    """Let the system end this process if the body, in any code, computes longer than `RENDERING_SECONDS`."""
+    signal.setitimer(signal.ITIMER_PROF, RENDERING_SECONDS)
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from bundle.packing.packing import concatenate_ranges
 
 Ints = NDArray[np.int64]
 # A run that continues a checkpoint must have the same name: another name means other orders.
-ORDER = "numpy.random.RandomState"
+ORDER_GENERATOR = "numpy.random.RandomState"
 # The most parts that weights are rounded to; it keeps the pattern of a blend short.
 MAX_PARTS = 10**5
 
@@ -128,8 +128,8 @@ def choose_held_out(size: int, fraction: float, seed: int) -> NDArray[np.bool_]:
     return chosen
 
 
-THREADS = 4  # that decode the images and videos of a micro-batch; they compute without Python's lock
-BLANK = -1  # a sample without loss, so that every rank has as many
+DECODING_THREADS = 4  # that decode the images and videos of a micro-batch; they compute without Python's lock
+BLANK_SAMPLE = -1  # a sample without loss, so that every rank has as many
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class SampleBatch:
     `pixels` [patches, values] and `grids` [images, 3] belong to all its images and videos in their order.
     `seconds` [images] are their distances in time (`packing.images`).
 
-    `documents` are the numbers of its sequences among all documents of the corpus; BLANK for one of a blank
-    sample. Pieces that go across documents have none.
+    `documents` are the numbers of its sequences among all documents of the corpus; BLANK_SAMPLE for one
+    of a blank sample. Pieces that go across documents have none.
     """
 
     ids: Tensor  # int64
@@ -219,7 +219,7 @@ class SampleSizes(NamedTuple):
 
 
 class Samples(Protocol):
-    """Numbered samples; `build_batch` takes numbers, BLANK among them, and returns tensors."""
+    """Numbered samples; `build_batch` takes numbers, BLANK_SAMPLE among them, and returns tensors."""
 
     def __len__(self) -> int: ...
 
@@ -232,7 +232,7 @@ class Samples(Protocol):
         ...
 
     def compute_sizes(self, numbers: Ints) -> SampleSizes:
-        """Return the sizes of the samples `numbers` [b], none of them BLANK, without reading them."""
+        """Return the sizes of the samples `numbers` [b], none of them BLANK_SAMPLE, without reading them."""
         ...
 
 
@@ -379,7 +379,7 @@ class JoinedSamples:
         """Return the samples in their order, each from its own data set; a pack must come alone."""
         owners = np.searchsorted(self._ends, np.maximum(numbers, 0), side="right").tolist()
         begins = [int(self._ends[owner]) - len(self._parts[owner]) for owner in owners]
-        # BLANK is of the first data set, which begins at 0, and stays what it is.
+        # BLANK_SAMPLE is of the first data set, which begins at 0, and stays what it is.
         numbers_by_owner = zip(owners, numbers.tolist(), begins, strict=True)
         batches = [
             self._parts[owner].build_batch(np.asarray([number - begin]))
@@ -445,14 +445,14 @@ def balance_costs(costs: Ints, groups: int) -> Ints:
 
 
 def list_sequences(numbers: Ints, documents_per_sample: int) -> Ints:
-    """Return the sequences of samples with `documents_per_sample` each; BLANK for a BLANK sample."""
+    """Return the sequences of samples with `documents_per_sample` each; BLANK_SAMPLE for a blank sample."""
     within = numbers[:, None] * documents_per_sample + np.arange(documents_per_sample)
-    return np.where(numbers[:, None] == BLANK, BLANK, within).ravel()
+    return np.where(numbers[:, None] == BLANK_SAMPLE, BLANK_SAMPLE, within).ravel()
 
 
 def _number_documents(store: Store, spans: Spans, first_document: int, numbers: Ints) -> Ints:
-    """Return the numbers of the documents that hold these pieces; BLANK for a BLANK sample."""
-    return np.where(numbers == BLANK, BLANK, first_document + _find_documents(store, spans))
+    """Return the numbers of the documents that hold these pieces; BLANK_SAMPLE for a blank sample."""
+    return np.where(numbers == BLANK_SAMPLE, BLANK_SAMPLE, first_document + _find_documents(store, spans))
 
 
 def _find_documents(store: Store, spans: Spans) -> Ints:
@@ -492,7 +492,7 @@ def _with_images(
     pictures, numbers = store.pictures, store.pictures.find_pictures(_find_documents(store, spans))
     if not len(numbers):
         return batch
-    with ThreadPoolExecutor(min(THREADS, len(numbers))) as threads:
+    with ThreadPoolExecutor(min(DECODING_THREADS, len(numbers))) as threads:
         patches = list(threads.map(processor.extract_patches, map(pictures.read_picture, numbers.tolist())))
     pixels = torch.from_numpy(np.concatenate(patches))
     return replace(batch, pixels=pixels, grids=pictures.grids[numbers], seconds=pictures.seconds[numbers])
@@ -507,9 +507,9 @@ def _build_batch(
 ) -> SampleBatch:
     """Return the samples `numbers` [b] of ids [b, s + 1] as a micro-batch.
 
-    `label_mask` [b, s] says which labels are learned; no label of a BLANK sample is.
+    `label_mask` [b, s] says which labels are learned; no label of a blank sample is.
     """
-    loss_mask = label_mask & (numbers != BLANK)[:, None]
+    loss_mask = label_mask & (numbers != BLANK_SAMPLE)[:, None]
     return SampleBatch(
         torch.from_numpy(ids[:, :-1].astype(np.int64)),
         torch.from_numpy(ids[:, 1:].astype(np.int64)),

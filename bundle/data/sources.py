@@ -22,7 +22,7 @@ PARQUET_ROWS = 4096
 # The parts of a reason that differ between rows with one cause: numbers, quoted names, values.
 _VARIABLE_PARTS = re.compile(r"""0x[0-9a-f]+|\d[\d,.]*|(?<!\w)'[^']*('|$)|(?<!\w)"[^"]*("|$)|\bis [\[{].*""")
 _OTHERS_SUFFIX = " (the first of several similar problems)"
-_BLOCK = 2**20  # characters of a JSON array that are read at once
+_BLOCK_CHARACTERS = 2**20  # characters of a JSON array that are read at once
 _MAX_JSON_WORD = 16  # characters: no word or escape of JSON is longer
 _ARRAY_SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # of two values of an array
 _ARROW_MAGIC = b"ARROW1"  # how a file with a footer begins; a stream does not
@@ -260,7 +260,9 @@ def _read_array(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     buffer, at, line, mark = "", 0, 1, "["  # the mark comes before the next value
     while True:
         try:
-            block = text.read(max(_BLOCK, len(buffer) - at))  # as much again for a value that is cut
+            block = text.read(
+                max(_BLOCK_CHARACTERS, len(buffer) - at)
+            )  # as much again for a value that is cut
         except UnicodeDecodeError as error:
             raise Corrupt(f"not UTF-8: byte {error.object[error.start]:#04x}") from error
         buffer, at = buffer[at:] + block, 0

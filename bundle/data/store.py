@@ -195,7 +195,7 @@ class Store:
         return starts
 
     @cached_property
-    def row_numbers(self) -> Ints:
+    def kept_row_numbers(self) -> Ints:
         """The number of the row that each document was made of: [documents]."""
         begins = np.ones(len(self.lengths), np.int64)
         begins[concatenate_ranges(self.row_groups[:, 0] + 1, self.row_groups[:, 1] - 1)] = 0

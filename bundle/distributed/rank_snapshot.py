@@ -18,7 +18,7 @@ from bundle.launch.outcomes import get_node_name
 
 # The callers of these show what a rank does; torch calls _TORCH_FUNCTION for a facade. typing_extensions
 # wraps functions that torch has marked as deprecated, collectives too.
-_LIBRARIES = (
+_LIBRARY_PATHS = (
     sysconfig.get_path("stdlib"),
     str(Path(torch.__file__).parent),
     str(typing_extensions.__file__),
@@ -102,7 +102,7 @@ def _find_innermost_frame() -> str:
     own_frames = [
         candidate
         for candidate in frames
-        if not (candidate[0].startswith(_LIBRARIES) or candidate[2] == _TORCH_FUNCTION)
+        if not (candidate[0].startswith(_LIBRARY_PATHS) or candidate[2] == _TORCH_FUNCTION)
     ]
     for name, line, function in (own_frames or frames)[:1]:
         return f"`{function}` ({Path(name).name}:{line})"

@@ -16,12 +16,12 @@ from bundle.errors import JobFailed
 from bundle.mcore.context import ForcedRoutes
 from bundle.packing.packing import Packing
 
-_DTYPES = (torch.uint8, torch.int16, torch.int32)
+_EXPERT_NUMBER_DTYPES = (torch.uint8, torch.int16, torch.int32)
 
 
 def choose_dtype(experts: int) -> torch.dtype:
     """Return the narrowest integer type that can name each of `experts` experts."""
-    return next(dtype for dtype in _DTYPES if experts - 1 <= torch.iinfo(dtype).max)
+    return next(dtype for dtype in _EXPERT_NUMBER_DTYPES if experts - 1 <= torch.iinfo(dtype).max)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
-    NUMBER,
+    NUMBER_PATTERN,
     Accelerator,
     DetectedValue,
     Machine,
@@ -30,7 +30,7 @@ TOPOLOGY_COMMAND = ("npu-smi", "info", "-t", "topo")
 DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
 TOOLKIT_DIRECTORIES = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 
-_MEMORY_USAGE_PATTERN = rf"({NUMBER})\s*/\s*({NUMBER})"
+_MEMORY_USAGE_PATTERN = rf"({NUMBER_PATTERN})\s*/\s*({NUMBER_PATTERN})"
 
 
 class TableRow(NamedTuple):
@@ -53,7 +53,7 @@ def find(machine: Machine) -> VendorDevices:
     numbers = sorted(
         int(match[1])
         for name in machine.list_names("/dev")
-        if (match := re.fullmatch(rf"davinci({NUMBER})", name))
+        if (match := re.fullmatch(rf"davinci({NUMBER_PATTERN})", name))
     )[:MOST_DEVICES]
     if not numbers:
         unknown: DetectedValue[str] = DetectedValue(None, "no Ascend NPU")
@@ -128,7 +128,7 @@ def _find_generation(machine: Machine, rows: tuple[TableRow, ...], unknown_reaso
         return DetectedValue("a3", f"{reason}, with two chips per NPU id")
     if name == "910":
         chip_counts = machine.run(LIST_COMMAND)
-        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER})", chip_counts.value or "")
+        counts = re.findall(rf"Chip Count\s*:\s*({NUMBER_PATTERN})", chip_counts.value or "")
         if counts:
             return DetectedValue(
                 "a3" if "2" in counts else None,
@@ -199,7 +199,7 @@ def parse_npu_smi_table(text: str) -> tuple[TableRow, ...]:
             has_number = len(cells[0].split()) > 1
             first_cells = None
         elif first_cells is None:
-            first_cells = cells if re.match(rf"{NUMBER}\s+\S", cells[0]) else None
+            first_cells = cells if re.match(rf"{NUMBER_PATTERN}\s+\S", cells[0]) else None
         else:
             row = _parse_row(first_cells, cells, has_number)
             rows += [row] if row else []
@@ -210,9 +210,9 @@ def parse_npu_smi_table(text: str) -> tuple[TableRow, ...]:
 def _parse_row(first_cells: list[str], second_cells: list[str], has_number: bool) -> TableRow | None:
     npu, name = first_cells[0].split(maxsplit=1)
     ids = second_cells[0].split()
-    if not ids or not re.fullmatch(NUMBER, ids[0]):
+    if not ids or not re.fullmatch(NUMBER_PATTERN, ids[0]):
         return None
-    number = int(ids[1]) if has_number and len(ids) > 1 and re.fullmatch(NUMBER, ids[1]) else None
+    number = int(ids[1]) if has_number and len(ids) > 1 and re.fullmatch(NUMBER_PATTERN, ids[1]) else None
     # DDR comes before HBM; 310 cards have the first only. The last pair is the memory that tensors live in.
     usage = re.findall(_MEMORY_USAGE_PATTERN, second_cells[2])
     memory = int(usage[-1][1]) if usage else None

@@ -18,15 +18,15 @@ from bundle.environment import BACKENDS, image, search
 from bundle.environment.packages import InstalledPackages, parse_minor_version, parse_version
 from bundle.errors import UsageError, format_validation_errors
 
-FILE = Path(__file__).with_name("compatibility.json")
+COMPATIBILITY_FILE = Path(__file__).with_name("compatibility.json")
 PYTHON = "python"  # its place among the packages
-EMULATED = "emulated"  # the device where an accelerator's libraries are stand-ins
-_CORE = "megatron-core"
+EMULATED_DEVICE = "emulated"  # the device where an accelerator's libraries are stand-ins
+_MEGATRON_PACKAGE = "megatron-core"
 
 
 def is_emulated(device: str) -> bool:
     """Return whether the name of a device says that the device is emulated."""
-    return EMULATED in device.lower()
+    return EMULATED_DEVICE in device.lower()
 
 
 VersionText = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.!+]{0,63}$")]
@@ -47,7 +47,7 @@ class _VersionSet(BaseModel):
 class Combination(_VersionSet):
     """Versions that one command ran in, and what it has proven with them."""
 
-    device: LineText  # "cpu", the accelerator's name, or EMULATED
+    device: LineText  # "cpu", the accelerator's name, or EMULATED_DEVICE
     proven: Annotated[tuple[LineText, ...], Field(min_length=1, strict=False)]
     command: LineText
     date: Annotated[datetime.date, Field(strict=False)]
@@ -58,14 +58,14 @@ class Combination(_VersionSet):
     @field_validator("device")
     @classmethod
     def _refuse_emulated_device(cls, device: str) -> str:
-        if is_emulated(device) and device != EMULATED:
-            raise ValueError(f"an emulated device must be called {EMULATED}")
+        if is_emulated(device) and device != EMULATED_DEVICE:
+            raise ValueError(f"an emulated device must be called {EMULATED_DEVICE}")
         return device
 
     @property
     def hardware(self) -> str:
         """The name of the device that it ran on; empty where that was emulated."""
-        return "" if self.device == EMULATED else self.device
+        return "" if self.device == EMULATED_DEVICE else self.device
 
 
 class PinnedImage(_VersionSet):
@@ -92,7 +92,7 @@ class CombinationTable(BaseModel):
         """Return whether a package ran with a megatron-core on a backend; of Python, the minor counts."""
         return any(
             seen.backend == backend
-            and seen.get_version(_CORE) == core
+            and seen.get_version(_MEGATRON_PACKAGE) == core
             and _has_same_version(package, version, seen)
             for seen in self.combinations
         )
@@ -116,7 +116,7 @@ def parse(text: str, origin: str) -> CombinationTable:
 @cache
 def load() -> CombinationTable:
     """Return the table that the package ships."""
-    return parse(files.read_content(FILE, 1 << 22).decode("utf-8"), FILE.name)
+    return parse(files.read_content(COMPATIBILITY_FILE, 1 << 22).decode("utf-8"), COMPATIBILITY_FILE.name)
 
 
 class CombinationAdvice(NamedTuple):
@@ -186,15 +186,15 @@ def build_combination(
     """Return the combination of versions that runs now: this interpreter and these packages.
 
     `core` replaces the version of megatron-core. `device` is the name of the device; an emulated one is
-    recorded as EMULATED alone.
+    recorded as EMULATED_DEVICE alone.
     """
     versions = {package.name: package.version for package in stack.list_packages() if package.version}
-    core_version = {_CORE: core} if core else {}
+    core_version = {_MEGATRON_PACKAGE: core} if core else {}
     return Combination.model_validate(
         {
             "backend": backend,
             "packages": {**versions, **core_version, PYTHON: image.get_python_version()},
-            "device": EMULATED if is_emulated(device) else device,
+            "device": EMULATED_DEVICE if is_emulated(device) else device,
             "proven": tuple(proven),
             "command": command,
             "date": datetime.date.today(),
@@ -208,7 +208,7 @@ def _build_sort_key(combination: Combination) -> tuple[tuple[int, ...], bool, da
 
 
 def _parse_release(entry: _VersionSet) -> tuple[int, ...]:
-    return Version(entry.packages[_CORE]).release
+    return Version(entry.packages[_MEGATRON_PACKAGE]).release
 
 
 def _measure_distance(release: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
@@ -219,11 +219,11 @@ def _drop_duplicates(entries: Iterable[Combination]) -> Iterator[Combination]:
     """Yield the first entry for each backend and megatron-core, in their order."""
     by_release: dict[tuple[str, str], Combination] = {}
     for entry in entries:
-        by_release.setdefault((entry.backend, entry.packages[_CORE]), entry)
+        by_release.setdefault((entry.backend, entry.packages[_MEGATRON_PACKAGE]), entry)
     yield from by_release.values()
 
 
 def build_pins(combination: Combination) -> Mapping[str, str]:
     """Return the versions to pin with pip: package -> public version, megatron-core first, without Python."""
-    order = sorted(combination.packages, key=lambda name: (name != _CORE, name != "torch", name))
+    order = sorted(combination.packages, key=lambda name: (name != _MEGATRON_PACKAGE, name != "torch", name))
     return {name: Version(combination.packages[name]).public for name in order if name != PYTHON}

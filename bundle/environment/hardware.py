@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from bundle.environment import BACKENDS, ascend, nvidia
 from bundle.environment.machine import (
-    NUMBER,
+    NUMBER_PATTERN,
     Accelerator,
     DetectedValue,
     Hardware,
@@ -30,7 +30,7 @@ _AGENT_FILES = 12
 # cgroup v1 writes "no limit" as the largest multiple of the page size below 2^63.
 _NO_LIMIT_V1 = 2**62
 
-_RANGE = rf"{NUMBER}(?:-{NUMBER})?"
+_RANGE_PATTERN = rf"{NUMBER_PATTERN}(?:-{NUMBER_PATTERN})?"
 _LONGEST_PATH = 4096
 
 # One node of a product, measured: name -> (backend, devices per node, device name, generation, memory [MiB],
@@ -171,13 +171,13 @@ def count_oom_kills(machine: Machine) -> int:
     for directory in _find_cgroups(machine, "memory"):
         names = ("memory.events", "memory.oom_control")
         texts += [machine.read(f"{directory}/{name}").value for name in names]
-    counts = (re.search(rf"^oom_kill ({NUMBER})$", text or "", re.MULTILINE) for text in texts)
+    counts = (re.search(rf"^oom_kill ({NUMBER_PATTERN})$", text or "", re.MULTILINE) for text in texts)
     return sum(int(count[1]) for count in counts if count)
 
 
 def _read_total_memory(machine: Machine) -> DetectedValue[float]:
     text = machine.read("/proc/meminfo")
-    match = re.search(rf"^MemTotal:\s*({NUMBER}) kB", text.value or "", re.MULTILINE)
+    match = re.search(rf"^MemTotal:\s*({NUMBER_PATTERN}) kB", text.value or "", re.MULTILINE)
     return DetectedValue(
         float(int(match[1]) * 1024) if match else None, "/proc/meminfo MemTotal" if match else text.reason
     )
@@ -200,14 +200,18 @@ def _count_processors(machine: Machine) -> DetectedValue[float]:
     It may be a fraction.
     """
     status = machine.read("/proc/self/status")
-    match = re.search(rf"^Cpus_allowed_list:\s*({_RANGE}(?:,{_RANGE})*)$", status.value or "", re.MULTILINE)
+    match = re.search(
+        rf"^Cpus_allowed_list:\s*({_RANGE_PATTERN}(?:,{_RANGE_PATTERN})*)$", status.value or "", re.MULTILINE
+    )
     limits = [(float(_count_range(match[1])), "/proc/self/status Cpus_allowed_list")] if match else []
     for directory in _find_cgroups(machine, "cpu"):
         unified = machine.read(f"{directory}/cpu.max").value or ""  # "200000 100000", or "max 100000"
         quota_and_period = [
             machine.read(f"{directory}/cpu.cfs_{name}_us").value or "" for name in ("quota", "period")
         ]
-        quota = re.fullmatch(rf"({NUMBER})\s+({NUMBER})\s*", unified or " ".join(quota_and_period))
+        quota = re.fullmatch(
+            rf"({NUMBER_PATTERN})\s+({NUMBER_PATTERN})\s*", unified or " ".join(quota_and_period)
+        )
         if quota and int(quota[2]):
             limits.append((int(quota[1]) / int(quota[2]), f"the quota in {directory}"))
     return DetectedValue(*min(limits)) if limits else DetectedValue(None, status.reason)
@@ -256,7 +260,7 @@ def _read_shared_memory(machine: Machine, total: DetectedValue[float]) -> Detect
     if not mounted:
         return DetectedValue(None, "nothing is mounted on /dev/shm")
     for option in mounted[-1]:
-        if match := re.fullmatch(rf"size=({NUMBER})([kmg]?)", option):
+        if match := re.fullmatch(rf"size=({NUMBER_PATTERN})([kmg]?)", option):
             return DetectedValue(
                 float(int(match[1]) * 1024 ** " kmg".index(match[2] or " ")),
                 f"the mount of /dev/shm, {option}",

@@ -136,7 +136,7 @@ def _find_editable(site: Path) -> Iterator[EditableInstall]:
         )
 
 
-_SECONDS = 60  # for an interpreter to start, on a busy machine and a network's disk
+_START_SECONDS = 60  # for an interpreter to start, on a busy machine and a network's disk
 # Without $PYTHON..., without the current directory, without writing bytecode.
 _ISOLATED_OPTIONS = ("-E", "-P", "-B", "-c")
 _PROBE_SCRIPT = """
@@ -179,7 +179,10 @@ def query_sites(environment: str) -> Sites:
     if python is not None:
         try:
             process = subprocess.run(
-                [python, *_ISOLATED_OPTIONS, _PROBE_SCRIPT], capture_output=True, text=True, timeout=_SECONDS
+                [python, *_ISOLATED_OPTIONS, _PROBE_SCRIPT],
+                capture_output=True,
+                text=True,
+                timeout=_START_SECONDS,
             )
             answer = json.loads(process.stdout.splitlines()[-1])
             sites = Sites(

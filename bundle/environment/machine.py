@@ -29,7 +29,7 @@ T = TypeVar("T")
 MOST_DEVICES = 1024
 # Digits of a number in a tool's output or a file: no count or size has more, and Python limits the length.
 MOST_DIGITS = 18
-NUMBER = rf"\d{{1,{MOST_DIGITS}}}"
+NUMBER_PATTERN = rf"\d{{1,{MOST_DIGITS}}}"
 
 # MindSpeed's install guide names Atlas A2 and A3 training products and Ascend 950, and no others.
 NOT_FOR_TRAINING = {"310": "an inference card", "a1": "older than anything that MindSpeed supports"}
@@ -225,8 +225,8 @@ LARGEST_FILE = 2**22
 # A healthy tool answers in well under a second, with some hundred bytes for each device.
 TIMEOUT_SECONDS = 10.0
 MOST_OUTPUT_BYTES = 2**20
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
+_COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_CONTROL_CHARACTERS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0e-\x1f\x7f-\x9f]")
 
 
 class Machine(NamedTuple):
@@ -315,7 +315,9 @@ def _read_output(process: subprocess.Popen[bytes], deadline: float) -> tuple[str
 
 def to_printable(output: bytes | bytearray) -> str:
     """Return the output as lines of printable characters, because it is shown on terminals."""
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _COLOURS.sub("", output.decode(errors="replace")))
+    return _CONTROL_CHARACTERS.sub(
+        "\N{REPLACEMENT CHARACTER}", _COLOUR_CODES.sub("", output.decode(errors="replace"))
+    )
 
 
 def _kill_process(process: subprocess.Popen[bytes]) -> None:
@@ -359,7 +361,7 @@ def _parse_link_matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
     links: dict[tuple[int, int], str] = {}
     for line in text.splitlines():
         words = line.split()
-        numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + NUMBER, word)]
+        numbers = [int(word[len(prefix) :]) for word in words if re.fullmatch(prefix + NUMBER_PATTERN, word)]
         if len(numbers) > 1:
             columns = numbers  # the header names every device, a row only its own
         elif numbers:
@@ -369,6 +371,6 @@ def _parse_link_matrix(text: str, prefix: str) -> dict[tuple[int, int], str]:
 
 
 def _rank_link(link: str) -> int:
-    if match := re.fullmatch(rf"NV({NUMBER})", link):
+    if match := re.fullmatch(rf"NV({NUMBER_PATTERN})", link):
         return 100 + int(match[1])
     return _LINK_ORDER.index(link) if link in _LINK_ORDER else 0

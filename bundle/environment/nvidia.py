@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bundle.environment.machine import (
     MOST_DEVICES,
     MOST_DIGITS,
-    NUMBER,
+    NUMBER_PATTERN,
     Accelerator,
     DetectedValue,
     Machine,
@@ -74,7 +74,7 @@ def _from_query(answer: DetectedValue[str]) -> list[_Gpu]:
     gpus: list[_Gpu] = []
     for line in (answer.value or "").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(QUERY_FIELDS) or not re.fullmatch(NUMBER, cells[0]):
+        if len(cells) != len(QUERY_FIELDS) or not re.fullmatch(NUMBER_PATTERN, cells[0]):
             continue  # a warning line that a driver prints among the rows
         index, uuid, name, capability, memory, driver, mig = cells
         device = Accelerator(
@@ -90,7 +90,7 @@ def _from_query(answer: DetectedValue[str]) -> list[_Gpu]:
 
 
 def _parse_size(mebibytes: str) -> DetectedValue[int]:
-    cell = _parse_cell(mebibytes, NUMBER, "memory.total")
+    cell = _parse_cell(mebibytes, NUMBER_PATTERN, "memory.total")
     return DetectedValue(None if cell.value is None else int(cell.value) * 2**20, cell.reason)
 
 
@@ -123,7 +123,7 @@ def _from_proc(machine: Machine, reason: str) -> list[_Gpu]:
 
 
 def _list_device_nodes(machine: Machine) -> list[str]:
-    names = [name for name in machine.list_names("/dev") if re.fullmatch(rf"nvidia{NUMBER}", name)]
+    names = [name for name in machine.list_names("/dev") if re.fullmatch(rf"nvidia{NUMBER_PATTERN}", name)]
     return sorted(names, key=lambda name: int(name[len("nvidia") :]))
 
 
@@ -134,11 +134,11 @@ def _list_mig_instances(machine: Machine, gpus: list[_Gpu]) -> list[Accelerator]
     parent = gpus[0].device
     by_number = {gpu.device.number: gpu.device for gpu in gpus}
     for line in (machine.run(LIST_COMMAND).value or "").splitlines():
-        if match := re.match(rf"GPU ({NUMBER}):", line):
+        if match := re.match(rf"GPU ({NUMBER_PATTERN}):", line):
             parent = by_number.get(int(match[1]), parent)
         elif match := re.match(_MIG_LINE, line):
             profile = match["profile"]
-            size = re.search(rf"({NUMBER})gb", profile)
+            size = re.search(rf"({NUMBER_PATTERN})gb", profile)
             memory = DetectedValue(
                 int(size[1]) * 10**9 if size else None, f"the MIG profile's name, {profile}"
             )

@@ -24,7 +24,7 @@ from bundle import files
 
 # How setuptools names the modules of its editable installs, and the entries that these put on the path.
 EDITABLE_PREFIX = "__editable__"
-_SHA = r"[0-9a-f]{40}([0-9a-f]{24})?"
+_COMMIT_PATTERN = r"[0-9a-f]{40}([0-9a-f]{24})?"
 
 
 class PathEntry(NamedTuple):
@@ -271,7 +271,7 @@ def _read_packed_reference(path: Path, name: str) -> str | None:
 
 
 def _parse_hash(line: str | None) -> str | None:
-    return line if line is not None and re.fullmatch(_SHA, line) else None
+    return line if line is not None and re.fullmatch(_COMMIT_PATTERN, line) else None
 
 
 def _read_first_line(path: Path) -> str | None:

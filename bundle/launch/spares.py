@@ -117,7 +117,7 @@ class NodeRunnerWithSpares:
                     registry.update_entry(waits_for=(last.number if last else 0) + 1)
                 registry.send_heartbeat()
                 if self._stop_signal is not None:
-                    raise LaunchFailed(self._build_stop_verdict(self._stop_signal, last))
+                    raise LaunchFailed(self._build_signal_verdict(self._stop_signal, last))
                 if has_polled and self._begin_round_unless_ended(
                     last, last_verdict, time.monotonic() - began
                 ):
@@ -198,15 +198,15 @@ class NodeRunnerWithSpares:
             ExitCode.LAUNCH_UNAVAILABLE, FailureKind.LAUNCH, cause, RestartAction.RESTART
         )
 
-    def _build_stop_verdict(self, number: int, last: Round | None) -> Verdict:
+    def _build_signal_verdict(self, signal_number: int, last: Round | None) -> Verdict:
         """Return the verdict that this node was told to end while none of its ranks ran."""
         if last is not None and self._registry.has_seen_any_heartbeat(last.members):
             cause = "this spare node is not in use now, and ends as requested"
             return self._build_verdict(
                 ExitCode.PREEMPTED, FailureKind.PREEMPTED, cause, RestartAction.RESTART
             )
-        code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
-        cause = f"ended by {signal.Signals(number).name} before all nodes had joined"
+        code = ExitCode.INTERRUPTED if signal_number == signal.SIGINT else ExitCode.TERMINATED
+        cause = f"ended by {signal.Signals(signal_number).name} before all nodes had joined"
         return self._build_verdict(code, FailureKind.STOPPED, cause, RestartAction.RESTART)
 
     def _build_verdict(self, code: ExitCode, kind: FailureKind, cause: str, action: RestartAction) -> Verdict:

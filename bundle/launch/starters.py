@@ -154,7 +154,7 @@ class VariableReader:
         """Return `name` where it is set, else `fallback`."""
         return name if self.has(name) else fallback
 
-    def get_text(self, name: str) -> str:
+    def get_text_or_empty(self, name: str) -> str:
         """Return the value, empty where it is not set."""
         return self.environment.get(name, "")
 
@@ -177,7 +177,7 @@ class VariableReader:
 
     def refuse(self, name: str, expected: str) -> None:
         """Add the violation that the value of `name` is not `expected`."""
-        self.violations.append(f"{name}={self.get_text(name)[:80]!r} is not {expected}")
+        self.violations.append(f"{name}={self.get_text_or_empty(name)[:80]!r} is not {expected}")
 
     def read(
         self, name: str, parse: Callable[[str], T | None], expected: str, missing_hint: str = ""
@@ -186,7 +186,7 @@ class VariableReader:
         if not self.has(name):
             self.violations += [f"{name} ({missing_hint}) is not set"] if missing_hint else []
             return None
-        value = parse(self.get_text(name))
+        value = parse(self.get_text_or_empty(name))
         if value is None:
             self.refuse(name, expected)
             return None
@@ -195,7 +195,7 @@ class VariableReader:
 
 def read_torchrun(env: VariableReader) -> Claim | None:
     """Return the claim of torchrun, or of a starter that sets the same variables: we are one rank."""
-    if not env.has("RANK", "WORLD_SIZE", "LOCAL_RANK") or "," in env.get_text("LOCAL_RANK"):
+    if not env.has("RANK", "WORLD_SIZE", "LOCAL_RANK") or "," in env.get_text_or_empty("LOCAL_RANK"):
         return None
     per_node = env.read_count("LOCAL_WORLD_SIZE", 1, "the ranks on this node")
     world, rank = env.read_count("WORLD_SIZE", 1), env.read_count("RANK")
@@ -220,10 +220,12 @@ def read_torchrun(env: VariableReader) -> Claim | None:
 
 def read_ascend_operator(env: VariableReader) -> Claim | None:
     """Return the claim of the Ascend operator: RANK counts nodes and LOCAL_RANK is a list."""
-    if not env.has("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or "," not in env.get_text("LOCAL_RANK"):
+    if not env.has("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") or "," not in env.get_text_or_empty(
+        "LOCAL_RANK"
+    ):
         return None
     per_node, world = env.read_count("LOCAL_WORLD_SIZE", 1), env.read_count("WORLD_SIZE", 1)
-    listed = env.get_text("LOCAL_RANK").split(",")
+    listed = env.get_text_or_empty("LOCAL_RANK").split(",")
     if per_node and len(listed) != per_node.value:
         env.violations.append(
             f"LOCAL_RANK lists {len(listed)} devices, but LOCAL_WORLD_SIZE={per_node.value}"
@@ -249,7 +251,7 @@ def read_pet(env: VariableReader) -> Claim | None:
     if endpoint := env.read("PET_RDZV_ENDPOINT", parse_host_and_port, "HOST:PORT"):
         address = address or SourcedValue(endpoint.value[0], endpoint.source)
         port = port or SourcedValue(endpoint.value[1], endpoint.source)
-    per_node = env.get_text("PET_NPROC_PER_NODE") not in ("auto", "gpu", "cpu", "xpu")
+    per_node = env.get_text_or_empty("PET_NPROC_PER_NODE") not in ("auto", "gpu", "cpu", "xpu")
     return build_claim(
         "pet",
         "PET_NNODES is set: this process stands for a node",

@@ -30,7 +30,7 @@ from bundle.mcore.gpt import set_current_chunk
 from bundle.mcore.groups import get_dp_cp_group
 
 # Forms that any layout can load; a release writes the first that it has. 0.15 introduced the first one.
-_SHARDINGS = ("fully_reshardable", "fully_sharded_model_space")
+_SHARDING_TYPES = ("fully_reshardable", "fully_sharded_model_space")
 
 
 def read_megatron_version() -> str:
@@ -41,7 +41,7 @@ def read_megatron_version() -> str:
 def choose_sharding_type() -> str:
     """Return the form in which this release writes optimizer state, loadable at any layout."""
     newer = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
-    return _SHARDINGS[0] if _SHARDINGS[0] in newer else _SHARDINGS[1]
+    return _SHARDING_TYPES[0] if _SHARDING_TYPES[0] in newer else _SHARDING_TYPES[1]
 
 
 def save(directory: Path, models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from bundle.architectures import DeltaNet
 from bundle.mcore import filter_keywords
 
-_EPSILON = 1e-6  # of flash-linear-attention's l2norm
+_NORM_EPSILON = 1e-6  # of flash-linear-attention's l2norm
 
 
 def build_config_fields(net: DeltaNet) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _choose_class() -> Any:
 def _normalize_l2(x: Tensor) -> Tensor:
     """Return `x` over the root of the sum of its squares along the last dimension, summed in fp32."""
     values = x.float()
-    return (values * (values.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()).to(x.dtype)
+    return (values * (values.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt()).to(x.dtype)
 
 
 def build_small_delta_net(config: TransformerConfig) -> torch.nn.Module:

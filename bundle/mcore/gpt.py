@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from bundle.architectures import MLA, Architecture, MoE, pad_vocab_size
-from bundle.architectures.tensors import SINKS
+from bundle.architectures.tensors import SINKS_NAME
 from bundle.errors import EnvironmentUnfit
 from bundle.mcore import filter_keywords, gated_delta, rotary, routers
 from bundle.mcore.groups import Groups
@@ -195,7 +195,7 @@ def _build_mla_options(architecture: Architecture, mla: MLA, *, is_fused: bool) 
 
 
 # Each norm, and the projection behind it, into which Transformer Engine folds it.
-_NORMS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
+_NORMS_BEFORE_PROJECTIONS = (("q_layernorm", "linear_q_up_proj"), ("kv_layernorm", "linear_kv_up_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _mark_sinks(built: torch.nn.Module) -> None:
     Megatron takes an unmarked parameter for a copy of the first rank's.
     """
     for name, parameter in built.named_parameters():
-        if name.endswith(f".{SINKS}") and not getattr(parameter, "tensor_model_parallel", False):
+        if name.endswith(f".{SINKS_NAME}") and not getattr(parameter, "tensor_model_parallel", False):
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
@@ -379,7 +379,11 @@ def _set_latent_norm_epsilon(chunk: torch.nn.Module, epsilon: float) -> None:
     """
     for attention in chunk.modules():
         if isinstance(attention, MLASelfAttention):
-            compressed = _NORMS if attention.config.q_lora_rank is not None else _NORMS[1:]
+            compressed = (
+                _NORMS_BEFORE_PROJECTIONS
+                if attention.config.q_lora_rank is not None
+                else _NORMS_BEFORE_PROJECTIONS[1:]
+            )
             for names in compressed:
                 candidates: list[Any] = [getattr(attention, name, None) for name in names]
                 norms = [module for module in candidates if hasattr(module, "eps")]

@@ -45,7 +45,7 @@ from bundle.errors import JobFailed, UsageError
 from bundle.files import to_printable
 from bundle.mcore import unpickling
 
-INDEX = ".metadata"
+INDEX_FILE = ".metadata"
 _FORMAT_METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -63,8 +63,8 @@ class TorchDistCheckpoint:
         """Read the index, as data. Raise UsageError where there is none that can be used."""
         self.root = root
         self._reader = FileSystemReader(root)
-        if not files.is_file(root / INDEX):
-            raise UsageError(f"{root}: not a torch_dist checkpoint: it has no {INDEX}")
+        if not files.is_file(root / INDEX_FILE):
+            raise UsageError(f"{root}: not a torch_dist checkpoint: it has no {INDEX_FILE}")
         try:
             with unpickling.restrict_to_data():
                 self._index = self._reader.read_metadata()
@@ -74,10 +74,10 @@ class TorchDistCheckpoint:
                 - {path.name for path in root.iterdir()}
             )
         except Exception as error:  # whatever somebody's pickle makes torch raise
-            raise UsageError(f"{root / INDEX}: cannot be used: {error}") from error
+            raise UsageError(f"{root / INDEX_FILE}: cannot be used: {error}") from error
         if missing:
             raise UsageError(
-                f"{root}: {INDEX} names files that are not in this directory. Use a complete checkpoint",
+                f"{root}: {INDEX_FILE} names files that are not in this directory. Use a complete checkpoint",
                 [to_printable(name)[:200] for name in missing],
             )
         self._reader.set_up_storage_reader(self._index, is_coordinator=True)

@@ -42,10 +42,10 @@ _ALLOWED_NAMES = {
     ("torch.storage", "_load_from_bytes"),
 }
 _MEMO_OPCODES = ("PUT", "LONG_BINPUT")  # under a number that the pickle says
-_MISSING = object()
+_NO_VALUE = object()
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 # If two restrictions overlapped, the first to end would lift the other's, and the last would never be lifted.
-_LOCK = threading.RLock()
+_RESTRICTION_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def restrict_to_weights() -> Iterator[None]:
     It overrules `weights_only=False`. A second thread waits.
     """
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    with _LOCK, torch.serialization.safe_globals(_list_common_classes()):
+    with _RESTRICTION_LOCK, torch.serialization.safe_globals(_list_common_classes()):
         before = os.environ.get(name)
         os.environ[name] = "1"
         try:
@@ -154,7 +154,7 @@ def _put_back(owner: Any, original: dict[str, Any]) -> list[str]:
     """Restore the attributes that have changed, and return their names; pydantic makes its own late."""
     now = vars(owner)
     names = [name for name in now.keys() | original.keys() if not name.startswith("__pydantic")]
-    changed = [name for name in names if now.get(name, _MISSING) is not original.get(name, _MISSING)]
+    changed = [name for name in names if now.get(name, _NO_VALUE) is not original.get(name, _NO_VALUE)]
     for name in changed:
         if name in original:
             setattr(owner, name, original[name])

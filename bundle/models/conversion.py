@@ -37,7 +37,7 @@ from bundle.pretrained import PretrainedWeights, refuse_unequal_copies, replacin
 from bundle.pretrained.directory import FP8, MXFP4, SCALE_SUFFIX, limit_violations
 from bundle.pretrained.writing import PublishedModel, WeightFormat
 
-_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")
+_OPTIMIZER_PATTERN = re.compile(r"(^|\.)optimizer\.")
 
 
 class TensorSource(Protocol):
@@ -75,7 +75,7 @@ class MegatronTensors:
         self._keys_by_name: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.tensors = {}
         for key, (shape, dtype) in checkpoint.tensors.items():
-            if _OPTIMIZER.search(key):
+            if _OPTIMIZER_PATTERN.search(key):
                 continue
             stack_dims = checkpoint_names.count_stacked_dims(key)
             for entry in itertools.product(*map(range, shape[:stack_dims])):

@@ -14,7 +14,7 @@ from bundle.pretrained import PretrainedWeights
 from bundle.pretrained.directory import MX_SCALES_SUFFIX, limit_violations
 
 # Integers with the bits of each kind of numbers, and where, of either sign, those that are not finite begin.
-_BITS = {
+_BIT_LAYOUTS = {
     torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
     torch.float16: (torch.int16, np.uint16, 0x7C00),
     torch.float32: (torch.int32, np.uint32, 0x7F800000),
@@ -70,7 +70,7 @@ def is_finite(stored: Tensor) -> bool:
     """Return whether all numbers are finite; those of uint8 are scales of MXFP4."""
     if stored.dtype is torch.uint8:
         return not bool((stored > _LARGEST_SCALE).any())
-    signed, unsigned, begin = _BITS[stored.dtype]
+    signed, unsigned, begin = _BIT_LAYOUTS[stored.dtype]
     bits = np.atleast_1d(stored.view(signed).numpy())
     sign = 1 << (8 * bits.itemsize - 1)
     rows = max(1, _CHUNK_VALUES * len(bits) // max(1, bits.size))

@@ -353,7 +353,7 @@ def _choose_bucket_size(recipe: Recipe, layout: RankLayout, chunk: ModelChunk) -
     return options.bucket_size or max(40_000_000, 1_000_000 * layout.find_axis_size("dp"))
 
 
-def splits_shared_embedding(parameters: Sequence[Parameter], ranks: int) -> bool:
+def splits_shared_embedding_between_buckets(parameters: Sequence[Parameter], ranks: int) -> bool:
     """Return whether a defect of megatron-core puts the shared embedding across a boundary of buckets.
 
     The bucket in front is closed at a multiple of lcm(ranks, 128). The embedding still starts where the

@@ -15,7 +15,7 @@ from bundle.fp8 import SCALINGS, Scaling
 from bundle.patches import Decision, PatchAction, mindspeed
 from bundle.planning.activations import MTP_RECOMPUTATION
 from bundle.planning.layout import RankLayout
-from bundle.planning.memory import MemoryEstimate, splits_shared_embedding
+from bundle.planning.memory import MemoryEstimate, splits_shared_embedding_between_buckets
 from bundle.planning.size import FP8_WEIGHTS, list_parameters, list_trained_parameters
 from bundle.recipe import Recipe
 
@@ -26,7 +26,7 @@ DISCARD_ASKS_FP8 = SourcePredicate("tensor_parallel/random.py", "FP8GlobalStateM
 SHARED_EXPERTS_RECOMPUTATION = SourcePredicate(
     "transformer/transformer_config.py", '"shared_experts"', "0.14"
 )
-SINKS = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
+SINKS_SUPPORT = SourcePredicate("transformer/transformer_config.py", "softmax_type", "0.15")
 DELTA_NETS = SourcePredicate("transformer/transformer_config.py", "linear_attention_freq", "0.16")
 LAYOUT_STRING = SourcePredicate("transformer/transformer_config.py", "pipeline_model_parallel_layout", "0.13")
 _LAYOUT_FILE = "transformer/pipeline_parallel_layer_layout.py"
@@ -36,7 +36,7 @@ STANDALONE_MTP = SourcePredicate(
 )  # from the last layer, or from the head
 
 
-BLOCKWISE = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
+BLOCKWISE_FP8_SUPPORT = SourcePredicate("enums.py", 'blockwise = "blockwise"', "0.13")
 # Earlier releases do not recompute these together with FP8; 0.12 does not refuse them.
 FP8_RECOMPUTATION = SourcePredicate(
     "transformer/transformer_config.py", "Delayed scaling does not support moe_act", "0.14"
@@ -58,7 +58,7 @@ class MegatronFeature(NamedTuple):
 _HYBRID_FEATURE = MegatronFeature("gated delta nets", DELTA_NETS)
 # Every other family is computed with every supported megatron-core.
 FEATURE_BY_FAMILY = {
-    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and a clamped gate", SINKS),
+    "gpt_oss": MegatronFeature("learned sinks, windows in some layers and a clamped gate", SINKS_SUPPORT),
     "qwen3_next": _HYBRID_FEATURE,
     "qwen3_5_text": _HYBRID_FEATURE,
     "qwen3_5_moe_text": _HYBRID_FEATURE,
@@ -112,10 +112,11 @@ def find_backend_problems(
         reason = can.explain_fp8_refusal(model.fp8.scaling, model.fp8.format, hardware.generation.value)
         if reason is not None:
             yield to_hardware_problem(f"model.fp8: {reason}")
-        if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE):
+        if can.backend == "cuda" and model.fp8.scaling == "blockwise" and not code.has(BLOCKWISE_FP8_SUPPORT):
             yield to_recipe_problem(
                 f"model.fp8.scaling: megatron-core {code.release} does not support blockwise"
-                f" ({code.describe_evidence(BLOCKWISE)}). Use {BLOCKWISE.since} or newer"
+                f" ({code.describe_evidence(BLOCKWISE_FP8_SUPPORT)})."
+                f" Use {BLOCKWISE_FP8_SUPPORT.since} or newer"
             )
     if recipe.optimizer.name == "sgd" and not (recipe.optimizer.sgd_momentum or can.layers.plain_sgd):
         yield to_recipe_problem(
@@ -445,7 +446,7 @@ def _find_split_embedding(recipe: Recipe, can: Capabilities, layout: RankLayout)
     ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
     for chunk in layout.iterate_chunks():
         tensors = list_parameters(recipe.architecture, recipe.parallel, chunk, can.layers)
-        if splits_shared_embedding(tensors, ranks):
+        if splits_shared_embedding_between_buckets(tensors, ranks):
             yield to_recipe_problem(
                 "parallel.pp: this megatron-core splits the embedding shared by the first and last stage"
                 f" across two buckets of stage {chunk.stage}, which then fails or trains it wrongly. The"

@@ -20,7 +20,7 @@ OLDEST_SGLANG = "0.5.16"
 SHARED_MEMORY = Path("/dev/shm")
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # How many versions of the weights lie in the folder of a sync at once.
-_VERSIONS = 2
+_KEPT_VERSIONS = 2
 
 
 # Beside weights and cache (`benchmarks.gpu.turns`): contexts, kernels and communicators of a server, of the
@@ -95,7 +95,7 @@ def count_kv_cache_bytes(recipe: Recipe, tokens: int) -> int:
 
 def count_weights_folder_bytes(recipe: Recipe) -> int:
     """Return the bytes of the versions of the weights that are in the folder of a sync at once."""
-    return _VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
+    return _KEPT_VERSIONS * _count_weights(recipe.architecture) * DTYPE_BYTES[recipe.model.dtype]
 
 
 def _count_weights(architecture: Architecture) -> int:

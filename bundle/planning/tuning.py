@@ -21,7 +21,7 @@ from bundle.recipe import Parallel, Recipe, rules
 from bundle.recipe.recipe import Recompute
 
 MOST_PLANS = 150  # of one search
-CHUNKS = (None, 2, 4)  # of a pipeline stage
+CHUNKS_PER_STAGE = (None, 2, 4)  # of a pipeline stage
 # Ways to need less memory, each slower than the one before: recomputation of no, half of the and all layers
 # of a stage, and then an optimizer on the host.
 KEEP_ALL, RECOMPUTE_HALF, RECOMPUTE_ALL, OFFLOAD = range(4)
@@ -198,7 +198,9 @@ def _list_parallel(recipe: Recipe, world: int, per_node: int) -> Iterator[Parall
     experts = architecture.moe.num_experts if architecture.moe else 1
     for tp, pp in itertools.product(_list_divisors(per_node), _list_divisors(world)):
         for cp, ep in itertools.product(_list_divisors(per_node // tp), _list_divisors(experts)):
-            for etp, vpp in itertools.product({1, tp} if experts > 1 else {tp}, CHUNKS[: 1 + 2 * (pp > 1)]):
+            for etp, vpp in itertools.product(
+                {1, tp} if experts > 1 else {tp}, CHUNKS_PER_STAGE[: 1 + 2 * (pp > 1)]
+            ):
                 parallel = Parallel(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp)
                 if parallel.fits(world):
                     yield from _divide_layers(parallel, architecture.num_layers)

@@ -164,7 +164,7 @@ class NodeCheck:
         defects_by_node = next((result.nodes for result in link_results.values() if result.nodes), {})
         self.node_defects = list(defects_by_node.values()) or [(get_node_name(), self.own_defects)]
         if rendezvous.nodes > 1 and rendezvous.node_rank == 0 and defects_by_node:
-            nodes.write(directory / nodes.FOLDER, self.node_defects)
+            nodes.write(directory / nodes.PREFLIGHT_FOLDER, self.node_defects)
 
 
 def measure_links(

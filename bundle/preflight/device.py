@@ -8,12 +8,12 @@ import torch
 from bundle.preflight import ProbeResult
 
 # Sizes of the matrices: large enough to keep a device busy, and small enough for a cpu.
-_SIZES = {"cpu": 1024}
-_SIZE = 8192
+_MATRIX_SIZES = {"cpu": 1024}
+_DEFAULT_MATRIX_SIZE = 8192
 _INNER_SIZE = (
     1024  # products of whole numbers this long are exact, whatever the order in which they are added
 )
-_SECONDS = {"quick": 2.0, "long": 60.0}
+_PROBE_SECONDS = {"quick": 2.0, "long": 60.0}
 _LEAST_FREE_SHARE = 0.9
 
 
@@ -22,7 +22,7 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
     if kind == "npu":
         import torch_npu  # noqa: F401  registers the device
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, index)
-    size, measured = _SIZES.get(kind, _SIZE), {}
+    size, measured = _MATRIX_SIZES.get(kind, _DEFAULT_MATRIX_SIZE), {}
     if kind != "cpu":
         free, total = getattr(torch, kind).mem_get_info(device)
         measured["GiB free"] = free / 2**30
@@ -52,4 +52,4 @@ def probe(kind: str, index: int, seconds: float) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    probe(sys.argv[1], int(sys.argv[2]), _SECONDS[sys.argv[3]]).print_result()
+    probe(sys.argv[1], int(sys.argv[2]), _PROBE_SECONDS[sys.argv[3]]).print_result()

@@ -3,7 +3,7 @@
 import re
 
 from bundle.environment import hardware, machine
-from bundle.environment.machine import NUMBER, Machine
+from bundle.environment.machine import NUMBER_PATTERN, Machine
 from bundle.preflight import ProbeResult
 
 _LEAST_FREE_SHARE = 0.1
@@ -16,7 +16,7 @@ def probe(local_machine: Machine) -> ProbeResult:
     """
     memory = hardware.read_host(local_machine).memory
     meminfo = local_machine.read("/proc/meminfo")
-    match = re.search(rf"^MemAvailable:\s*({NUMBER}) kB", meminfo.value or "", re.MULTILINE)
+    match = re.search(rf"^MemAvailable:\s*({NUMBER_PATTERN}) kB", meminfo.value or "", re.MULTILINE)
     if match is None or memory.value is None:
         return ProbeResult(skipped=f"unknown: {meminfo.reason}, {memory.reason}")
     free = min(int(match[1]) * 1024, memory.value)

@@ -20,10 +20,10 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from bundle.preflight import ProbeResult
 from bundle.preflight.nodes import Link, LinkWorker, Report, judge_links, list_partner_offsets, parse_report
 
-_COLLECTIVES = {"cuda": "nccl", "npu": "hccl"}
+_COLLECTIVE_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 # Bytes of a reduction; a link carries a quarter of them. They are enough to measure the bandwidth.
-_BYTES = {"cpu": {True: 1 << 22, False: 1 << 24}}
-_BYTES_OF_DEVICES = {True: 1 << 28, False: 1 << 30}
+_REDUCTION_BYTES = {"cpu": {True: 1 << 22, False: 1 << 24}}
+_REDUCTION_BYTES_OF_DEVICES = {True: 1 << 28, False: 1 << 30}
 _REPEATS, _PINGS = 5, 20
 _POLL_SECONDS = 0.2
 
@@ -39,7 +39,7 @@ class LinkMeasurement:
             if worker.kind == "cpu"
             else torch.device(worker.kind, worker.local_rank)
         )
-        self.bytes = _BYTES.get(worker.kind, _BYTES_OF_DEVICES)[worker.quick]
+        self.bytes = _REDUCTION_BYTES.get(worker.kind, _REDUCTION_BYTES_OF_DEVICES)[worker.quick]
         self.links: list[Link] = []
         self.stage = "meeting the other ranks"
         # The received data of the first exchange with a partner, and the ranks of the exchange.
@@ -244,7 +244,7 @@ def probe(worker: LinkWorker) -> ProbeResult:
     if worker.kind == "cuda":
         torch.cuda.set_device(worker.local_rank)
     dist.init_process_group(
-        _COLLECTIVES.get(worker.kind, "gloo"),
+        _COLLECTIVE_BACKENDS.get(worker.kind, "gloo"),
         store=link_store.open_group_store(),
         rank=rank,
         world_size=size,

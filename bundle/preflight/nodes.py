@@ -17,7 +17,7 @@ from bundle.launch.rendezvous import Rendezvous
 
 # A node whose best link carries less than this share of the usual slows down every collective.
 LEAST_BANDWIDTH_SHARE = 0.5
-FOLDER = "preflight"
+PREFLIGHT_FOLDER = "preflight"
 PASSING, FAILING = "passing.txt", "failing.txt"
 
 

@@ -8,16 +8,16 @@ from bundle.errors import UsageError, find_nearest, format_suggestion
 
 # Roles as headings; nothing but the texts; the tokenizer's own.
 PLAIN_TEMPLATE, NO_TEMPLATE, TOKENIZER_TEMPLATE = "plain", "none", "chat"
-NAMES = (PLAIN_TEMPLATE, NO_TEMPLATE, TOKENIZER_TEMPLATE)
-DIRECTORY = Path(__file__).parent / "templates"
-SUFFIX = ".jinja"
+NAMES_WITHOUT_FILE = (PLAIN_TEMPLATE, NO_TEMPLATE, TOKENIZER_TEMPLATE)
+TEMPLATE_DIRECTORY = Path(__file__).parent / "templates"
+TEMPLATE_SUFFIX = ".jinja"
 MOST_BYTES = 2**20  # bytes; published ones have less than 2**15
-_MESSAGES = re.compile(r"\bmessages\b")
+_MESSAGES_PATTERN = re.compile(r"\bmessages\b")
 
 
 def list_built_in() -> list[str]:
     """Return the names of the templates that come with the package, sorted."""
-    return sorted(path.stem for path in DIRECTORY.glob(f"*{SUFFIX}"))
+    return sorted(path.stem for path in TEMPLATE_DIRECTORY.glob(f"*{TEMPLATE_SUFFIX}"))
 
 
 def is_text(value: str) -> bool:
@@ -28,10 +28,11 @@ def is_text(value: str) -> bool:
 def read_text(name: str) -> str:
     """Return the text of a built-in template or of a file. Raise UsageError where there is none."""
     names = list_built_in()
-    if name not in names and not name.endswith(SUFFIX):
-        near = format_suggestion(find_nearest(name, (*NAMES, *names)))
-        raise UsageError(f"{name} is not a template{near}. Use {', '.join((*NAMES, *names))} or FILE{SUFFIX}")
-    path = DIRECTORY / f"{name}{SUFFIX}" if name in names else Path(name)
+    if name not in names and not name.endswith(TEMPLATE_SUFFIX):
+        allowed = (*NAMES_WITHOUT_FILE, *names)
+        near = format_suggestion(find_nearest(name, allowed))
+        raise UsageError(f"{name} is not a template{near}. Use {', '.join(allowed)} or FILE{TEMPLATE_SUFFIX}")
+    path = TEMPLATE_DIRECTORY / f"{name}{TEMPLATE_SUFFIX}" if name in names else Path(name)
     try:
         text = files.read_content(path, MOST_BYTES).decode()
     except OSError as error:
@@ -45,6 +46,6 @@ def read_text(name: str) -> str:
 
 def find_defect(text: str) -> str:
     """Return why a text is not a chat template; empty where it may be one."""
-    if _MESSAGES.search(text):
+    if _MESSAGES_PATTERN.search(text):
         return ""
     return "the template does not read `messages`, the conversation. Loop over `messages` in it"

@@ -25,7 +25,7 @@ SHOWN_SETTINGS = (
     *("checkpoint.export", "model.lora.rank", "model.lora.alpha"),
     *("model.lora.dropout", "model.lora.targets"),
 )
-_WARMUP = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
+_WARMUP_KEYS = ("optimizer.warmup_steps", "optimizer.warmup_ratio")
 
 
 class Setting(NamedTuple):
@@ -128,7 +128,7 @@ class _Draft:
             return
         elif key == "data.packed" and (reason := self.unpacked_reason):
             self.fill(key, False, reason)
-        elif not self.has(key) and not (key in _WARMUP and any(map(self.has, _WARMUP))):
+        elif not self.has(key) and not (key in _WARMUP_KEYS and any(map(self.has, _WARMUP_KEYS))):
             value = default.choose(self.parameters) if default.by_size else default.value
             self.set(key, value, origin)
 
@@ -150,7 +150,7 @@ class _Draft:
         if not self.loads_weights:
             large = task == "pretrain" and self.parameters >= defaults.LEAST_PRETRAINING_PARAMETERS
             return defaults.PRETRAINING if large else ""
-        return defaults.KINDS.get((task, adapted), "") if isinstance(task, str) else ""
+        return defaults.TRAINING_KINDS.get((task, adapted), "") if isinstance(task, str) else ""
 
     @property
     def unpacked_reason(self) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bundle.recipe.chat_template import NAMES as TEMPLATE_NAMES
+from bundle.recipe.chat_template import NAMES_WITHOUT_FILE as TEMPLATE_NAMES
 from bundle.recipe.chat_template import NO_TEMPLATE, PLAIN_TEMPLATE
 from bundle.recipe.section import AS_TUPLE, Count, Name, Names, Positive, Section, make_default_section
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bundle import files, hub
 from bundle.errors import UsageError
 from bundle.recipe.data import DataKind
-from bundle.recipe.loading import DIRECTORY as RECIPES
+from bundle.recipe.loading import RECIPE_DIRECTORY as RECIPES
 
 STDLIB = "stdlib"
 BUILT_IN = "builtin:"  # begins the name of a file that comes with the package
@@ -25,7 +25,7 @@ SKIPPED_DIRECTORIES = frozenset(
 )
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # The kind of a file by the end of its name, where the recipe names no kind.
-SUFFIXES: dict[DataKind, tuple[str, ...]] = {
+DATA_SUFFIXES: dict[DataKind, tuple[str, ...]] = {
     "text": (".txt",),
     "jsonl": tuple(f"{name}{packed}" for packed in ("", ".gz", ".zst") for name in JSON_SUFFIXES),
     "parquet": (".parquet",),
@@ -36,7 +36,7 @@ SUFFIXES: dict[DataKind, tuple[str, ...]] = {
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 ROWLESS_FILES = frozenset({STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"})
 _STATE_BYTES = 2**24
-_SPLIT = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
+_SPLIT_PATTERN = re.compile(r"(?:^|[/_.-])(train|test|valid|validation|val|dev|eval)(?:[/_.-]|$)")
 
 
 class DataFile(NamedTuple):
@@ -156,7 +156,7 @@ def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
     """Return the files of a repository that are named train, where some are named as splits; else all."""
     splits: dict[str, list[Path]] = {}
     for path in paths:
-        if match := _SPLIT.search(path.relative_to(root).as_posix()):
+        if match := _SPLIT_PATTERN.search(path.relative_to(root).as_posix()):
             splits.setdefault(match[1], []).append(path)
     if splits and "train" not in splits:
         raise UsageError(f"has the splits {', '.join(splits)}, but none named train. Add a path: .../FOLDER")
@@ -165,7 +165,7 @@ def _find_training_split(paths: list[Path], root: Path) -> list[Path]:
 
 def _find_kind(name: str) -> DataKind:
     """Return the kind of a file by the end of its name. Raise UsageError where it says none."""
-    for kind, endings in SUFFIXES.items():
+    for kind, endings in DATA_SUFFIXES.items():
         if name.endswith(endings):
             return kind
     raise UsageError(f"{name} does not end in {_format_endings(None)}. Set its kind with data.source")
@@ -175,7 +175,11 @@ def _list_endings(kind: DataKind | None) -> tuple[str, ...]:
     """Return the endings of the file names that are read in a directory; for kind text, of all files."""
     if kind == "text":
         return ("",)
-    return SUFFIXES[kind] if kind else tuple(ending for endings in SUFFIXES.values() for ending in endings)
+    return (
+        DATA_SUFFIXES[kind]
+        if kind
+        else tuple(ending for endings in DATA_SUFFIXES.values() for ending in endings)
+    )
 
 
 def _format_endings(kind: DataKind | None) -> str:

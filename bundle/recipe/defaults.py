@@ -12,7 +12,7 @@ RL, LORA_RL = "full RL", "LoRA RL"
 CONTINUED, LORA_CONTINUED = "continued pre-training", "LoRA continued pre-training"
 PRETRAINING = "pre-training"
 # By task, and whether adapters are trained.
-KINDS = {
+TRAINING_KINDS = {
     ("sft", False): SFT,
     ("sft", True): LORA_SFT,
     ("dpo", False): DPO,

@@ -31,12 +31,12 @@ _REPLACED_WORDS = {
 }
 
 # In a checkout a link to launch/recipes; a wheel holds the files themselves.
-DIRECTORY = pathlib.Path(__file__).parent / "recipes"
+RECIPE_DIRECTORY = pathlib.Path(__file__).parent / "recipes"
 
 
 def list_built_in() -> list[str]:
     """Return the names of the recipes that come with the package, sorted."""
-    return sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
+    return sorted(path.stem for path in RECIPE_DIRECTORY.glob("*.yaml"))
 
 
 def describe_built_in(name: str) -> str:
@@ -103,7 +103,7 @@ def find_recipe(name_or_path: str | pathlib.Path) -> pathlib.Path:
         return pathlib.Path(text)
     names = list_built_in()
     if text in names:
-        return DIRECTORY / f"{text}.yaml"
+        return RECIPE_DIRECTORY / f"{text}.yaml"
     raise UsageError(
         f"no recipe named {text!r}{format_suggestion(find_nearest(text, names))}",
         [f"built in: {', '.join(names)}", "to name a file, give its path, such as ./mine.yaml"],
@@ -301,7 +301,7 @@ def _replace_template(document: YamlDocument, violations: list[str]) -> dict[str
     name = data.get("template") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(name, str) or chat_template.is_text(name):
         return {}
-    if name in chat_template.NAMES:
+    if name in chat_template.NAMES_WITHOUT_FILE:
         return {}
     path = ("data", "template")
     try:

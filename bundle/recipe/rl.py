@@ -24,9 +24,9 @@ from bundle.recipe.section import (
 
 # The distances of the bounds of a ratio from 1. DAPO arXiv 2503.14476, GSPO 2507.18071, CISPO 2506.13585; a
 # low of 1 is no lower bound.
-CLIPS = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
+CLIP_RANGES = {"ppo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
 # Seconds: of one answer (math, code), and of all answers in a call (python, http).
-TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0, "http": 10.0, "code": 10.0}
+REWARD_TIMEOUTS = {"exact": 5.0, "math": 5.0, "python": 60.0, "http": 10.0, "code": 10.0}
 
 
 class RLRollout(Section):
@@ -176,7 +176,7 @@ class RLReward(CompletedSection):
     def derive_keys(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the default timeout of the kind of reward."""
         kind = values.get("kind")
-        return {"timeout_seconds": TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
+        return {"timeout_seconds": REWARD_TIMEOUTS.get(kind, 5.0)} if isinstance(kind, str) else {}
 
 
 class RLCorrection(Section):
@@ -212,7 +212,7 @@ class RLLoss(CompletedSection):
         " only the weight.",
     )
     clip: Pair = Field(
-        default=CLIPS["ppo"],
+        default=CLIP_RANGES["ppo"],
         json_schema_extra=add_null,
         description="Distances below and above 1 at which the ratio is clipped. null or left out: [0.2,"
         " 0.28] for ppo, [0.0003, 0.0004] for gspo, [1, 0.28] for cispo.",
@@ -259,7 +259,7 @@ class RLLoss(CompletedSection):
         if not isinstance(kind, str):
             return {}
         return {
-            "clip": CLIPS.get(kind, CLIPS["ppo"]),
+            "clip": CLIP_RANGES.get(kind, CLIP_RANGES["ppo"]),
             "mean": "sequence" if kind == "gspo" else "token",
         }
 

@@ -12,7 +12,7 @@ from bundle.recipe.rl import RL, RLCorrection, RLReward, RLRollout
 Violation = tuple[str, str]
 
 # `FILE.py:NAME`; a path may hold colons.
-_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+_FUNCTION_PATTERN = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
 # Keys of a reward that only some kinds read, and what a message asks for where one of them must be present.
 _KINDS_OF_KEYS = {
     "field": ("exact", "math"),
@@ -26,7 +26,7 @@ _NEEDED_KEYS = {
     "url": "the address of a server",
     "tests": "the name of the field with the tests",
 }
-_URL = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
+_SERVER_URL_PATTERN = re.compile(r"http://(?P<host>[\w.-]+):(?P<port>\d{1,5})/?")
 # Keys of rl.rollout for an engine with servers; _START_KEYS are only for servers that the run starts.
 _START_KEYS = ("python", "replicas", "tp", "mem_fraction_static", "arguments", "transport")
 _SERVER_KEYS = ("urls", *_START_KEYS, "weights_folder", "verify", "timeout_seconds")
@@ -40,7 +40,7 @@ _FIXED_ARGUMENTS = (
 
 def split_function(function: str) -> tuple[str, str]:
     """Return the file and the name of `FILE.py:NAME`. Raise ValueError for any other text."""
-    match = _FUNCTION.fullmatch(function)
+    match = _FUNCTION_PATTERN.fullmatch(function)
     if match is None:
         raise ValueError(f"{format_value(function)} is not FILE.py:NAME")
     return match["file"], match["name"]
@@ -48,7 +48,7 @@ def split_function(function: str) -> tuple[str, str]:
 
 def split_url(url: str) -> tuple[str, int]:
     """Return host and port of `http://HOST:PORT`. Raise ValueError for any other text."""
-    match = _URL.fullmatch(url)
+    match = _SERVER_URL_PATTERN.fullmatch(url)
     if match is None or not 0 < int(match["port"]) < 2**16:
         raise ValueError(f"{format_value(url)} is not http://HOST:PORT")
     return match["host"], int(match["port"])

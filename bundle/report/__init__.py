@@ -18,9 +18,9 @@ from bundle.report.samples import SampleAnswer, read_samples
 
 # The most points of a drawn curve. From a longer one, the lowest and highest of each stretch are drawn.
 MAX_POINTS = 800
-_DIGITS = 6  # that are significant, of a value in a curve
+_SIGNIFICANT_DIGITS = 6  # that are significant, of a value in a curve
 # The file beside a page that draws its curves.
-LIBRARY = "plotly.min.js"
+PLOTTING_LIBRARY = "plotly.min.js"
 _METRICS_LIMIT, _FILE_LIMIT = (
     1 << 28,
     1 << 24,
@@ -137,9 +137,9 @@ def _read_object(path: Path, unread: list[str]) -> dict[str, Any]:
     return document
 
 
-_MEMORY = "Memory, GiB"
+_MEMORY_CHART = "Memory, GiB"
 # The beginnings of the metrics' names by the title of a chart. Any other metric gets its own chart.
-CHARTS: Mapping[str, tuple[str, ...]] = {
+CHART_METRICS: Mapping[str, tuple[str, ...]] = {
     "Reward": ("reward/mean", "evaluation/reward"),
     "Accuracy on questions that are not learned": ("evaluation/accuracy", "evaluation/pass@"),
     "Tokens of an answer": ("completions/m", "evaluation/mean_length"),
@@ -156,16 +156,16 @@ CHARTS: Mapping[str, tuple[str, ...]] = {
     "Time, seconds": ("train/step_seconds", "seconds/", "rollout/seconds", "reward/seconds"),
     "Model TFLOP/s of a device": ("train/tflops",),
     "Model FLOPs utilisation (MFU)": ("train/mfu",),
-    _MEMORY: ("memory/",),
+    _MEMORY_CHART: ("memory/",),
 }
 # Numbers of a run that say nothing as a curve.
 _NOT_DRAWN = ("train/seconds_left", "train/samples")
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
-_DASHES = ("solid", "dash", "dot", "dashdot")
+_LINE_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
+_LINE_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def render_page(runs: Sequence[RunReport]) -> str:
-    """Return the page of these runs, side by side, which needs LIBRARY beside it.
+    """Return the page of these runs, side by side, which needs PLOTTING_LIBRARY beside it.
 
     Raise EnvironmentUnfit without the libraries that make it.
     """
@@ -190,7 +190,7 @@ def render_page(runs: Sequence[RunReport]) -> str:
         differing=list(_find_differences(runs)),
         versions=list(_build_rows([_format_versions(run) for run in runs])),
         why={patch.id: patch.why for patch in PATCHES},
-        library=LIBRARY,
+        library=PLOTTING_LIBRARY,
     )
 
 
@@ -202,7 +202,7 @@ def write_page(path: Path, runs: Sequence[RunReport]) -> None:
     page = render_page(runs)
     from plotly.offline import get_plotlyjs
 
-    write_text(path.with_name(LIBRARY), get_plotlyjs())
+    write_text(path.with_name(PLOTTING_LIBRARY), get_plotlyjs())
     write_text(path, page)
 
 
@@ -213,10 +213,10 @@ def label_runs(runs: Sequence[RunReport]) -> list[str]:
 
 
 def group_metrics_by_chart(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the numbers on each chart, in the order of `CHARTS`; others are under their own name."""
-    groups: dict[str, list[str]] = {title: [] for title in CHARTS}
+    """Return the numbers on each chart, in the order of `CHART_METRICS`; others are under their own name."""
+    groups: dict[str, list[str]] = {title: [] for title in CHART_METRICS}
     for name in sorted({*names} - {*_NOT_DRAWN}):
-        title = next((t for t, starts in CHARTS.items() if name.startswith(starts)), name)
+        title = next((t for t, starts in CHART_METRICS.items() if name.startswith(starts)), name)
         groups.setdefault(title, []).append(name)
     return {title: members for title, members in groups.items() if members}
 
@@ -232,15 +232,15 @@ def _draw_charts(runs: Sequence[RunReport]) -> Iterator[tuple[str, str]]:
                 if number not in run.curves:
                     continue
                 curve = run.curves[number].downsample()
-                unit = 2.0**30 if title == _MEMORY else 1.0
+                unit = 2.0**30 if title == _MEMORY_CHART else 1.0
                 figure.add_scatter(
                     x=curve.steps,
-                    y=[float(f"{value / unit:.{_DIGITS}g}") for value in curve.values],
+                    y=[float(f"{value / unit:.{_SIGNIFICANT_DIGITS}g}") for value in curve.values],
                     name=number if len(runs) == 1 else f"{number}, {label}",
                     mode="lines" if len(curve.steps) > 1 else "markers",
                     line={
-                        "color": _COLOURS[colour % len(_COLOURS)],
-                        "dash": _DASHES[dash % len(_DASHES)],
+                        "color": _LINE_COLOURS[colour % len(_LINE_COLOURS)],
+                        "dash": _LINE_DASHES[dash % len(_LINE_DASHES)],
                         "width": 1.5,
                     },
                 )
@@ -260,7 +260,7 @@ def _summarize_run(run: RunReport) -> dict[str, Any]:
     return {
         "Steps": str(last) + (f" of {steps}" if steps else "") + ("" if run.result else ", not finished"),
         "Ended by": run.result.get("ended"),
-        "Loss at the end": f"{loss:.{_DIGITS}g}" if isinstance(loss, int | float) else loss,
+        "Loss at the end": f"{loss:.{_SIGNIFICANT_DIGITS}g}" if isinstance(loss, int | float) else loss,
         "Layout": " ".join(f"{name}{size}" for name, size in sizes.items() if size and size > 1)
         or "one rank",
         "Ranks": run.find_plan_value("layout", "world"),

@@ -20,9 +20,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from select import select
 
-_FOLDER = Path(__file__).parent
+_REWARDS_FOLDER = Path(__file__).parent
 # What the program sends when it waits for a message; as long as a token.
-_REQUEST = "." * 32
+_REQUEST_TOKEN = "." * 32
 # The first of the users that programs run as where the trainer is root, and the one where these do not exist.
 _FIRST_USER, _NOBODY = 2**30, 65534
 _SET_SUBREAPER = 36
@@ -119,7 +119,7 @@ class CodeJudge:
         """
         ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
         self._seconds, self._memory_bytes = seconds, int(memory_gib * 2**30)
-        self._user, self._runner = choose_program_user(), (_FOLDER / "runner.py").read_text()
+        self._user, self._runner = choose_program_user(), (_REWARDS_FOLDER / "runner.py").read_text()
         self._readable = list_readable_paths()
         self._is_isolated, self.notice = True, ""
         try:
@@ -158,7 +158,7 @@ class CodeJudge:
             stack.callback(process.wait)
             stack.callback(end_children)
             connection = _Connection(channel, status, deadline)
-            if connection.receive() != _REQUEST:
+            if connection.receive() != _REQUEST_TOKEN:
                 raise SandboxError(connection.read_reason())
             return self._run_tests(connection, find_code(answer), tests)
 
@@ -166,7 +166,7 @@ class CodeJudge:
         connection.send(code)
         passed, record = 0, connection.receive()
         for test in tests:
-            if record != _REQUEST:
+            if record != _REQUEST_TOKEN:
                 break
             token = secrets.token_hex(16)
             connection.send(f"t{test}")
@@ -189,7 +189,7 @@ class CodeJudge:
             "memory_bytes": self._memory_bytes,
             "seconds": self._seconds,
             "program": os.path.realpath(sys.executable),
-            "command": [sys.executable, "-I", "-c", self._runner, str(channel), _REQUEST],
+            "command": [sys.executable, "-I", "-c", self._runner, str(channel), _REQUEST_TOKEN],
             # One thread: OpenBLAS reserves memory for each core.
             "variables": {
                 "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -198,7 +198,7 @@ class CodeJudge:
                 "OMP_NUM_THREADS": "1",
             },
         }
-        script = [str(_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
+        script = [str(_REWARDS_FOLDER / "sandbox.py"), json.dumps(setting), str(channel), str(status)]
         return subprocess.Popen(
             [sys.executable, "-I", "-S", *script],
             stdin=subprocess.DEVNULL,
@@ -231,16 +231,16 @@ class _Connection:
     def receive(self) -> str:
         """Return the next record; "" where the program has ended or its time is over."""
         record = b""
-        while len(record) < len(_REQUEST) and time.monotonic() < self._deadline:
+        while len(record) < len(_REQUEST_TOKEN) and time.monotonic() < self._deadline:
             ready = select([self._channel.fileno(), self._status], [], [], self._rest)[0]
             piece = b""
             if self._channel.fileno() in ready:
                 with suppress(OSError):
-                    piece = self._channel.recv(len(_REQUEST) - len(record))
+                    piece = self._channel.recv(len(_REQUEST_TOKEN) - len(record))
             if not piece:
                 return ""
             record += piece
-        return record.decode(errors="replace") if len(record) == len(_REQUEST) else ""
+        return record.decode(errors="replace") if len(record) == len(_REQUEST_TOKEN) else ""
 
     def read_reason(self) -> str:
         """Return why a program that sent nothing did not start."""

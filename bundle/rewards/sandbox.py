@@ -22,14 +22,14 @@ from typing import Any
 PROCESSES, FILE_BYTES, ROOT_BYTES, OPEN_FILES = 64, 2**24, 2**26, 256
 
 _NEW_MOUNTS, _NEW_USERS = 0x20000, 0x10000000
-_NAMESPACES = _NEW_MOUNTS | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # pid, net, ipc, uts
+_NAMESPACE_FLAGS = _NEW_MOUNTS | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # pid, net, ipc, uts
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXECUTION = 1, 2, 4, 8
 _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
-_DETACH = 2
+_DETACH_MOUNT = 2
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_SECURE_BITS, _SET_NO_NEW_PRIVILEGES = 1, 4, 28, 38
 _NO_ROOT = 3  # user 0 gains no capabilities by exec, and this is locked
 _C_LIBRARY = ctypes.CDLL(None, use_errno=True)
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICE_NAMES = ("null", "zero", "full", "random", "urandom")
 
 
 def call(name: str, *arguments: str | int | None) -> None:
@@ -61,7 +61,7 @@ def change_root(root: str, readable: list[str]) -> None:
     options = f"size={ROOT_BYTES},nr_inodes=20000,mode=755"
     call("mount", "tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, options)
     bound: list[str] = []
-    for path in [*readable, *(f"/dev/{name}" for name in _DEVICES)]:
+    for path in [*readable, *(f"/dev/{name}" for name in _DEVICE_NAMES)]:
         if os.path.exists(path) and not any(f"{path}/".startswith(f"{other}/") for other in bound):  # noqa: PTH110
             bind(path, root + path)
             bound.append(path)
@@ -70,7 +70,7 @@ def change_root(root: str, readable: list[str]) -> None:
         os.chmod(root + path, 0o1777)  # noqa: PTH101
     call("pivot_root", root, f"{root}/old")
     os.chdir("/")
-    call("umount2", "/old", _DETACH)
+    call("umount2", "/old", _DETACH_MOUNT)
     os.rmdir("/old")  # noqa: PTH106
 
 
@@ -85,12 +85,12 @@ def switch_user(user: int | None) -> None:
 def enter_namespaces(user: int | None) -> None:
     """Enter new namespaces; without root's rights, inside a new user namespace."""
     try:
-        call("unshare", _NAMESPACES)
+        call("unshare", _NAMESPACE_FLAGS)
     except PermissionError:
         switch_user(user)
         call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # else the files below are root's
         identity = {"uid_map": f"{os.getuid()} {os.getuid()} 1", "gid_map": f"{os.getgid()} {os.getgid()} 1"}
-        call("unshare", _NAMESPACES | _NEW_USERS)
+        call("unshare", _NAMESPACE_FLAGS | _NEW_USERS)
         for name, text in ({"setgroups": "deny"} | identity).items():
             write_text(f"/proc/self/{name}", text)
 

@@ -20,7 +20,7 @@ from bundle.errors import EnvironmentUnfit, JobFailed, UsageError
 
 # Families that transformers has under the name of another one, which computes the same.
 _SAME_CLASS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-_SHOWN = 10  # names of one kind in a message
+_MOST_SHOWN = 10  # names of one kind in a message
 
 
 class TwinBuilder:
@@ -87,7 +87,7 @@ class TwinBuilder:
         problems = [
             f"{kind.removesuffix('_keys')}: {key}"
             for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-            for key in sorted(map(str, report.get(kind) or ()))[:_SHOWN]
+            for key in sorted(map(str, report.get(kind) or ()))[:_MOST_SHOWN]
         ]
         if problems:
             version = self._transformers.__version__
@@ -112,7 +112,7 @@ class TwinBuilder:
                 f"rollout: the weights do not fit {self._class.__name__} ({len(missing)} missing,"
                 f" {len(unexpected)} unexpected, {len(reshaped)} of another shape). Send all tensors of the"
                 " trained model.",
-                [*missing[:_SHOWN], *unexpected[:_SHOWN], *reshaped[:_SHOWN]],
+                [*missing[:_MOST_SHOWN], *unexpected[:_MOST_SHOWN], *reshaped[:_MOST_SHOWN]],
             )
 
     @contextmanager

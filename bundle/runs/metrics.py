@@ -62,7 +62,7 @@ _NOT_IN_LINE_PREFIXES = (
     "rollout/",
 )
 # The name of an event by the first part of its metrics; the default is "step".
-_EVENTS = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
+_EVENT_NAMES = {"validation": "evaluation", "evaluation": "evaluation", "data": "data"}
 
 
 class Sink(Protocol):
@@ -170,7 +170,7 @@ class EventLines:
     """Writes an event of `train --json` per report, with the keys of metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        kind = _EVENTS.get(next(iter(values)).partition("/")[0], "step")
+        kind = _EVENT_NAMES.get(next(iter(values)).partition("/")[0], "step")
         events.write_event(kind, step=step, **replace_nonfinite(dict(values)))
 
     def close(self) -> None:

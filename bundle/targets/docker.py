@@ -35,8 +35,8 @@ _RDMA_OPTIONS = (f"--device={devices.RDMA_DEVICES}", "--cap-add=IPC_LOCK", "--ul
 # The labels of a container: who started it, and the run directory.
 _OWNER_LABEL, _DIRECTORY_LABEL = "mcore-bundle.owner", "mcore-bundle.run-directory"
 _ENDED_STATES = ("exited", "dead")
-_SIZE = re.compile(r"[1-9][0-9]*[bkmg]?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SIZE_PATTERN = re.compile(r"[1-9][0-9]*[bkmg]?")
+_VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class DockerOptions:
             if not source.startswith("/") or (rest and not target.startswith("/")) or mode not in ("", "ro"):
                 yield f"--mount {format_value(mount)}: must be /SRC, /SRC:/DST or /SRC:/DST:ro"
         for name in self.environment:
-            if not _VARIABLE.fullmatch(name):
+            if not _VARIABLE_PATTERN.fullmatch(name):
                 yield (
                     f"--env {format_value(name)}: must be a variable name. Its value is read from your"
                     " environment"
                 )
-        if not _SIZE.fullmatch(self.shared_memory):
+        if not _SIZE_PATTERN.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a size, such as 64g"
 
 

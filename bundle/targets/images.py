@@ -9,7 +9,9 @@ from packaging.version import InvalidVersion, Version
 from bundle.errors import UsageError
 from bundle.launch.job import Job
 
-FILE = Path(__file__).with_name("images.json")  # made of docker-bake.json by `python -m tools.images page`
+IMAGES_FILE = Path(__file__).with_name(
+    "images.json"
+)  # made of docker-bake.json by `python -m tools.images page`
 # The user of our images, and the one directory that it may write to (images/README.md).
 USER, HOME = 10001, "/home/bundle"
 DEFAULT_REGISTRY = "mcore-bundle"  # bake's default: images that were built on this machine
@@ -26,7 +28,7 @@ class Image(NamedTuple):
 
 def load_images() -> list[Image]:
     """Return every image that bake builds."""
-    return [Image(**row) for row in json.loads(FILE.read_text())]
+    return [Image(**row) for row in json.loads(IMAGES_FILE.read_text())]
 
 
 def choose_image(job: Job, registry: str = DEFAULT_REGISTRY) -> str:

@@ -31,7 +31,7 @@ LOG_NAME = "node.log"
 _LOCK_NAME, _GROUP_NAME, _EXIT_CODE_NAME = "lock", "group", "ended"
 _POLL_SECONDS = 0.5
 # A request to save goes to the whole process group. The shell survives it and writes the exit code.
-_SHELL = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
+_SHELL_SCRIPT = 'trap : TERM INT HUP; "$@"; echo $? >"$0"'
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def submit(job: Job, options: LocalOptions, workdir: Path, node_rank: int = 0, r
             fcntl.flock(lock, fcntl.LOCK_EX)
             files.write_text(folder / FILE_NAME, job.to_text())
             process = subprocess.Popen(
-                ["/bin/sh", "-c", _SHELL, str(folder / _EXIT_CODE_NAME), *node_command.argv],
+                ["/bin/sh", "-c", _SHELL_SCRIPT, str(folder / _EXIT_CODE_NAME), *node_command.argv],
                 cwd=workdir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -177,7 +177,7 @@ def _find_running_folders() -> Iterator[Path]:
             words = (process / "cmdline").read_bytes().split(b"\0") if is_ours else []
         except OSError:  # it has ended
             continue
-        if words[:3] == [b"/bin/sh", b"-c", _SHELL.encode()]:
+        if words[:3] == [b"/bin/sh", b"-c", _SHELL_SCRIPT.encode()]:
             yield Path(os.fsdecode(words[3])).parent
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bundle.data import Loader, SampleBatch
-from bundle.data.samples import BLANK, SampleSizes
+from bundle.data.samples import BLANK_SAMPLE, SampleSizes
 from bundle.distributed.world import run_on_rank_0
 from bundle.engine import Engine, MicroBatch
 from bundle.engine.microbatch import from_packing, from_rows
@@ -80,7 +80,7 @@ class Batches:
             micro_batch = from_packing(ids, labels, mask, packing, **options)
         if self.reference is None:
             return micro_batch
-        log_probs = np.where(batch.documents == BLANK, 0.0, self.reference[batch.documents])
+        log_probs = np.where(batch.documents == BLANK_SAMPLE, 0.0, self.reference[batch.documents])
         return with_reference(micro_batch, torch.from_numpy(log_probs).float().to(self._device))
 
     def _build_images(self, batch: SampleBatch) -> ImageInputs | None:

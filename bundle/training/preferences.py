@@ -21,7 +21,7 @@ from bundle.mcore.groups import Groups
 from bundle.recipe.recipe import DPO
 
 # What is measured of the pairs beside the loss, as TRL calls it.
-MEASURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+PAIR_METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
 def with_reference(micro_batch: MicroBatch, reference: Tensor) -> MicroBatch:
@@ -45,13 +45,13 @@ class PreferenceObjective:
     An objective for micro-batches whose mean is one over sequences (`with_reference`).
     """
 
-    measures: Mapping[str, Reduction] = MappingProxyType(dict.fromkeys(MEASURES, "mean"))
+    measures: Mapping[str, Reduction] = MappingProxyType(dict.fromkeys(PAIR_METRICS, "mean"))
 
     def __init__(self, dpo: DPO, groups: Groups) -> None:
         self._beta, self._smoothing, self._cp = dpo.beta, dpo.label_smoothing, groups.cp
 
     def __call__(self, micro_batch: MicroBatch, scores: Scores) -> Tensor:
-        """Return [1 + MEASURES, b, s / cp]: for each token the loss of its pair, then its measures."""
+        """Return [1 + PAIR_METRICS, b, s / cp]: for each token the loss of its pair, then its measures."""
         packing, weight, log_probs = micro_batch.packing, micro_batch.loss_mask, scores.log_probs
         assert micro_batch.reference_log_probs is not None, "pairs are made by `paired`"
         sequences, learned = SequenceSums(packing, self._cp), weight > 0

@@ -20,20 +20,20 @@ from bundle.recipe import Parallel, Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Padding
 from bundle.verification.check import NotProvable
 
-VOCABULARY = 64
+VOCABULARY_SIZE = 64
 _SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCABULARY_SIZE,
     "max_position_embeddings": 128,
     "initializer_range": 0.1,
     "rope_theta": 10000.0,
 }
-DENSE = {"model_type": "qwen3", "head_dim": 16, **_SIZES}
-EXPERTS = {
+DENSE_CONFIG = {"model_type": "qwen3", "head_dim": 16, **_SIZES}
+EXPERTS_CONFIG = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
     "num_experts": 8,
@@ -45,7 +45,7 @@ EXPERTS = {
     **_SIZES,
 }
 # Latent attention whose value heads (16) are narrower than its query heads (16 + 8); no experts.
-LATENT = {
+LATENT_CONFIG = {
     "model_type": "deepseek_v3",
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -92,10 +92,10 @@ Numbers = dict[str, torch.Tensor]
 def draw_sequences(lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return sequences of these many tokens and one more to predict, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(1, VOCABULARY, (n + 1,), generator=generator) for n in lengths]
+    return [torch.randint(1, VOCABULARY_SIZE, (n + 1,), generator=generator) for n in lengths]
 
 
-def compute_loss(model: torch.nn.Module, batch: RankBatch, **options: Any) -> torch.Tensor:
+def sum_token_losses(model: torch.nn.Module, batch: RankBatch, **options: Any) -> torch.Tensor:
     """Return the summed loss of a batch on this rank."""
     losses = model(
         batch.ids,
@@ -244,7 +244,7 @@ class BenchLayout(Groups):
         """Return the loss and every gradient of the batches' sum, summed over the context-parallel ranks."""
         total = torch.zeros((), device=batches[0].mask.device)
         for batch in batches:
-            loss = compute_loss(model, batch)
+            loss = sum_token_losses(model, batch)
             loss.backward()
             total += loss.detach()
         return {"loss": self.sum_over_ranks(total), **self.collect_gradients(model)}
@@ -293,7 +293,7 @@ class BenchLayout(Groups):
             batches: Iterator[RankBatch], part: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches)
-            loss, tokens = compute_loss(part, batch), batch.mask.sum()
+            loss, tokens = sum_token_losses(part, batch), batch.mask.sum()
             if model.config.calculate_per_token_loss:
                 return loss, lambda _: (loss, tokens.int(), {})
             return loss, lambda _: (loss / (tokens * self.cp.size), {})  # megatron multiplies by cp

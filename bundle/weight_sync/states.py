@@ -64,10 +64,10 @@ class Step(StrEnum):
     @property
     def action(self) -> str:
         """What is done in the step, in the words of a failure."""
-        return _ACTIONS[self]
+        return _STEP_DESCRIPTIONS[self]
 
 
-_ACTIONS = {
+_STEP_DESCRIPTIONS = {
     Step.START: "start its server",
     Step.PAUSE: "pause its answers",
     Step.FLUSH: "flush its cache",

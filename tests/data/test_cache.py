@@ -333,4 +333,4 @@ def test_a_store_of_other_facts_has_another_format(tmp_path):
     prepare(asked, tmp_path / "tokens", lambda _: None)
     (written,) = (tmp_path / "tokens").glob("tokens-*/facts.json")
     facts = set(json.loads(written.read_text())) - set(DataErrors("stop").conclude())
-    assert (cache.FORMAT, facts) == (9, FACTS), "raise cache.FORMAT with the facts of a store"
+    assert (cache.STORE_FORMAT, facts) == (9, FACTS), "raise cache.STORE_FORMAT with the facts of a store"

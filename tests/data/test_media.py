@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bundle.data.conversations import list_columns, read_conversation
-from bundle.data.media import IMAGE, KEYS, VIDEO, read_content
+from bundle.data.media import IMAGE, MEDIA_KEYS, VIDEO, read_content
 from bundle.data.preferences import read_preference
 from bundle.data.sources import Corrupt
 from bundle.recipe.data import Data
@@ -25,7 +25,7 @@ def named(row, **fields):
     return [(medium.kind, medium.reference) for medium in read_conversation(row, data(**fields)).media]
 
 
-@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in KEYS for key in KEYS[kind]])
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in MEDIA_KEYS for key in MEDIA_KEYS[kind]])
 @pytest.mark.parametrize("listed", [True, False])
 def test_common_keys_are_found(kind, key, listed):
     row = llava(f"<{kind}>\nwhat?", **{key: ["a"] if listed else "a"})
@@ -62,7 +62,7 @@ def test_two_keys_that_name_different_images_are_refused(messages):
 NONE: list[dict] = [{}, {"images": []}, {"images": None}, {"image": ""}, {"image": None, "images": []}]
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", MEDIA_KEYS)
 @pytest.mark.parametrize("row", NONE)
 def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row, messages):
     with pytest.raises(Corrupt, match=rf"{kind}_path.*: .* 0 .* 1 ") as error:
@@ -73,7 +73,7 @@ def test_a_mark_without_an_image_is_an_error_of_the_row(kind, row, messages):
     assert named(llava("?", **row)) == []
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("kind", MEDIA_KEYS)
 @pytest.mark.parametrize(("marks", "media"), [(0, 1), (1, 2), (2, 1)])
 def test_as_many_images_as_places(kind, marks, media, messages):
     row = llava(f"<{kind}>" * marks + "?", **{kind: ["a"] * media})

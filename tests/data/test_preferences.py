@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import Loader, prepare
 from bundle.data.preferences import list_columns, read_preference
-from bundle.data.samples import BLANK
+from bundle.data.samples import BLANK_SAMPLE
 from bundle.data.sources import Corrupt
 from bundle.errors import UsageError
 from bundle.recipe import load
@@ -237,10 +237,13 @@ def test_pairs_stay_together_on_every_rank(rows, tmp_path, packed):
             for end, size, number in zip(np.cumsum(lengths), lengths, batch.documents, strict=True):
                 at = slice(end - size, end)
                 letters = {chr(i) for i in ids[at][mask[at] > 0] if i < 256} - {"\n"}
-                assert letters <= ({"c"}, {"r"})[number % 2] if number != BLANK else not mask[at].any()
-    real = [numbers for numbers in (*seen, *held) if BLANK not in numbers]
-    assert sorted(real) == [[0, 1], [2, 3], [4, 5], [6, 7]] and len([n for n in held if BLANK not in n]) == 1
-    assert all(set(numbers) == {BLANK} for numbers in (*seen, *held) if BLANK in numbers)
+                assert letters <= ({"c"}, {"r"})[number % 2] if number != BLANK_SAMPLE else not mask[at].any()
+    real = [numbers for numbers in (*seen, *held) if BLANK_SAMPLE not in numbers]
+    assert (
+        sorted(real) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        and len([n for n in held if BLANK_SAMPLE not in n]) == 1
+    )
+    assert all(set(numbers) == {BLANK_SAMPLE} for numbers in (*seen, *held) if BLANK_SAMPLE in numbers)
 
 
 def test_what_a_recipe_may_say(rows, messages):

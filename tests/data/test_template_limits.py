@@ -46,7 +46,7 @@ def test_a_row_for_which_a_template_takes_too_long_is_corrupt_and_a_second_one_s
     before = time.monotonic()
     rows = [made.prepare(talk(question)) for question in ("short", "long", "after")]
     first, second, third = made.draft(rows)
-    assert isinstance(second, Corrupt) and f"{rendering.SECONDS} s" in str(second)
+    assert isinstance(second, Corrupt) and f"{rendering.RENDERING_SECONDS} s" in str(second)
     written = [chat.write_simply(talk(question).messages) for question in ("short", "after")]
     assert [each[0][0][0] for each in (first, third)] == written
     with pytest.raises(UsageError, match=r"data\.template"):

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from bundle.backends.cuda.weight_gradients import EXTENSION, add_weight_gradient
-from bundle.verification.numbers import DENSE, Bench, find_worst, measure_gap
+from bundle.backends.cuda.weight_gradients import EXTENSION_NAME, add_weight_gradient
+from bundle.verification.numbers import DENSE_CONFIG, Bench, find_worst, measure_gap
 from tests.engine.experiments import EVEN, engine, gradients, micro_batches, recipe
 from tests.engine.reference import computed, texts
 
@@ -29,12 +29,12 @@ def accumulated(bench: Bench, parallel: dict[str, int], *, tied: bool) -> float:
     """The largest distance of any gradient; infinite if megatron added none through our product."""
     from megatron.core.tensor_parallel import layers
 
-    config = DENSE | {"tie_word_embeddings": tied}
+    config = DENSE_CONFIG | {"tie_word_embeddings": tied}
     whole = computed(bench, config, texts(EVEN), depths=DEPTHS, scale=0.1)
     added = mock.Mock(side_effect=add_weight_gradient)
     job = recipe(config, parallel, packed=False, layers=DEPTHS)
     with (
-        mock.patch.object(layers, EXTENSION, mock.Mock(wgrad_gemm_accum_fp32=added), create=True),
+        mock.patch.object(layers, EXTENSION_NAME, mock.Mock(wgrad_gemm_accum_fp32=added), create=True),
         mock.patch.object(layers, "_grad_accum_fusion_available", new=True),
         engine(replace(bench, runtime=Accumulating(bench.runtime)), job) as made,
     ):

@@ -18,7 +18,14 @@ from bundle.models import naming
 from bundle.packing.packing import Packing
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment, Layout
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT, Bench, Numbers, measure_gap
+from bundle.verification.numbers import (
+    DENSE_CONFIG,
+    EXPERTS_CONFIG,
+    LATENT_CONFIG,
+    Bench,
+    Numbers,
+    measure_gap,
+)
 from tests.engine.balanced import Balance
 from tests.engine.cells import AGREES, GROUPS, Cell
 from tests.engine.reference import computed, texts
@@ -28,14 +35,14 @@ from tests.reference.texts import Text
 UNEVEN, EVEN = (12, 23, 6, 17), (24, 24, 24, 24)
 STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 MODELS = {
-    "dense": DENSE,
-    "gqa": DENSE | {"num_key_value_heads": 2},
-    "mla": LATENT,
-    "moe": EXPERTS,
+    "dense": DENSE_CONFIG,
+    "gqa": DENSE_CONFIG | {"num_key_value_heads": 2},
+    "mla": LATENT_CONFIG,
+    "moe": EXPERTS_CONFIG,
     # with a factor in the keys: of all that a head rotates, and of the part that latent attention does
-    "dense yarn": DENSE | {"rope_scaling": STRETCHED},
-    "mla yarn": LATENT | {"rope_scaling": STRETCHED},
-    "balanced": LATENT | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
+    "dense yarn": DENSE_CONFIG | {"rope_scaling": STRETCHED},
+    "mla yarn": LATENT_CONFIG | {"rope_scaling": STRETCHED},
+    "balanced": LATENT_CONFIG | {"first_k_dense_replace": 1, "aux_loss_alpha": 0.4, "seq_aux": True},
 }
 Z_LOSS = 0.03
 BALANCES = {

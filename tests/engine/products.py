@@ -14,7 +14,7 @@ from bundle.packing.packing import Packing
 from bundle.planning import build_plan
 from bundle.recipe import Recipe, from_mapping
 from bundle.recipe.alignment import Alignment
-from bundle.verification.numbers import DENSE, EXPERTS, LATENT
+from bundle.verification.numbers import DENSE_CONFIG, EXPERTS_CONFIG, LATENT_CONFIG
 from bundle.verification.products import RepeatedMatrixRecorder
 from tests.ranks import finish_rank, start_rank
 
@@ -22,15 +22,15 @@ TOKENS = 40
 _GATED = ["o_proj", "gate_proj", "up_proj", "down_proj"]
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", *_GATED]
 _LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *_GATED]
-_PREDICTING = LATENT | {"num_nextn_predict_layers": 1}
+_PREDICTING = LATENT_CONFIG | {"num_nextn_predict_layers": 1}
 # name -> (config, projections with adapters)
 MODELS: dict[str, tuple[dict, list[str]]] = {
-    "dense": (DENSE, []),
+    "dense": (DENSE_CONFIG, []),
     "latent with MTP": (_PREDICTING, []),
-    "experts": (EXPERTS, []),
-    "dense LoRA": (DENSE, _PROJECTIONS),
+    "experts": (EXPERTS_CONFIG, []),
+    "dense LoRA": (DENSE_CONFIG, _PROJECTIONS),
     "latent LoRA with MTP": (_PREDICTING, _LATENT_PROJECTIONS),
-    "experts LoRA": (EXPERTS, _PROJECTIONS),
+    "experts LoRA": (EXPERTS_CONFIG, _PROJECTIONS),
 }
 
 

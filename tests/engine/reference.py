@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from bundle.models import naming
-from bundle.verification.numbers import VOCABULARY, Bench, Numbers
+from bundle.verification.numbers import VOCABULARY_SIZE, Bench, Numbers
 from tests.engine.balanced import Balance, hear, term
 from tests.reference import losses
 from tests.reference.texts import Text
@@ -13,7 +13,7 @@ from tests.reference.texts import texts as drawn
 
 def texts(lengths: tuple[int, ...], learned: float = 0.7) -> list[Text]:
     """Sequences for the tiny models."""
-    return drawn(lengths, VOCABULARY, learned=learned)
+    return drawn(lengths, VOCABULARY_SIZE, learned=learned)
 
 
 def computed(
@@ -53,7 +53,7 @@ def _logits(model: torch.nn.Module, text: Text) -> list[torch.Tensor]:
     seen = []
 
     def record(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        seen.append(logits[:, 0, :VOCABULARY])  # no token is called what the other rows are
+        seen.append(logits[:, 0, :VOCABULARY_SIZE])  # no token is called what the other rows are
         return torch.zeros(labels.shape)  # no gradient of megatron's own
 
     model.compute_language_model_loss = record

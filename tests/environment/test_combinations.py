@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bundle.environment import BACKENDS, compatibility, packages
-from bundle.environment.compatibility import EMULATED, Combination
+from bundle.environment.compatibility import EMULATED_DEVICE, Combination
 from bundle.errors import UsageError
 
 
@@ -28,7 +28,7 @@ def table(*rows: dict[str, Any], images: tuple[dict[str, Any], ...] = ()) -> com
 SEVERAL = table(
     row("0.16.1"),
     row("0.16.0", date="2026-02-01"),
-    row("0.19.2", device=EMULATED, date="2026-02-01"),
+    row("0.19.2", device=EMULATED_DEVICE, date="2026-02-01"),
     row("0.19.2", torch="2.9.0"),
     row("0.19.2", torch="2.9.0", command="another", date="2025-01-01"),
     row("0.17.1", backend="cpu"),

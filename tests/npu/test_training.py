@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bundle.environment.compatibility import EMULATED
+from bundle.environment.compatibility import EMULATED_DEVICE
 from tests.npu.training import CASES, Case
 from tests.world import World
 
@@ -51,7 +51,9 @@ def test_losses_and_gradient_norms_are_the_cpus(seen, proven):
     both, cases, npu, cpu = seen
     compare((case.name for case in cases), npu, cpu)
     core = None if both.npu.tree is None else both.version
-    proven("tiny models train with the losses of the cpu", core=core, backend="ascend", device=EMULATED)
+    proven(
+        "tiny models train with the losses of the cpu", core=core, backend="ascend", device=EMULATED_DEVICE
+    )
 
 
 def test_the_operators_of_torch_npu_were_called_where_they_were_asked_for(seen):

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bundle.capabilities.cpu import LOCAL_LAYERS
 from bundle.environment.packages import MegatronCode
 from bundle.planning.layout import ModelChunk, RankLayout, build_rank_layout
-from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding
+from bundle.planning.memory import StateBuffers, StateBytes, splits_shared_embedding_between_buckets
 from bundle.planning.problems import find_stage_problems
 from bundle.planning.size import list_parameters
 from bundle.recipe import Recipe
@@ -207,7 +207,11 @@ def allocated(chunks: list[Any], optimizer: Any) -> StateBytes:
 def _breaks(recipe: Recipe, layout: RankLayout) -> bool:
     ranks = layout.find_axis_size("dp") * layout.find_axis_size("cp")
     of = functools.partial(list_parameters, recipe.architecture, recipe.parallel, traits=LOCAL_LAYERS)
-    return any(splits_shared_embedding(of(chunk=chunk), ranks) for stage in layout.stages for chunk in stage)
+    return any(
+        splits_shared_embedding_between_buckets(of(chunk=chunk), ranks)
+        for stage in layout.stages
+        for chunk in stage
+    )
 
 
 if __name__ == "__main__":

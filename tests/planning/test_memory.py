@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bundle.planning.memory import ParameterBuffer, splits_shared_embedding
+from bundle.planning.memory import ParameterBuffer, splits_shared_embedding_between_buckets
 from bundle.planning.size import Parameter
 
 parameters = st.lists(
@@ -81,10 +81,12 @@ def test_no_parameters_no_buffer():
 
 def test_where_0_12_cuts_the_shared_embedding():
     shared = Parameter("embedding", (1000,), shared_embedding=True)
-    assert splits_shared_embedding([shared, Parameter("p", (192,))], 2)
-    assert not splits_shared_embedding([shared, Parameter("p", (256,))], 2)
-    assert not splits_shared_embedding([shared, Parameter("p", (192,))], 5), (
+    assert splits_shared_embedding_between_buckets([shared, Parameter("p", (192,))], 2)
+    assert not splits_shared_embedding_between_buckets([shared, Parameter("p", (256,))], 2)
+    assert not splits_shared_embedding_between_buckets([shared, Parameter("p", (192,))], 5), (
         "then 0.12 rounds the start up as well"
     )
-    assert not splits_shared_embedding([Parameter("p", (192,)), shared], 2), "nothing stands before it"
-    assert not splits_shared_embedding([Parameter("p", (192,))], 2)
+    assert not splits_shared_embedding_between_buckets([Parameter("p", (192,)), shared], 2), (
+        "nothing stands before it"
+    )
+    assert not splits_shared_embedding_between_buckets([Parameter("p", (192,))], 2)

@@ -171,7 +171,7 @@ def test_a_device_that_computes_wrong_is_told(monkeypatch, messages):
     torch = pytest.importorskip("torch")
     from bundle.preflight import device
 
-    monkeypatch.setitem(device._SIZES, "cpu", 128)
+    monkeypatch.setitem(device._MATRIX_SIZES, "cpu", 128)
     right = device.probe("cpu", 0, 0.0)
     assert right.wrong == "" and right.measured["TFLOP/s"] > 0
     answers = iter([True, False])

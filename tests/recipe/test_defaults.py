@@ -8,7 +8,7 @@ from bundle.errors import UsageError
 from bundle.recipe import flatten, from_mapping, list_differences, load, with_epochs_as_steps
 from bundle.recipe.completion import list_settings
 from bundle.recipe.defaults import BIAS_UPDATE_RATE, DEFAULTS
-from bundle.recipe.defaults import KINDS as KINDS_BY
+from bundle.recipe.defaults import TRAINING_KINDS as KINDS_BY
 from tests.data import chat
 from tests.journeys.checkpoints import CONFIGS
 

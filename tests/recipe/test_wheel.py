@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_package_finds_the_files_of_launch_recipes():
-    assert loading.DIRECTORY.resolve() == ROOT / "launch" / "recipes"
+    assert loading.RECIPE_DIRECTORY.resolve() == ROOT / "launch" / "recipes"
     assert list_built_in() == sorted(p.stem for p in (ROOT / "launch" / "recipes").glob("*.yaml"))
 
 

@@ -18,7 +18,7 @@ from bundle.launch.job import Job
 from bundle.runs.directory import RunDirectory
 from bundle.targets import docker, ray
 from bundle.targets.slurm import batch
-from bundle.targets.slurm.options import CONTAINERS, SlurmOptions
+from bundle.targets.slurm.options import CONTAINER_RUNTIMES, SlurmOptions
 from tests.command import run_bundle
 from tests.targets.batch_scripts import decided, in_bash
 from tests.targets.stderr import drop_times
@@ -85,7 +85,7 @@ def test_hostile_paths_reach_srun_as_they_are(job, workdir, directory, through):
     mount=hostile(',"$`\\'),
     workdir=hostile(',:"$`\\'),
     directory=hostile('%,:"$`\\'),
-    container=st.sampled_from(CONTAINERS),
+    container=st.sampled_from(CONTAINER_RUNTIMES),
 )
 def test_hostile_names_reach_a_container_as_they_are(job, image, mount, workdir, directory, container):
     job = replace(job, directory=Path(f"/runs/{directory}"))
@@ -98,7 +98,7 @@ def test_hostile_names_reach_a_container_as_they_are(job, image, mount, workdir,
     assert any(f"{here}:{here}" in word for word in words)
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("container", CONTAINER_RUNTIMES)
 def test_a_container_is_shown_the_nodes_of_npus_and_the_files_of_their_driver_as_docker_shows_them(container):
     job = decided(*A3)
     options = SlurmOptions(image="/images/bundle.sif", container=container, rdma=True)
@@ -239,7 +239,7 @@ def test_any_other_time_limit_is_taken(job, time):
     )
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("container", CONTAINER_RUNTIMES)
 def test_a_path_that_a_container_would_read_as_two_is_refused(job, container, messages):
     job = replace(job, directory=Path("/runs/x,y:z"))
     options = SlurmOptions(image="/images/x.sif", container=container, mounts=("/data/a,b", "/c:/d"))

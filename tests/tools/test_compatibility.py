@@ -57,7 +57,7 @@ def test_a_row_that_was_not_run_by_a_command_names_a_page_that_has_its_versions(
 
 def test_what_runs_have_written_is_added_and_a_newer_row_takes_the_place(tmp_path, monkeypatch, messages):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(tool, "FILE", tmp_path / "table.json")
+    monkeypatch.setattr(tool, "COMPATIBILITY_FILE", tmp_path / "table.json")
     packages = {
         "megatron-core": "0.16.1",
         "torch": "2.11.0",

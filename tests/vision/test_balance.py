@@ -7,7 +7,7 @@ import pytest
 
 from bundle.data import prepare
 from bundle.data.loader import Loader
-from bundle.data.samples import BLANK, balance_costs
+from bundle.data.samples import BLANK_SAMPLE, balance_costs
 from bundle.recipe import load
 from bundle.training.loop import get_lengths
 from tests.vision import rows
@@ -82,7 +82,7 @@ def test_samples_of_a_blend_have_the_patches_of_their_data_sets(skewed):
     blend = (f"data.path=[{paths}]", "data.weights=[0.5, 0.5]", *sizes)
     job = load(str(rows.RECIPE), rows.overrides(skewed, *blend))
     corpus = prepare(job, skewed / "cache")
-    numbers = np.append(corpus.order.draw_samples(0, BATCH), BLANK)
+    numbers = np.append(corpus.order.draw_samples(0, BATCH), BLANK_SAMPLE)
     each = [int(corpus.training.build_batch(number).grids.prod(1).sum()) for number in numbers[:, None]]
     assert corpus.training.count_patches(numbers).tolist() == each and len(set(each)) == 3
 

@@ -9,7 +9,10 @@ from bundle.errors import EnvironmentUnfit
 if TYPE_CHECKING:
     from bundle.backends import Runtime
 
-_ADAPTORS = ("mindspeed.megatron_adaptor", "megatron_adaptor")  # MindSpeed's, to 0.16, and the newer one
+_MINDSPEED_ADAPTORS = (
+    "mindspeed.megatron_adaptor",
+    "megatron_adaptor",
+)  # MindSpeed's, to 0.16, and the newer one
 
 
 def prepare() -> "Runtime":
@@ -32,7 +35,7 @@ def load_torch_npu() -> None:
 
     Raises EnvironmentUnfit.
     """
-    if imported := [name for name in _ADAPTORS if name in sys.modules]:
+    if imported := [name for name in _MINDSPEED_ADAPTORS if name in sys.modules]:
         raise EnvironmentUnfit(
             f"backend ascend: {imported[0]} was imported in this process. It has replaced functions that our"
             " layers and patches replace, too. Do not import it. Set backend_options.mindspeed instead, which"

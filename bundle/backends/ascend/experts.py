@@ -36,7 +36,9 @@ class GroupedExperts(SequentialMLP):
             result: tuple[Tensor, None] = super().forward(rows, tokens_per_expert, permuted_probs)
             return result
         ends = tokens_per_expert.to(rows.device, torch.int64, non_blocking=True).cumsum(0)
-        first, second = ([getattr(expert, name).weight for expert in self.local_experts] for name in _LAYERS)
+        first, second = (
+            [getattr(expert, name).weight for expert in self.local_experts] for name in _EXPERT_LAYERS
+        )
         gated = self._gate(multiply_by_experts(rows, first, ends), permuted_probs.unsqueeze(-1))
         return multiply_by_experts(gated, second, ends), None
 
@@ -49,7 +51,7 @@ class GroupedExperts(SequentialMLP):
         return (F.silu(first) * second * weights).to(rows.dtype)
 
 
-_LAYERS = ("linear_fc1", "linear_fc2")
+_EXPERT_LAYERS = ("linear_fc1", "linear_fc2")
 
 
 def multiply_by_experts(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:

@@ -135,9 +135,9 @@ def _replace_with(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 _WIDEST_HEAD = 895
-_SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
-_EXPERTS = "megatron.core.transformer.moe.moe_utils"
+_SWIGLU_MODULE = "megatron.core.fusions.fused_bias_swiglu"
+_ROPE_MODULE = "megatron.core.models.common.embeddings.rope_utils"
+_MOE_UTILS_MODULE = "megatron.core.transformer.moe.moe_utils"
 _PERMUTATION = (
     permutation.fused_permute,
     permutation.fused_permute_with_probs,
@@ -149,12 +149,12 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch:compile": lambda original: skip_megatron_compile(original, lambda: True),
     "torch:Tensor.type": _replace_type,
     "torch:cuda.get_device_capability": _replace_capability,
-    f"{_SWIGLU}:swiglu": _replace_swiglu,
-    f"{_SWIGLU}:swiglu_back": _replace_swiglu_back,
-    f"{_ROPE}:_apply_rotary_pos_emb_bshd": _replace_rotary,
-    f"{_EXPERTS}:HAVE_TE": lambda original: True,
+    f"{_SWIGLU_MODULE}:swiglu": _replace_swiglu,
+    f"{_SWIGLU_MODULE}:swiglu_back": _replace_swiglu_back,
+    f"{_ROPE_MODULE}:_apply_rotary_pos_emb_bshd": _replace_rotary,
+    f"{_MOE_UTILS_MODULE}:HAVE_TE": lambda original: True,
     **{
-        f"{_EXPERTS}:{permute_function.__name__}": _replace_with(permute_function)
+        f"{_MOE_UTILS_MODULE}:{permute_function.__name__}": _replace_with(permute_function)
         for permute_function in _PERMUTATION
     },
 }

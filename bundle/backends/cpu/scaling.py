@@ -27,7 +27,7 @@ from bundle.mcore import context
 from bundle.recipe.recipe import FP8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HISTORY = 1024  # amax_history_len of transformer_engine's DelayedScaling; its margin is 0
+AMAX_HISTORY_LENGTH = 1024  # amax_history_len of transformer_engine's DelayedScaling; its margin is 0
 
 # (largest values, FP8 dtype) -> what values are multiplied by before they are rounded.
 Scale = Callable[[Tensor, torch.dtype], Tensor]
@@ -110,7 +110,7 @@ class DelayedQuantiser:
     def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         self.dtype, self.group = dtype, group
         self.scale = torch.ones(())
-        self.history: deque[float] = deque(maxlen=HISTORY)
+        self.history: deque[float] = deque(maxlen=AMAX_HISTORY_LENGTH)
         self._pending_scales: deque[Tensor] = deque()
 
     def __call__(self, x: Tensor, phase: Phase) -> Callable[[Tensor, int], Tensor]:

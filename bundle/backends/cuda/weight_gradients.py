@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 # Of apex. megatron-core looks for it when it is imported.
-EXTENSION = "fused_weight_gradient_mlp_cuda"
+EXTENSION_NAME = "fused_weight_gradient_mlp_cuda"
 
 
 def provide_extension() -> None:
@@ -17,12 +17,12 @@ def provide_extension() -> None:
     Without it, one field of megatron-core's config keeps all layers from adding weight gradients inside
     the product, also those of Transformer Engine. Does nothing if torch has no product of bf16 into fp32.
     """
-    if importlib.util.find_spec(EXTENSION) is not None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+    if importlib.util.find_spec(EXTENSION_NAME) is not None or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return
-    module = ModuleType(EXTENSION)
-    module.__spec__ = ModuleSpec(EXTENSION, None)
+    module = ModuleType(EXTENSION_NAME)
+    module.__spec__ = ModuleSpec(EXTENSION_NAME, None)
     vars(module).update(wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient)
-    sys.modules[EXTENSION] = module
+    sys.modules[EXTENSION_NAME] = module
 
 
 def can_accumulate(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ def list_(
     include_ended: Annotated[
         bool, typer.Option("--all", "-a", help="Also list the ended jobs that a target still knows.")
     ] = False,
-    as_json: options.JSON = False,
+    as_json: options.JSON_OPTION = False,
 ) -> None:
     """List your jobs on every target that this machine can reach, with state and run directory."""
     with ThreadPoolExecutor() as executor:  # a cluster that is away takes a minute

@@ -34,7 +34,7 @@ _GLOBAL_AUX_LOSS = f"{_ROUTER}._apply_global_aux_loss"
 _BALANCING_LOSS = "megatron.core.transformer.moe.router:switch_load_balancing_loss_func"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _COUNT_TOKENS = f"{_UTILS}:get_tokens_per_expert_and_token_count"
-_REDUCE = f"{_UTILS}:reduce_from_tensor_model_parallel_region"
+_TENSOR_PARALLEL_SUM = f"{_UTILS}:reduce_from_tensor_model_parallel_region"
 _REDUCE_IN_PLACE = "megatron.core.tensor_parallel.mappings:_reduce"
 _PREPROCESS = "megatron.core.models.gpt.gpt_model:GPTModel._preprocess"
 
@@ -278,7 +278,7 @@ PATCHES = (
     ),
     Patch(
         id="padding-mask-own-count",
-        replacements=(build_signature_replacement(_REDUCE, "moe:sum_copy"),),
+        replacements=(build_signature_replacement(_TENSOR_PARALLEL_SUM, "moe:sum_copy"),),
         why=(
             "With a padding mask and calculate_per_token_loss, the gradient of the balancing loss is tp x "
             "cp times too large. The reason: the rank's own count of tokens is overwritten with the sum "

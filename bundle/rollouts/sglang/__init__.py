@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _REQUESTS_IN_FLIGHT = 512  # a process may often open no more than 1024 files
-_ATTEMPTS = 4  # at the answers of one call
+_ANSWER_ATTEMPTS = 4  # at the answers of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SGLangRollout:
         self._check(requests, sampling)
         answers: dict[int, Answer] = {}
         missing = list(range(len(requests)))
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ANSWER_ATTEMPTS):
             if not missing:
                 break
             if not self._replicas.usable:
@@ -83,7 +83,7 @@ class SGLangRollout:
         failures = [str(sync.failure) for sync in self._replicas.all if sync.failure is not None]
         raise JobFailed(
             f"rollout: {len(missing)} of {format_count(len(requests), 'answer')}"
-            f" {'is' if len(missing) == 1 else 'are'} missing after {_ATTEMPTS} attempts.",
+            f" {'is' if len(missing) == 1 else 'are'} missing after {_ANSWER_ATTEMPTS} attempts.",
             failures,
         )
 

@@ -36,7 +36,7 @@ _START_SECONDS = 1800.0  # a large model compiles kernels first
 _PROMPT_TOKENS = 8192
 # CUDA graphs of so many sequences at once. SGLang's own limit on an H200, 256, cost a third of its speed.
 _MOST_GRAPHED_SEQUENCES = 512
-_DTYPES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
+_DTYPE_NAMES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
 def build_rollout(
@@ -52,7 +52,7 @@ def build_rollout(
     assert recipe.rl is not None
     settings = recipe.rl.rollout
     table = NameTable.from_architecture(recipe.architecture)
-    name, stored = _DTYPES[recipe.model.dtype]
+    name, stored = _DTYPE_NAMES[recipe.model.dtype]
     declared = build_declared_tensors(table, stored)
     length = recipe.architecture.max_position_embeddings
     checksums: ChecksumSource = FirstReplicaChecksums()

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 # Tensors that SGLang joins along their rows, by the published ones; on one rank, where nothing is cut.
-_JOINED = {
+_JOINED_TENSORS = {
     ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
     ".fused_qkv_a_proj_with_mqa.": (".q_a_proj.", ".kv_a_proj_with_mqa."),
 }
-_DRAFT = "draft."
-_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_DRAFT_PREFIX = "draft."
+_EXPERT_TENSORS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang adds rows of zeros
 
 
@@ -33,15 +33,15 @@ def list_parts(name: str, published: dict[str, Any]) -> list[list[str]] | None:
     """
     if name in published:
         return [[name]]
-    for joined, parts in _JOINED.items():
+    for joined, parts in _JOINED_TENSORS.items():
         if joined in name:
             names = [name.replace(joined, part) for part in parts]
             return [names] if all(part in published for part in names) else None
     base, _, kind = name.rpartition(".")
-    if base.endswith(".experts") and kind in _EXPERTS:
+    if base.endswith(".experts") and kind in _EXPERT_TENSORS:
         pattern = re.compile(re.escape(base) + r"\.(\d+)\.")
         numbers = sorted({int(match[1]) for match in map(pattern.match, published) if match})
-        stack = [[f"{base}.{number}.{part}.weight" for part in _EXPERTS[kind]] for number in numbers]
+        stack = [[f"{base}.{number}.{part}.weight" for part in _EXPERT_TENSORS[kind]] for number in numbers]
         return stack if stack and all(part in published for names in stack for part in names) else None
     return None
 
@@ -84,13 +84,13 @@ def compute_checksums(published: dict[str, Callable[[], Any]], names: list[str])
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in names:
-        in_draft = name.startswith(_DRAFT)
-        stack = (list_draft_parts if in_draft else list_parts)(name.removeprefix(_DRAFT), published)
+        in_draft = name.startswith(_DRAFT_PREFIX)
+        stack = (list_draft_parts if in_draft else list_parts)(name.removeprefix(_DRAFT_PREFIX), published)
         if stack is None:
             continue
         rows = [torch.cat([published[part]().to(device) for part in parts]) for parts in stack]
         tensor = rows[0] if len(stack) == 1 and ".experts." not in name else torch.stack(rows)
-        if name.endswith(_VOCABULARY) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
+        if name.endswith(_VOCABULARY_TENSORS) and (missing := -len(tensor) % _VOCABULARY_MULTIPLE):
             tensor = torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
         yield name, f"{tensor_hash(tensor):016x}"
 

@@ -8,7 +8,7 @@ from bundle.errors import JobFailed, format_bytes
 from bundle.launch.job import Job
 from bundle.planning.rollout import has_own_servers
 
-_MOST = 0.95  # of the free memory
+_MOST_PART = 0.95  # of the free memory
 _NEEDED_PART = 0.9  # of what the plan counts, which may be too much
 
 
@@ -57,4 +57,4 @@ class TrainerMemory(NamedTuple):
                 f"rl.rollout.mem_fraction_static: the server needs {part} of device memory, but only"
                 f" {format_bytes(free)} are free. End other processes on the device, or lower this fraction."
             )
-        return float(min(self.server_part * total / free, _MOST))
+        return float(min(self.server_part * total / free, _MOST_PART))

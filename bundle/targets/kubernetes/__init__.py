@@ -41,12 +41,12 @@ class Form(NamedTuple):
 FORMS = {
     "jobset": Form(jobset.API, "JobSet", jobset.build_jobset),
     "job": Form(jobset.JOB_API, "Job", jobset.build_indexed_job),
-    "trainjob": Form(trainer.API, "TrainJob", trainer.build_trainjob),
+    "trainjob": Form(trainer.API_VERSION, "TrainJob", trainer.build_trainjob),
     "volcano": Form(
-        volcano.API, "Job", volcano.build_volcano_job, read_outcome=read_phase, topology="[1-9][0-9]*"
+        volcano.API_VERSION, "Job", volcano.build_volcano_job, read_outcome=read_phase, topology="[1-9][0-9]*"
     ),
     "rayjob": Form(
-        rayjob.API,
+        rayjob.API_VERSION,
         "RayJob",
         rayjob.build_rayjob,
         read_outcome=read_ray_status,
@@ -54,7 +54,7 @@ FORMS = {
         extra="ray",
     ),
     "ascendjob": Form(
-        ascendjob.API,
+        ascendjob.API_VERSION,
         "AscendJob",
         ascendjob.build_ascendjob,
         topology=None,

@@ -9,12 +9,12 @@ import copy
 from typing import Any
 
 from bundle.targets.kubernetes.pod import Workload
-from bundle.targets.kubernetes.volcano import SCHEDULER, build_super_pod_annotation
+from bundle.targets.kubernetes.volcano import SCHEDULER_NAME, build_super_pod_annotation
 
-API = "mindxdl.gitee.com/v1"
+API_VERSION = "mindxdl.gitee.com/v1"
 CONTAINER, PORT_NAME, PORT = "ascend", "ascendjob-port", 2222
 _RING_LABEL = "ring-controller.atlas"
-_QUEUE = "default"  # Volcano's default; the operator always needs a queue
+_VOLCANO_QUEUE = "default"  # Volcano's default; the operator always needs a queue
 
 
 def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
@@ -22,13 +22,13 @@ def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
     restarts = workload.options.restarts
     ring = {_RING_LABEL: "ascend-910" if workload.job.generation == "a1" else "ascend-910b"}
     manifest = workload.build_manifest(
-        API, "AscendJob", {"framework": "pytorch"} | ring, build_super_pod_annotation(workload)
+        API_VERSION, "AscendJob", {"framework": "pytorch"} | ring, build_super_pod_annotation(workload)
     )
     # When one pod fails, all pods are deleted with time to save, and start again.
     manifest["metadata"]["labels"] |= {"fault-scheduling": "grace", "fault-retry-times": str(restarts)}
     template = workload.build_template(workload.arguments, CONTAINER)
     template["metadata"]["labels"] |= ring
-    template["spec"]["schedulerName"] = SCHEDULER
+    template["spec"]["schedulerName"] = SCHEDULER_NAME
     ports = template["spec"]["containers"][0].setdefault("ports", [])
     ports.append({"name": PORT_NAME, "containerPort": PORT})
 
@@ -37,13 +37,13 @@ def build_ascendjob(workload: Workload) -> list[dict[str, Any]]:
 
     workers = workload.job.nodes - 1
     manifest["spec"] = {
-        "schedulerName": SCHEDULER,
+        "schedulerName": SCHEDULER_NAME,
         "runPolicy": {
             "backoffLimit": restarts,
             "ttlSecondsAfterFinished": workload.options.keep_seconds,
             "schedulingPolicy": {
                 "minAvailable": workload.job.nodes,
-                "queue": workload.options.queue or _QUEUE,
+                "queue": workload.options.queue or _VOLCANO_QUEUE,
                 **({"priorityClass": workload.options.priority} if workload.options.priority else {}),
             },
         },

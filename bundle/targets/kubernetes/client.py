@@ -24,9 +24,9 @@ _CORE_KINDS = {
     "Service": "service",
 }  # Kubernetes' own kinds, as the client spells them
 _STRICT_VALIDATION: dict[str, Any] = {"field_validation": "Strict"}
-_TIMEOUT: dict[str, Any] = {"_request_timeout": TIMEOUT_SECONDS}
+_TIMEOUT_ARGUMENTS: dict[str, Any] = {"_request_timeout": TIMEOUT_SECONDS}
 _MERGE_PATCH: dict[str, Any] = {"_content_type": "application/merge-patch+json"}
-_TRIES = 3  # attempts to change an object that, for example, the garbage collector also changes
+_CHANGE_ATTEMPTS = 3  # attempts to change an object that, for example, the garbage collector also changes
 _NAMESPACE_FILE = Path(
     "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 )  # the pod of this process, if any
@@ -78,7 +78,12 @@ def list_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
 
         try:
             listed = _connect().custom.list_namespaced_custom_object(
-                group, version, namespace, _to_plural(kind), label_selector=MANAGER_SELECTOR, **_TIMEOUT
+                group,
+                version,
+                namespace,
+                _to_plural(kind),
+                label_selector=MANAGER_SELECTOR,
+                **_TIMEOUT_ARGUMENTS,
             )
         except NotFoundException:
             return []
@@ -88,14 +93,14 @@ def list_workloads(api: str, kind: str, namespace: str) -> list[dict[str, Any]]:
 def list_pods(namespace: str, label: str) -> list[Any]:
     """Return the pods that have a label, sorted by name, the first node's first."""
     with _translate_errors():
-        listed = _connect().core.list_namespaced_pod(namespace, label_selector=label, **_TIMEOUT)
+        listed = _connect().core.list_namespaced_pod(namespace, label_selector=label, **_TIMEOUT_ARGUMENTS)
     return sorted(listed.items, key=lambda pod: (len(pod.metadata.name), pod.metadata.name))
 
 
 def read_log(namespace: str, pod: str) -> str:
     """Return everything that a pod has written."""
     with _translate_errors():
-        return str(_connect().core.read_namespaced_pod_log(pod, namespace, **_TIMEOUT))
+        return str(_connect().core.read_namespaced_pod_log(pod, namespace, **_TIMEOUT_ARGUMENTS))
 
 
 def stream_log(namespace: str, pod: str, since_seconds: int | None = None) -> Iterator[str]:
@@ -154,7 +159,7 @@ def make(manifest: dict[str, Any]) -> dict[str, Any] | None:
             return None
 
 
-def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
+def patch_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
     """Set the owner of an object of a job, and create the object where it is gone.
 
     The cluster deletes the object with its owner, or with the last of several owners. An older owner with the
@@ -163,7 +168,7 @@ def set_owner(manifest: dict[str, Any], owner: Mapping[str, Any]) -> None:
     with _translate_errors():
         from kubernetes.client.exceptions import ConflictException, NotFoundException
 
-        for _ in range(_TRIES):
+        for _ in range(_CHANGE_ATTEMPTS):
             existing = find_object(manifest)
             try:
                 if existing is None:
@@ -198,13 +203,13 @@ def _call_api(verb: str, manifest: Mapping[str, Any], *content: Any, **arguments
     content = (manifest,) if verb == "create" else content
     if kind in _CORE_KINDS:
         call = getattr(cluster.core, f"{'read' if verb == 'get' else verb}_namespaced_{_CORE_KINDS[kind]}")
-        answer = call(*names, namespace, *content, **arguments, **_TIMEOUT)
+        answer = call(*names, namespace, *content, **arguments, **_TIMEOUT_ARGUMENTS)
     else:
         group, _, version = manifest["apiVersion"].partition("/")
         scope, namespaces = ("cluster", []) if namespace is None else ("namespaced", [namespace])
         call = getattr(cluster.custom, f"{verb}_{scope}_custom_object")
         answer = call(
-            group, version, *namespaces, _to_plural(kind), *names, *content, **arguments, **_TIMEOUT
+            group, version, *namespaces, _to_plural(kind), *names, *content, **arguments, **_TIMEOUT_ARGUMENTS
         )
     return cluster.core.api_client.sanitize_for_serialization(answer)
 

@@ -58,7 +58,7 @@ def submit(job: Job, options: KubernetesOptions) -> str:
     owner |= {"name": workload["metadata"]["name"], "uid": created_workload["metadata"]["uid"]}
     for manifest in dependencies:
         try:
-            client.set_owner(manifest, owner)
+            client.patch_owner(manifest, owner)
         except LaunchUnavailable as error:
             text = "%s: deleting the job will not delete %s, because its ownerReferences could not be set: %s"
             _log.warning(text, name, _format_object(manifest), error)

@@ -7,7 +7,7 @@ from typing import Any
 
 from bundle.errors import ExitCode
 from bundle.launch.starters import DEFAULT_PORT
-from bundle.targets.kubernetes.pod import CONTAINER, PERMANENT_EXIT_CODES, Workload
+from bundle.targets.kubernetes.pod import CONTAINER_NAME, PERMANENT_EXIT_CODES, Workload
 
 API, JOB_API = "jobset.x-k8s.io/v1alpha2", "batch/v1"
 REPLICATED_JOB = "node"
@@ -83,5 +83,5 @@ def build_job_spec(workload: Workload, arguments: list[str]) -> dict[str, Any]:
 def _build_exit_rule(action: str, codes: list[int]) -> dict[str, Any]:
     return {
         "action": action,
-        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": codes},
+        "onExitCodes": {"containerName": CONTAINER_NAME, "operator": "In", "values": codes},
     }

@@ -22,7 +22,7 @@ MOST_STREAMS = 16
 _SKEW_SECONDS = 60  # the largest difference between a node's clock and ours
 _ENDED_PHASES = ("Succeeded", "Failed")
 # RFC 3339, of any zone, without the zeros at its end.
-_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
+_TIME_PATTERN = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
 class PodLogs:
@@ -115,7 +115,7 @@ class _PodLog:
 
 def _parse_nanoseconds(stamp: str) -> int | None:
     """Return the time of a stamp in nanoseconds since 1970; None where it is not a stamp."""
-    if (parts := _TIME.fullmatch(stamp)) is None:
+    if (parts := _TIME_PATTERN.fullmatch(stamp)) is None:
         return None
     seconds = datetime.fromisoformat(parts[1] + parts[3]).timestamp()
     return int(seconds) * 10**9 + int((parts[2] or "").ljust(9, "0"))

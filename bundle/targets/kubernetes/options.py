@@ -12,7 +12,7 @@ import typer
 
 from bundle.errors import format_value
 from bundle.targets.kubernetes import scheduling
-from bundle.targets.kubernetes.scheduling import OBJECT_NAME, PLAIN, QUALIFIED
+from bundle.targets.kubernetes.scheduling import OBJECT_NAME, PLAIN_NAME, QUALIFIED_NAME
 from bundle.targets.options import Grace, Preflight, allow_only
 
 # A description of each form, by the name that --form takes, the default first; FORMS builds them.
@@ -25,31 +25,35 @@ FORM_HELP = {
     "ascendjob": "needs MindCluster",
 }
 DEFAULT_CLAIM = "runs"  # the default PersistentVolumeClaim for run directories
-_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-_PATH = r"(/(?!\.{1,2}(/|$))[\w@.-]+)+/?"
-_MOUNT = re.compile(rf"{OBJECT_NAME.pattern}:{_PATH}", re.ASCII)
-_DEVICE = re.compile(rf"[a-z0-9.-]+/{PLAIN}")
+_LABEL_PATTERN = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_PATH_PATTERN = r"(/(?!\.{1,2}(/|$))[\w@.-]+)+/?"
+_MOUNT_PATTERN = re.compile(rf"{OBJECT_NAME.pattern}:{_PATH_PATTERN}", re.ASCII)
+_DEVICE_PATTERN = re.compile(rf"[a-z0-9.-]+/{PLAIN_NAME}")
 # Quantities in the form of apimachinery's resource.Quantity; extended resources take whole numbers.
-_QUANTITY = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
-_SCALES = {
+_QUANTITY_PATTERN = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
+_QUANTITY_FACTORS = {
     **{letter: Fraction(1000) ** power for power, letter in enumerate(("n", "u", "m", "", *"kMGTPE"), -3)},
     **{f"{letter}i": Fraction(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 _CORE_RESOURCE = r"(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i)"
-_RESOURCE = re.compile(rf"{_CORE_RESOURCE}=({_QUANTITY.pattern})|{_DEVICE.pattern}=[0-9]+")
+_RESOURCE_PATTERN = re.compile(
+    rf"{_CORE_RESOURCE}=({_QUANTITY_PATTERN.pattern})|{_DEVICE_PATTERN.pattern}=[0-9]+"
+)
 _RESOURCE_FORM = "a Kubernetes resource and its quantity, such as memory=512Gi or rdma/ib=8"
-_SELECTOR = re.compile(rf"{QUALIFIED}=({PLAIN})?")
-_ANNOTATION = re.compile(rf"{QUALIFIED}=.*")
-_HOST_PATH = re.compile(rf"{_PATH}:{_PATH}", re.ASCII)
+_SELECTOR_PATTERN = re.compile(rf"{QUALIFIED_NAME}=({PLAIN_NAME})?")
+_ANNOTATION_PATTERN = re.compile(rf"{QUALIFIED_NAME}=.*")
+_HOST_PATH = re.compile(rf"{_PATH_PATTERN}:{_PATH_PATTERN}", re.ASCII)
 
 
 def parse_quantity(text: str) -> Fraction:
     """Return the number that a quantity of Kubernetes says; 0 for a text that is no quantity."""
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY_PATTERN.fullmatch(text)
     if match is None:
         return Fraction(0)
     number, suffix = Fraction(match[1]), match[3] or ""
-    return number * (_SCALES[suffix] if suffix in _SCALES else Fraction(10) ** int(suffix[1:]))
+    return number * (
+        _QUANTITY_FACTORS[suffix] if suffix in _QUANTITY_FACTORS else Fraction(10) ** int(suffix[1:])
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class KubernetesOptions:
     def find_violations(self, name: str, nodes: int) -> Iterator[str]:
         """Yield a message for each option that no cluster would accept."""
         longest = f"{name}-node-0-{nodes - 1}-xxxxx"  # the name of a pod, with the suffix of its controller
-        if not _LABEL.fullmatch(name) or len(longest) > 63:
+        if not _LABEL_PATTERN.fullmatch(name) or len(longest) > 63:
             most = 63 - len(longest) + len(name)
             yield f"--name {format_value(name)}: needs at most {most} lower-case letters, digits, dashes"
         if not self.image or not self.image.isprintable() or " " in self.image:
@@ -154,19 +158,19 @@ class KubernetesOptions:
                     f"--{option} {format_value(value)}: must be a Kubernetes name of lower-case letters,"
                     " digits, - and ."
                 )
-        if self.device and not _DEVICE.fullmatch(self.device):
+        if self.device and not _DEVICE_PATTERN.fullmatch(self.device):
             yield f"--device {format_value(self.device)}: must be a device resource, such as nvidia.com/gpu"
         lists = (
             (
                 "mount",
                 self.mounts,
-                _MOUNT,
+                _MOUNT_PATTERN,
                 "CLAIM:/PATH with a normalized path below /, such as data:/mnt/data",
             ),
-            ("resource", self.resources, _RESOURCE, _RESOURCE_FORM),
-            ("selector", self.selectors, _SELECTOR, "a Kubernetes label KEY=VALUE"),
-            ("annotation", self.annotations, _ANNOTATION, "KEY=VALUE"),
-            ("label", self.labels, _SELECTOR, "a Kubernetes label KEY=VALUE"),
+            ("resource", self.resources, _RESOURCE_PATTERN, _RESOURCE_FORM),
+            ("selector", self.selectors, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
+            ("annotation", self.annotations, _ANNOTATION_PATTERN, "KEY=VALUE"),
+            ("label", self.labels, _SELECTOR_PATTERN, "a Kubernetes label KEY=VALUE"),
             ("host-path", self.host_paths, _HOST_PATH, "/ON-NODE:/PATH with normalized paths below /"),
         )
         for option, values, pattern, form in lists:
@@ -177,5 +181,5 @@ class KubernetesOptions:
             for key in (key for key, count in named_twice.items() if count > 1):
                 yield f"--{option} {format_value(key)}: is given more than once"
         yield from scheduling.find_violations(self.tolerations, self.node_affinity, self.excluded_nodes)
-        if not _QUANTITY.fullmatch(self.shared_memory):
+        if not _QUANTITY_PATTERN.fullmatch(self.shared_memory):
             yield f"--shared-memory {format_value(self.shared_memory)}: must be a quantity, such as 64Gi"

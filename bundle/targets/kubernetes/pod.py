@@ -23,7 +23,7 @@ JOB_DIRECTORY = "/opt/job"
 PERMANENT_EXIT_CODES = sorted(
     int(code) for code in (ExitCode.USAGE, ExitCode.ENVIRONMENT_UNFIT, ExitCode.PATCHES)
 )
-CONTAINER = "node"
+CONTAINER_NAME = "node"
 _SHARED_MEMORY, _TEMPORARY = "/dev/shm", "/tmp"
 # No claim can be mounted at a path that every pod uses, or below a path that cannot be written to.
 _POD_PATHS, _UNWRITABLE_PATHS = (HOME, _SHARED_MEMORY, _TEMPORARY, "/dev"), (JOB_DIRECTORY, "/proc", "/sys")
@@ -175,7 +175,7 @@ class Workload(NamedTuple):
         return {"prometheus.io/scrape": "true", _METRICS_PORT_ANNOTATION: str(endpoint.port)}
 
     def build_template(
-        self, arguments: list[str], container: str = CONTAINER, *, has_ranks: bool = True
+        self, arguments: list[str], container: str = CONTAINER_NAME, *, has_ranks: bool = True
     ) -> dict[str, Any]:
         """Return the template of the pods, which Kueue calls a pod set."""
         metadata: dict[str, Any] = {"labels": dict(self.labels)}

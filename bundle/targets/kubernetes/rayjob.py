@@ -14,7 +14,7 @@ from bundle.targets import ray
 from bundle.targets.images import HOME
 from bundle.targets.kubernetes.pod import INSTANCE_LABEL, JOB_DIRECTORY, Workload
 
-API = "ray.io/v1"
+API_VERSION = "ray.io/v1"
 WORKER_GROUP = "node"
 MOST_CHARACTERS = 47  # the longest name; KubeRay appends suffixes for the cluster's Services
 RAY_VERSION = "2.60.0"  # the minimum of the extra `ray`; KubeRay checks it, as older releases have no tokens
@@ -48,7 +48,7 @@ def build_rayjob(workload: Workload) -> list[dict[str, Any]]:
     container["resources"] = {"limits": _SUBMITTER_RESOURCES, "requests": dict(_SUBMITTER_RESOURCES)}
     del container["args"]
     workload.keep_together(worker)
-    manifest = workload.build_manifest(API, "RayJob", workload.queue_labels)
+    manifest = workload.build_manifest(API_VERSION, "RayJob", workload.queue_labels)
     manifest["spec"] = {
         # Not the shell's `cd`: two shells read this, the submitter's and the driver's.
         "entrypoint": f"env --chdir={HOME} mcore-bundle launch ray --job={JOB_DIRECTORY}/{FILE_NAME}"

@@ -29,11 +29,11 @@ RuntimeClass = Annotated[str, typer.Option(help="Use this RuntimeClass of contai
 
 _HOST_LABEL = "kubernetes.io/hostname"
 # The name of a label's value, and that of a key with its prefix.
-PLAIN = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
-QUALIFIED = rf"([a-z0-9.-]+/)?{PLAIN}"
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_TOLERATION = re.compile(rf"({QUALIFIED})(=({PLAIN})?)?(:({'|'.join(_EFFECTS)}))?")
-_AFFINITY = re.compile(rf"{QUALIFIED}=({PLAIN})(,{PLAIN})*")
+PLAIN_NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+QUALIFIED_NAME = rf"([a-z0-9.-]+/)?{PLAIN_NAME}"
+_TAINT_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_TOLERATION_PATTERN = re.compile(rf"({QUALIFIED_NAME})(=({PLAIN_NAME})?)?(:({'|'.join(_TAINT_EFFECTS)}))?")
+_AFFINITY_PATTERN = re.compile(rf"{QUALIFIED_NAME}=({PLAIN_NAME})(,{PLAIN_NAME})*")
 OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
@@ -42,8 +42,13 @@ def find_violations(
 ) -> Iterator[str]:
     """Yield a message for each option whose form no cluster accepts."""
     forms = (
-        ("toleration", tolerations, _TOLERATION, f"KEY[=VALUE][:EFFECT] with EFFECT {', '.join(_EFFECTS)}"),
-        ("node-affinity", affinities, _AFFINITY, "KEY=VALUE[,VALUE...], such as zone=a,b"),
+        (
+            "toleration",
+            tolerations,
+            _TOLERATION_PATTERN,
+            f"KEY[=VALUE][:EFFECT] with EFFECT {', '.join(_TAINT_EFFECTS)}",
+        ),
+        ("node-affinity", affinities, _AFFINITY_PATTERN, "KEY=VALUE[,VALUE...], such as zone=a,b"),
         ("exclude-node", nodes, OBJECT_NAME, "a node name of lower-case letters, digits, - and ."),
     )
     for option, values, pattern, form in forms:

@@ -12,7 +12,7 @@ from bundle.files import digest_json
 from bundle.targets.kubernetes.jobset import build_job_spec, build_jobset_spec
 from bundle.targets.kubernetes.pod import Workload
 
-API = "trainer.kubeflow.org/v1alpha1"
+API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME_KIND = "TrainingRuntime"
 
 
@@ -32,10 +32,10 @@ def build_trainjob(workload: Workload) -> list[dict[str, Any]]:
             )
         },
     }
-    runtime = workload.build_object(API, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
+    runtime = workload.build_object(API_VERSION, RUNTIME_KIND, f"{workload.name}-{digest_json(content)}")
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     runtime["spec"] = content
-    manifest = workload.build_manifest(API, "TrainJob", workload.queue_labels)
+    manifest = workload.build_manifest(API_VERSION, "TrainJob", workload.queue_labels)
     manifest["spec"] = {
         "runtimeRef": {"kind": RUNTIME_KIND, "name": runtime["metadata"]["name"]},
         "trainer": {

@@ -9,8 +9,8 @@ from typing import Any
 from bundle.errors import format_value
 from bundle.targets.kubernetes.pod import PERMANENT_EXIT_CODES, Workload, parse_pairs
 
-API = "batch.volcano.sh/v1alpha1"
-SCHEDULER = "volcano"
+API_VERSION = "batch.volcano.sh/v1alpha1"
+SCHEDULER_NAME = "volcano"
 TASK_NAME = "node"
 _INDEX_VARIABLE = "VC_TASK_INDEX"  # of the plugin env
 # MindCluster's node label, and the job annotation that its plugin reads (affinity of logical SuperPoDs):
@@ -26,9 +26,9 @@ def build_volcano_job(workload: Workload) -> list[dict[str, Any]]:
     )
     if workload.job.backend == "ascend":
         _add_visible_devices_variable(template["spec"]["containers"][0])
-    manifest = workload.build_manifest(API, "Job", annotations=build_super_pod_annotation(workload))
+    manifest = workload.build_manifest(API_VERSION, "Job", annotations=build_super_pod_annotation(workload))
     manifest["spec"] = {
-        "schedulerName": SCHEDULER,
+        "schedulerName": SCHEDULER_NAME,
         "minAvailable": workload.job.nodes,
         "maxRetry": options.restarts,
         "ttlSecondsAfterFinished": options.keep_seconds,

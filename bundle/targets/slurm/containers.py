@@ -14,7 +14,7 @@ from bundle.targets import devices
 from bundle.targets.mounts import Mount
 from bundle.targets.slurm.options import SlurmOptions
 
-_IMAGE = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
+_IMAGE_PATTERN = re.compile(r"(?P<host>[^/#]+\.[^/#]+|[^/#]+:[0-9]+|localhost)/(?P<name>.+)")
 # Apptainer takes any other name for a file, which no node has.
 _APPTAINER_IMAGE = re.compile(r"\.{0,2}/.+|.+\.sif|[a-z][a-z0-9-]*://.+")
 # The separators of mounts and of the paths in one mount. Other special characters: bash reads three in what
@@ -56,7 +56,7 @@ def build_command_prefix(job: Job, options: SlurmOptions, workdir: Path) -> Sequ
             options.image,
         ]
         return ["--", *container_command, "mcore-bundle"]
-    match = _IMAGE.fullmatch(options.image)
+    match = _IMAGE_PATTERN.fullmatch(options.image)
     # pyxis parts the registry from the name by "#"; a path, and a name without a registry, are as they are.
     image = f"{match['host']}#{match['name']}" if match else options.image
     return [

@@ -11,8 +11,8 @@ import typer
 from bundle.errors import format_value
 from bundle.targets.options import Preflight, Rdma, Restarts, Spares, allow_only
 
-CONTAINERS = ("pyxis", "apptainer")
-_OPTION = re.compile(r"[a-z][a-z-]*(=.*)?")
+CONTAINER_RUNTIMES = ("pyxis", "apptainer")
+_OPTION_PATTERN = re.compile(r"[a-z][a-z-]*(=.*)?")
 _LAYOUT_REASON = "the job sets this from --nodes and --devices-per-node"
 _SCRIPT_REASON = "a job is one batch script that is queued once"
 _LOG_PATH_REASON = "`launch stop` and `launch logs` find a job by its log in the run directory"
@@ -48,7 +48,9 @@ _RESERVED_VARIABLES = {
 # Slurm may send the signal that much earlier than requested (sbatch's manual page, --signal).
 _EARLIER_SECONDS = 60
 _SIGNAL_SECONDS = 60  # before the end, where an option names a signal alone
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+_TIME_PATTERN = re.compile(
+    r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class SlurmOptions:
     ] = ()
     image: Annotated[str, typer.Option(help="Run the job in this image. Default: this environment.")] = ""
     container: Annotated[
-        str, typer.Option(callback=allow_only(CONTAINERS), help=f"Use {' or '.join(CONTAINERS)}.")
-    ] = CONTAINERS[0]
+        str,
+        typer.Option(callback=allow_only(CONTAINER_RUNTIMES), help=f"Use {' or '.join(CONTAINER_RUNTIMES)}."),
+    ] = CONTAINER_RUNTIMES[0]
     mounts: Annotated[
         tuple[str, ...],
         typer.Option("--mount", metavar="SRC[:DST]", help="Mount another path in the container."),
@@ -86,15 +89,16 @@ class SlurmOptions:
         for option in self.sbatch:
             if not option.isprintable():
                 yield f"--sbatch {format_value(option)}: contains a control character"
-            elif not _OPTION.fullmatch(option):
+            elif not _OPTION_PATTERN.fullmatch(option):
                 form = "OPTION[=VALUE] without dashes before it, such as partition=gpu"
                 yield f"--sbatch {format_value(option)}: must be {form}"
             elif reserved := _find_reserved(name := split_option(option)[0]):
                 short = "" if name == reserved else f"sbatch may read this as --{reserved}, which is "
                 reason = _RESERVED_OPTIONS[reserved]
                 yield f"--sbatch {format_value(option)}: {short}not allowed, because {reason}"
-        if self.container not in CONTAINERS:
-            yield f"--container {format_value(self.container)}: must be one of {', '.join(CONTAINERS)}"
+        if self.container not in CONTAINER_RUNTIMES:
+            runtimes = ", ".join(CONTAINER_RUNTIMES)
+            yield f"--container {format_value(self.container)}: must be one of {runtimes}"
         if self.mounts and not self.image:
             yield "--mount: only a container has mounts. Set --image too"
         if self.ray and self.spares:
@@ -137,7 +141,7 @@ def parse_time_limit(limit: str) -> int | None:
 
     Return None where it is not a limit: 0, UNLIMITED, or a text that sbatch will refuse.
     """
-    if not (match := _TIME.fullmatch(limit)):
+    if not (match := _TIME_PATTERN.fullmatch(limit)):
         return None
     days, *parts = (int(part) if part else None for part in match.groups())
     numbers = [part for part in parts if part is not None]

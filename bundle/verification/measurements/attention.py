@@ -11,29 +11,29 @@ from bundle.mcore import gated_delta, rotary
 from bundle.mcore.gpt import build_cross_attention, build_sink_attention
 from bundle.verification.check import NotProvable
 from bundle.verification.numbers import (
-    DENSE,
-    LATENT,
+    DENSE_CONFIG,
+    LATENT_CONFIG,
     YARN,
     Bench,
     BenchLayout,
     Numbers,
-    compute_loss,
     draw_sequences,
     find_worst,
     measure_gap,
+    sum_token_losses,
 )
 
-_HEADS = 4  # of DENSE
+_HEAD_COUNT = 4  # of DENSE_CONFIG
 
 
 def measure_sinks(bench: Bench) -> float:
     """Measure the gradient norm of a model with learned sinks, each with its own gradient, on two ranks."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(DENSE)
+        model = layout.build_chunk(DENSE_CONFIG)
         offsets = build_sink_attention(model.config).to(bench.device)
         model.sinks = offsets
-        heads = torch.arange(3.0, 3.0 + _HEADS, device=bench.device)
+        heads = torch.arange(3.0, 3.0 + _HEAD_COUNT, device=bench.device)
         weights = heads.chunk(layout.tp.size)[layout.tp.rank]
 
         def add(_module: Any, _inputs: Any, losses: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def measure_sinks(bench: Bench) -> float:
 
         torch.nn.init.zeros_(offsets.softmax_offset)
         model.register_forward_hook(add)
-        return {"norm": layout.take_step(DENSE, model)}
+        return {"norm": layout.take_step(DENSE_CONFIG, model)}
 
     return bench.measure_gap_to_one_rank(compute_norm, tp=2)
 
@@ -54,8 +54,8 @@ def measure_gated_output(bench: Bench) -> float:
 
     def compute_numbers(layout: BenchLayout) -> Numbers:
         options = {"attention_output_gate": True, "num_query_groups": 1, "sequence_parallel": False}
-        model = layout.build_chunk(DENSE, options)
-        loss = compute_loss(model, layout.build_two_rows())
+        model = layout.build_chunk(DENSE_CONFIG, options)
+        loss = sum_token_losses(model, layout.build_two_rows())
         loss.backward()
         norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
         norm_gradients = {name: x.grad for name, x in model.named_parameters() if name.endswith(norms)}
@@ -67,7 +67,7 @@ def measure_gated_output(bench: Bench) -> float:
 def measure_cross_attention_rows(bench: Bench) -> float:
     """Measure the number of weight rows of cross attention's projections on one of two ranks."""
     with bench.open_layout() as layout:
-        config = layout.build_chunk(DENSE).config
+        config = layout.build_chunk(DENSE_CONFIG).config
         layer = build_cross_attention(config, torch.distributed.group.WORLD, layout.cp.group)
         half = config.num_attention_heads // 2 * config.kv_channels
         seen = [layer.linear_q.weight.shape[0], layer.linear_kv.weight.shape[0]]
@@ -80,7 +80,7 @@ def measure_packed_ranks(bench: Bench) -> float:
     """Measure three padded sequences on two context-parallel ranks, with both classes of rotary embedding."""
     sequences = draw_sequences((12, 24, 6))
     gaps = []
-    for config, kind in ((LATENT, "rope"), (LATENT | YARN, "yarn")):
+    for config, kind in ((LATENT_CONFIG, "rope"), (LATENT_CONFIG | YARN, "yarn")):
         embedding = {"rope_type": kind}
         with bench.open_layout() as layout:
             model = layout.build_chunk(config, embedding)
@@ -96,7 +96,7 @@ def measure_packed_ranks(bench: Bench) -> float:
 def measure_uncompressed_queries(bench: Bench) -> float:
     """Measure queries straight from the hidden state against the product with the same weights alone."""
     with bench.open_layout() as layout:
-        model = layout.build_chunk(LATENT | {"q_lora_rank": None}, {"apply_rope_fusion": False})
+        model = layout.build_chunk(LATENT_CONFIG | {"q_lora_rank": None}, {"apply_rope_fusion": False})
         attention = model.decoder.layers[0].self_attention
         hidden = 3 * torch.randn(6, 1, attention.config.hidden_size, device=bench.device)
         seen = {"queries": attention.linear_q_proj(hidden)[0]}
@@ -111,11 +111,11 @@ def measure_narrow_values(bench: Bench) -> float:
         )
     with bench.open_layout() as layout:
         # Flash attention takes heads of two sizes in no layout: the patch is for packs alone.
-        reference_model = layout.build_chunk(LATENT, attention="unfused")
+        reference_model = layout.build_chunk(LATENT_CONFIG, attention="unfused")
         for kernel in ("FLASH", "FUSED", "UNFUSED"):  # by which megatron holds a process to one of them
             os.environ.pop(f"NVTE_{kernel}_ATTN", None)
         return layout.measure_packed_gap(
-            layout.build_chunk(LATENT, attention="flash"), draw_sequences((12, 24, 6)), reference_model
+            layout.build_chunk(LATENT_CONFIG, attention="flash"), draw_sequences((12, 24, 6)), reference_model
         )
 
 
@@ -128,8 +128,8 @@ def measure_rotary_key(bench: Bench) -> float:
     """Measure the gradients of the down projections and of the norm before them: two ranks against one."""
 
     def compute_gradients(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(LATENT, _NO_SEQUENCE_PARALLEL)
-        compute_loss(model, layout.build_two_rows()).backward()
+        model = layout.build_chunk(LATENT_CONFIG, _NO_SEQUENCE_PARALLEL)
+        sum_token_losses(model, layout.build_two_rows()).backward()
         return {name: x.grad for name, x in model.named_parameters() if name.endswith(_LOWER_WEIGHTS)}
 
     return bench.measure_gap_to_one_rank(compute_gradients, tp=2)
@@ -139,12 +139,12 @@ def measure_query_norm(bench: Bench) -> float:
     """Measure the gradient norm of the norms of compressed queries, where no other weight learns."""
 
     def compute_norm(layout: BenchLayout) -> Numbers:
-        model = layout.build_chunk(LATENT, _NO_SEQUENCE_PARALLEL)
+        model = layout.build_chunk(LATENT_CONFIG, _NO_SEQUENCE_PARALLEL)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("q_layernorm.weight"))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise NotProvable("Transformer Engine has the norm of queries in a projection, by another name")
-        return {"norm": layout.take_step(LATENT, model)}
+        return {"norm": layout.take_step(LATENT_CONFIG, model)}
 
     return bench.measure_gap_to_one_rank(compute_norm, tp=2)
 
@@ -155,7 +155,7 @@ def measure_output_norm(bench: Bench) -> float:
     The reference is the formula for a weight that multiplies rows with a mean square of 1.
     """
     with bench.open_layout(tp=2) as layout:
-        config = layout.build_chunk(DENSE).config
+        config = layout.build_chunk(DENSE_CONFIG).config
         layer = gated_delta.build_small_delta_net(config).to(bench.device)
         seen: list[torch.Tensor] = []
 
@@ -174,7 +174,7 @@ def measure_output_norm(bench: Bench) -> float:
         return measure_gap({"weight": layer.out_norm.weight.grad}, {"weight": reference})
 
 
-_LENGTHS = (8, 4, 20, 12)  # of packed sequences; multiples of 4: both chunks of two ranks are even
+_SEQUENCE_LENGTHS = (8, 4, 20, 12)  # of packed sequences; multiples of 4: both chunks of two ranks are even
 _ROTARY_HEADS, _HEAD_WIDTH = 3, 16  # heads and their width
 
 
@@ -184,7 +184,8 @@ def measure_rotary_positions(bench: Bench) -> float:
         group = layout.cp.group
         rank, ranks = group.rank(), group.size()
         full_sequences = [
-            torch.randn(length, _ROTARY_HEADS, _HEAD_WIDTH, device=bench.device) for length in _LENGTHS
+            torch.randn(length, _ROTARY_HEADS, _HEAD_WIDTH, device=bench.device)
+            for length in _SEQUENCE_LENGTHS
         ]
         for sequence in full_sequences:
             torch.distributed.broadcast(sequence, torch.distributed.get_process_group_ranks(group)[0], group)
@@ -192,11 +193,13 @@ def measure_rotary_positions(bench: Bench) -> float:
         reference = torch.cat(
             [_cut_for_rank(_apply_rotary(sequence), rank, ranks) for sequence in full_sequences]
         )
-        boundaries = torch.tensor([0, *accumulate(_LENGTHS)], dtype=torch.int32, device=bench.device)
-        seen = rotary.rotate_packed(local_rows, boundaries, _build_table(max(_LENGTHS), bench.device), group)
+        boundaries = torch.tensor([0, *accumulate(_SEQUENCE_LENGTHS)], dtype=torch.int32, device=bench.device)
+        seen = rotary.rotate_packed(
+            local_rows, boundaries, _build_table(max(_SEQUENCE_LENGTHS), bench.device), group
+        )
         # Tensors of the meta device have no values: any look at one raises.
         rotary.rotate_packed(
-            local_rows.to("meta"), boundaries.to("meta"), _build_table(max(_LENGTHS), "meta"), group
+            local_rows.to("meta"), boundaries.to("meta"), _build_table(max(_SEQUENCE_LENGTHS), "meta"), group
         )
     return float((seen - reference).abs().max() / reference.abs().max())
 
@@ -230,7 +233,7 @@ def measure_host_reads(bench: Bench) -> float:
         raise NotProvable("only a GPU makes the host wait")
     sequences = draw_sequences((12, 24, 6))
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE, dtype="bf16")
+        model = layout.build_chunk(DENSE_CONFIG, dtype="bf16")
         reference = layout.run_backward(model, layout.build_single_batches(sequences))
         batch = layout.pack_sequences(sequences, multiple=8)
         layout.run_backward(model, [batch])  # kernels are chosen and loaded

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bundle.mcore import checkpoints, optimization
 from bundle.replacements import checkpoints as replacements
-from bundle.verification.numbers import DENSE, Bench, BenchLayout, Numbers, measure_gap
+from bundle.verification.numbers import DENSE_CONFIG, Bench, BenchLayout, Numbers, measure_gap
 
 
 def measure_round_trip(bench: Bench) -> float:
@@ -22,7 +22,7 @@ def measure_round_trip(bench: Bench) -> float:
     directory = bench.directory / "checkpoint"
     directory.mkdir()
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE)
+        model = layout.build_chunk(DENSE_CONFIG)
         before = _copy_weights(model)
         checkpoints.write({"model": model.sharded_state_dict(), "step": 3}, directory)
         with torch.no_grad():
@@ -41,7 +41,7 @@ def measure_shared_round_trip(bench: Bench) -> float:
     rank = dist.get_rank()
     numbers = torch.arange(12.0).reshape(3, 4)
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE)
+        model = layout.build_chunk(DENSE_CONFIG)
         shard = checkpoints.build_flat_tensor("numbers", numbers, rank)
         checkpoints.write_in_parallel({"model": model.sharded_state_dict(), "numbers": shard}, directory)
         rows, columns = shard.local_coordinates()
@@ -178,7 +178,10 @@ def _record_gathers() -> Iterator[list[int]]:
 def _train_tiny_model(layout: BenchLayout, steps: int) -> tuple[torch.nn.Module, Any]:
     """Return a tiny model and its optimizer after some steps with drawn gradients."""
     # In fp32 the load would write into views of weights that want a gradient, which torch refuses
-    job, model = layout.build_recipe(DENSE, dtype="bf16"), layout.build_chunk(DENSE, dtype="bf16")
+    job, model = (
+        layout.build_recipe(DENSE_CONFIG, dtype="bf16"),
+        layout.build_chunk(DENSE_CONFIG, dtype="bf16"),
+    )
     optimizer = optimization.build_optimizer(job, optimization.wrap_data_parallel(job, model.config, [model]))
     generator = torch.Generator().manual_seed(steps)
     for _ in range(steps):

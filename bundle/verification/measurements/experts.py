@@ -8,15 +8,15 @@ import torch
 
 from bundle.mcore import context, optimization, routers
 from bundle.verification.numbers import (
-    EXPERTS,
-    LATENT,
+    EXPERTS_CONFIG,
+    LATENT_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
-    compute_loss,
     draw_sequences,
     find_worst,
     measure_gap,
+    sum_token_losses,
 )
 
 _BALANCING = {
@@ -24,15 +24,15 @@ _BALANCING = {
     "moe_aux_loss_coeff": 2.0,
     "moe_z_loss_coeff": 0.5,
 }
-_LATENT_EXPERTS = LATENT | {"first_k_dense_replace": 1}
+_LATENT_EXPERTS = LATENT_CONFIG | {"first_k_dense_replace": 1}
 
 
 def measure_split_experts(bench: Bench) -> float:
     """Measure experts on two ranks, each with all the tokens, against all experts on one rank."""
     with bench.open_layout() as layout:
-        reference = layout.run_backward(layout.build_chunk(EXPERTS), [layout.build_two_rows()])
+        reference = layout.run_backward(layout.build_chunk(EXPERTS_CONFIG), [layout.build_two_rows()])
     with bench.open_layout(ep=2) as layout:
-        seen = layout.run_backward(layout.build_chunk(EXPERTS), [layout.build_two_rows()])
+        seen = layout.run_backward(layout.build_chunk(EXPERTS_CONFIG), [layout.build_two_rows()])
     # A rank has half of the experts, and they see the same tokens twice: its own and the other's.
     local_numbers = {name: x / 2 if ".experts." in name else x for name, x in seen.items()}
     return measure_gap(local_numbers, {name: reference[name] for name in local_numbers})
@@ -43,7 +43,7 @@ def measure_fp32_router(bench: Bench) -> float:
     seen: list[Numbers] = []
     with bench.open_layout() as layout:
         for dtype in (None, "fp32"):
-            model = layout.build_chunk(EXPERTS, {"moe_router_dtype": dtype})
+            model = layout.build_chunk(EXPERTS_CONFIG, {"moe_router_dtype": dtype})
             seen.append(layout.run_backward(model, [layout.build_two_rows()]))
     return measure_gap(seen[1], seen[0])
 
@@ -51,21 +51,22 @@ def measure_fp32_router(bench: Bench) -> float:
 def measure_per_token_loss(bench: Bench) -> float:
     """Measure the gradient norm of per-token losses: two context- or tensor-parallel ranks against one."""
     return find_worst(
-        bench.measure_norm_gap(EXPERTS, _BALANCING, **sizes) for sizes in ({"cp": 2}, {"tp": 2, "ep": 2})
+        bench.measure_norm_gap(EXPERTS_CONFIG, _BALANCING, **sizes)
+        for sizes in ({"cp": 2}, {"tp": 2, "ep": 2})
     )
 
 
 def measure_mean_loss(bench: Bench) -> float:
     """Measure the gradient norm of mean losses over two context-parallel ranks, against that of one."""
-    return bench.measure_norm_gap(EXPERTS, _BALANCING | {"calculate_per_token_loss": False}, cp=2)
+    return bench.measure_norm_gap(EXPERTS_CONFIG, _BALANCING | {"calculate_per_token_loss": False}, cp=2)
 
 
 def measure_sequence_loss(bench: Bench) -> float:
     """Measure the gradient norm of a per-sequence loss: one micro-batch of two rows, against two of one."""
     options = _BALANCING | {"moe_router_load_balancing_type": "seq_aux_loss"}
     with bench.open_layout() as layout:
-        apart = layout.measure_gradient_norm(EXPERTS, options, rows_at_once=1)
-        return measure_gap(layout.measure_gradient_norm(EXPERTS, options), apart)
+        apart = layout.measure_gradient_norm(EXPERTS_CONFIG, options, rows_at_once=1)
+        return measure_gap(layout.measure_gradient_norm(EXPERTS_CONFIG, options), apart)
 
 
 def measure_expert_counts(bench: Bench) -> float:
@@ -83,11 +84,11 @@ def measure_expert_counts(bench: Bench) -> float:
 
         router.register_forward_hook(count)
         for part in torch.stack(draw_sequences((128,) * 24)).split(8):  # 768 for each expert, on average
-            compute_loss(wrapped, layout.build_batch(part, torch.ones(8, 128)))
+            sum_token_losses(wrapped, layout.build_batch(part, torch.ones(8, 128)))
         return measure_gap({"counts": router.local_tokens_per_expert.float()}, {"counts": sent})
 
 
-_EXPERTS, _TOPK, _HIDDEN = 8, 2, 64  # of EXPERTS
+_EXPERTS, _TOPK, _HIDDEN = 8, 2, 64  # of EXPERTS_CONFIG
 _AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 _GLOBAL_LOSS = _AUX_LOSS | {"moe_router_load_balancing_type": "global_aux_loss"}
 _BIASED_ROUTER = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -138,7 +139,7 @@ def measure_global_loss(bench: Bench) -> float:
 
 def _build_router(layout: BenchLayout, options: Mapping[str, Any]) -> torch.nn.Module:
     """Return the first router of a tiny model, with the same weights every time."""
-    return routers.find_routers(layout.build_chunk(EXPERTS, options))[0]
+    return routers.find_routers(layout.build_chunk(EXPERTS_CONFIG, options))[0]
 
 
 def _draw_rows(bench: Bench, tokens: int) -> torch.Tensor:
@@ -160,10 +161,10 @@ def measure_live_inputs(bench: Bench) -> float:
             inputs.extend(weakref.ref(x) for x in (*args, kwargs.get("hidden_states")) if torch.is_tensor(x))
 
     with bench.open_layout() as layout:
-        model = layout.build_chunk(EXPERTS, recompute=_FULL_RECOMPUTE)
+        model = layout.build_chunk(EXPERTS_CONFIG, recompute=_FULL_RECOMPUTE)
         for layer in model.decoder.layers:
             layer.register_forward_pre_hook(remember, with_kwargs=True)
-        compute_loss(model, layout.build_two_rows()).backward()
+        sum_token_losses(model, layout.build_two_rows()).backward()
         if not inputs:
             return float("inf")
         return float(sum(reference() is not None for reference in inputs))
@@ -183,7 +184,7 @@ def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tup
 
     Every fourth token is left to the router, which must choose the k best of its scores.
     """
-    model = layout.build_chunk(EXPERTS, recompute=recompute, router_replay=True)
+    model = layout.build_chunk(EXPERTS_CONFIG, recompute=recompute, router_replay=True)
     layers = routers.map_routers_to_layers(model)
     forced_routes = {layer: _draw_routes(layer, 0).to(layout.device) for layer in layers.values()}
     forced_mask = torch.arange(_TOKENS, device=layout.device) % 4 > 0
@@ -201,7 +202,7 @@ def _replay_routes(layout: BenchLayout, recompute: dict[str, str] | None) -> tup
     choices = context.RouterChoices(layers, torch.uint8, has_backward=True)
     with context.router_choices.set(choices):
         with choices.record_forward(context.ForcedRoutes(forced_routes, forced_mask)):
-            loss = compute_loss(model, layout.build_two_rows())
+            loss = sum_token_losses(model, layout.build_two_rows())
         loss.backward()
     return {"loss": loss.detach(), **layout.collect_gradients(model)}, max(shares)
 
@@ -212,13 +213,13 @@ def measure_native_recompute(bench: Bench) -> float:
         tokens = torch.stack(draw_sequences((16,) * 2 * _MICRO_BATCHES))
         seen: list[Numbers] = []
         for recompute in (None, _FULL_RECOMPUTE):
-            model = layout.build_chunk(EXPERTS, recompute=recompute, router_replay=True)
+            model = layout.build_chunk(EXPERTS_CONFIG, recompute=recompute, router_replay=True)
             layer_routers = routers.find_routers(model)
             losses = []
             for number, part in enumerate(tokens.split(2)):
                 for index, router in enumerate(layer_routers):
                     routers.set_megatron_replay(router, _draw_routes(index, number).to(bench.device))
-                losses.append(compute_loss(model, layout.build_batch(part, torch.ones(2, 16))))
+                losses.append(sum_token_losses(model, layout.build_batch(part, torch.ones(2, 16))))
             for loss in losses:
                 loss.backward()
             seen.append({"loss": torch.stack(losses).detach(), **layout.collect_gradients(model)})
@@ -228,4 +229,4 @@ def measure_native_recompute(bench: Bench) -> float:
 def _draw_routes(router: int, micro_batch: int) -> torch.Tensor:
     """Return distinct experts for every token, others for every router and micro-batch; [t, k]."""
     generator = torch.Generator().manual_seed(10 * micro_batch + router)
-    return torch.rand(_TOKENS, EXPERTS["num_experts"], generator=generator).topk(_TOPK).indices
+    return torch.rand(_TOKENS, EXPERTS_CONFIG["num_experts"], generator=generator).topk(_TOPK).indices

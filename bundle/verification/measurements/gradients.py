@@ -5,32 +5,32 @@ import torch
 from bundle.mcore import optimization
 from bundle.mcore.gpt import compute_cross_entropy
 from bundle.verification.numbers import (
-    DENSE,
-    EXPERTS,
-    LATENT,
+    DENSE_CONFIG,
+    EXPERTS_CONFIG,
+    LATENT_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
-    compute_loss,
     find_worst,
     measure_gap,
+    sum_token_losses,
 )
 from bundle.verification.products import RepeatedMatrixRecorder
 
 
 def measure_per_token_loss(bench: Bench) -> float:
     """Measure the gradient norm of a per-token loss: the same rows shared by two ranks, and on each rank."""
-    return bench.measure_norm_gap(DENSE, cp=2)
+    return bench.measure_norm_gap(DENSE_CONFIG, cp=2)
 
 
 def measure_optimizer_step(bench: Bench) -> float:
     """Measure the gradient norm that the optimizer finds, against that of the gradients themselves."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows(32)
-        numbers = layout.run_backward(layout.build_chunk(DENSE), [batch])
+        numbers = layout.run_backward(layout.build_chunk(DENSE_CONFIG), [batch])
         squares = sum(x.square().sum() for name, x in numbers.items() if name != "loss")
         reference = torch.as_tensor(squares).sqrt() / batch.mask.sum()
-        return measure_gap(layout.measure_gradient_norm(DENSE), {"norm": reference})
+        return measure_gap(layout.measure_gradient_norm(DENSE_CONFIG), {"norm": reference})
 
 
 def measure_shared_embedding(bench: Bench) -> float:
@@ -45,21 +45,21 @@ def measure_shared_embedding(bench: Bench) -> float:
 
 def _take_step(layout: BenchLayout, *, shared: bool) -> Numbers:
     """Take a step; return the gradient norm and the weights after it."""
-    model = layout.build_chunk(DENSE)
+    model = layout.build_chunk(DENSE_CONFIG)
     if shared:
         vars(model.get_parameter("embedding.word_embeddings.weight"))["shared_embedding"] = True
-    norm = layout.take_step(DENSE, model)
+    norm = layout.take_step(DENSE_CONFIG, model)
     return {"norm": norm, **{name: x.detach().clone() for name, x in model.named_parameters()}}
 
 
 def measure_latent_attention(bench: Bench) -> float:
     """Measure latent attention over two ranks; every rank holds the down projections whole."""
-    return bench.measure_norm_gap(LATENT, tp=2)
+    return bench.measure_norm_gap(LATENT_CONFIG, tp=2)
 
 
 def measure_experts(bench: Bench) -> float:
     """Measure half of the experts on each of two tensor-parallel ranks."""
-    return bench.measure_norm_gap(EXPERTS, tp=2, ep=2)
+    return bench.measure_norm_gap(EXPERTS_CONFIG, tp=2, ep=2)
 
 
 def measure_loaded_weights(bench: Bench) -> float:
@@ -71,8 +71,8 @@ def measure_loaded_weights(bench: Bench) -> float:
 
 
 def _step_loaded_weights(layout: BenchLayout, *, loads_after: bool) -> Numbers:
-    job = layout.build_recipe(DENSE, dtype="bf16")
-    model = layout.build_chunk(DENSE, dtype="bf16")
+    job = layout.build_recipe(DENSE_CONFIG, dtype="bf16")
+    model = layout.build_chunk(DENSE_CONFIG, dtype="bf16")
     wrapped = optimization.wrap_data_parallel(job, model.config, [model])
 
     def load() -> None:
@@ -128,7 +128,7 @@ def measure_loaded_state(bench: Bench) -> float:
     )
 
 
-_SMOOTHING = 0.3
+_LABEL_SMOOTHING = 0.3
 
 
 def measure_frozen_product(bench: Bench) -> float:
@@ -137,7 +137,7 @@ def measure_frozen_product(bench: Bench) -> float:
     The gradient is that of one row of logits, seen batch first: its size-1 dimension has the row's stride.
     """
     with bench.open_layout() as layout:
-        head = layout.build_chunk(DENSE).output_layer
+        head = layout.build_chunk(DENSE_CONFIG).output_layer
         head.weight.requires_grad_(False)
         rows = torch.randn(16, 1, head.weight.shape[1], device=bench.device, requires_grad=True)
         output, _ = head(rows)
@@ -154,14 +154,14 @@ def measure_label_smoothing(bench: Bench) -> float:
     logits = torch.randn(6, 2, 10, generator=generator).mul(3).to(bench.device).requires_grad_()
     labels = torch.randint(0, 10, (6, 2), generator=generator).to(bench.device)
     weights = torch.rand(6, 2, generator=generator).to(bench.device)
-    target_probabilities = torch.full_like(logits, _SMOOTHING / 9).scatter(
-        -1, labels[..., None], 1 - _SMOOTHING
+    target_probabilities = torch.full_like(logits, _LABEL_SMOOTHING / 9).scatter(
+        -1, labels[..., None], 1 - _LABEL_SMOOTHING
     )
     loss = -(target_probabilities * logits.log_softmax(-1)).sum(-1)
     (loss * weights).sum().backward()
     with bench.open_layout(tp=2) as layout:
         local_logits = logits.detach().chunk(2, -1)[layout.tp.rank].clone().requires_grad_()
-        seen = compute_cross_entropy(local_logits * 1.0, labels, _SMOOTHING)
+        seen = compute_cross_entropy(local_logits * 1.0, labels, _LABEL_SMOOTHING)
         (seen * weights).sum().backward()
         full_gradient = logits.grad.chunk(2, -1)[layout.tp.rank]  # type: ignore[union-attr]
         return measure_gap(
@@ -177,8 +177,8 @@ def measure_gathered_logits(bench: Bench) -> float:
         seen = []
         for gather in (True, None):
             # 0.12 gathers nothing where ranks share the sequence
-            model = layout.build_chunk(DENSE, {"sequence_parallel": False})
-            loss = compute_loss(model, batch, runtime_gather_output=gather)
+            model = layout.build_chunk(DENSE_CONFIG, {"sequence_parallel": False})
+            loss = sum_token_losses(model, batch, runtime_gather_output=gather)
             loss.backward()
             seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
         return measure_gap(*seen)

@@ -6,15 +6,15 @@ import torch
 
 from bundle.mcore import mtp, rotary
 from bundle.verification.numbers import (
-    DENSE,
+    DENSE_CONFIG,
     Bench,
     BenchLayout,
     Numbers,
     RankBatch,
-    compute_loss,
     draw_sequences,
     find_worst,
     measure_gap,
+    sum_token_losses,
 )
 
 _TWO_DEPTHS = {"layers": 2}
@@ -32,10 +32,10 @@ def _compute_losses(layout: BenchLayout) -> Numbers:
     mask[0, 20:29] = 0  # leaves the two ranks with different numbers of tokens
     batch = layout.build_batch(tokens, mask)
     mtp.clear_logged_losses()
-    token_numbers = layout.run_backward(layout.build_chunk(DENSE, mtp=_TWO_DEPTHS), [batch])
+    token_numbers = layout.run_backward(layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS), [batch])
     logged = layout.sum_over_ranks(mtp.read_logged_losses()) / layout.cp.size
     mean = {"calculate_per_token_loss": False}
-    averaged = layout.run_backward(layout.build_chunk(DENSE, mean, mtp=_TWO_DEPTHS), [batch])
+    averaged = layout.run_backward(layout.build_chunk(DENSE_CONFIG, mean, mtp=_TWO_DEPTHS), [batch])
     # The layers' own gradients are of a mean, which data-parallel reduction averages over these ranks.
     layer_gradients = {f"mean {k}": v / layout.cp.size for k, v in _select_mtp_numbers(averaged).items()}
     return {**token_numbers, **layer_gradients, "logged": logged}
@@ -49,11 +49,11 @@ def measure_per_token_loss(bench: Bench) -> float:
     lengths, gaps = (8, 8), []
     tokens, mask = torch.stack(draw_sequences(lengths)), torch.ones(2, 8)
     with bench.open_layout() as layout:
-        model = layout.build_chunk(DENSE, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
+        model = layout.build_chunk(DENSE_CONFIG, {"calculate_per_token_loss": False}, mtp=_TWO_DEPTHS)
         mean = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
     for sizes in ({}, {"cp": 2}):
         with bench.open_layout(**sizes) as layout:
-            model = layout.build_chunk(DENSE, mtp=_TWO_DEPTHS)
+            model = layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS)
             seen = _select_mtp_numbers(layout.run_backward(model, [layout.build_batch(tokens, mask)]))
             gaps.append(measure_gap(seen, {name: sum(lengths) * x for name, x in mean.items()}))
     return max(gaps)
@@ -72,7 +72,7 @@ def measure_padded_packing(bench: Bench) -> float:
     """
     with bench.open_layout() as layout:
         # Transformer Engine's unfused attention, on a GPU the only one in fp32, drops rows of padding.
-        model = layout.build_chunk(DENSE, mtp=_TWO_DEPTHS, attention="flash")
+        model = layout.build_chunk(DENSE_CONFIG, mtp=_TWO_DEPTHS, attention="flash")
         return layout.measure_packed_gap(model, draw_sequences((10, 10, 10)))
 
 
@@ -87,7 +87,7 @@ def measure_recompute(bench: Bench) -> float:
         ):
             plain, again = (
                 layout.run_backward(
-                    layout.build_chunk(DENSE, mtp={"layers": 1}, recompute=recompute), batches
+                    layout.build_chunk(DENSE_CONFIG, mtp={"layers": 1}, recompute=recompute), batches
                 )
                 for recompute in (None, {"granularity": "full"})
             )
@@ -99,8 +99,8 @@ def measure_zero_layers(bench: Bench) -> float:
     """Measure the logits of a model configured with 0 layers, against one without that setting."""
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
-        reference = _compute_logits(layout.build_chunk(DENSE), batch)
-        zero = layout.build_chunk(DENSE, {"mtp_num_layers": 0})
+        reference = _compute_logits(layout.build_chunk(DENSE_CONFIG), batch)
+        zero = layout.build_chunk(DENSE_CONFIG, {"mtp_num_layers": 0})
         return measure_gap({"logits": _compute_logits(zero, batch)}, {"logits": reference})
 
 
@@ -112,8 +112,8 @@ def measure_missing_labels(bench: Bench) -> float:
     """
     with bench.open_layout() as layout:
         batch = layout.build_two_rows()
-        reference = {"logits": _compute_logits(layout.build_chunk(DENSE), batch)}
-        model = layout.build_chunk(DENSE, mtp={"layers": 1})
+        reference = {"logits": _compute_logits(layout.build_chunk(DENSE_CONFIG), batch)}
+        model = layout.build_chunk(DENSE_CONFIG, mtp={"layers": 1})
         ran: list[float] = []
         model.mtp.register_forward_hook(lambda *_: ran.append(1.0))
         gaps = []
@@ -122,7 +122,7 @@ def measure_missing_labels(bench: Bench) -> float:
             logits.sum().backward()
             gaps.append(measure_gap({"logits": logits}, reference))
         trained_for_nothing = [1.0 for p in model.mtp.parameters() if p.grad is not None and p.grad.any()]
-        with_labels = compute_loss(model, batch)  # and it still runs where there are labels
+        with_labels = sum_token_losses(model, batch)  # and it still runs where there are labels
         assert torch.isfinite(with_labels), "no loss with labels"
         return find_worst([*gaps, sum(ran[:-1]), sum(trained_for_nothing)]) if ran else float("inf")
 
@@ -141,13 +141,13 @@ def measure_unsharded_embeddings(bench: Bench) -> float:
         batch = layout.build_two_rows()
         seen = []
         for is_unsharded in (True, False):
-            model = layout.build_chunk(DENSE, mtp={"layers": 2})
+            model = layout.build_chunk(DENSE_CONFIG, mtp={"layers": 2})
             embedding = model.embedding
             decoder_input = embedding(batch.ids, batch.positions).detach()
             if is_unsharded:
                 embedding.scatter_to_sequence_parallel = embedding.reduce_scatter_embeddings = False
                 embedding.word_embeddings.reduce_scatter_embeddings = False
-            loss = compute_loss(model, batch, decoder_input=decoder_input)
+            loss = sum_token_losses(model, batch, decoder_input=decoder_input)
             loss.backward()
             seen.append({"loss": loss.detach(), **layout.collect_gradients(model)})
         return measure_gap(*seen)
@@ -178,6 +178,6 @@ def measure_packed_mrope(bench: Bench) -> float:
 
 
 def _build_mrope_model(layout: BenchLayout) -> torch.nn.Module:
-    model = layout.build_chunk(DENSE)
+    model = layout.build_chunk(DENSE_CONFIG)
     rotary.use_megatron_mrope(model, (2, 3, 3), base=100)
     return model

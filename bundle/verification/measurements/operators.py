@@ -16,7 +16,7 @@ from bundle.verification.numbers import Bench, find_worst, measure_gap
 # Not taken from a source: they catch a kernel with bf16's rounding in fp32, and a wrong mask.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # The arguments of a call: layout, (queries' heads, keys' heads), (width of keys, of values), causal.
-_ATTENTION = (
+_ATTENTION_CASES = (
     ("rows", (4, 2), (64, 64), True),  # GQA
     ("rows", (4, 4), (192, 128), True),  # latent attention
     ("masked rows", (4, 2), (64, 64), True),
@@ -25,7 +25,7 @@ _ATTENTION = (
     ("packed", (4, 4), (64, 64), False),  # a vision tower
 )
 _BATCH, _LENGTH = 2, 96
-_ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
+_SEQUENCE_ENDS = (0, 5, 64, 64, 100)  # of packed sequences, one of which is empty
 
 
 def measure_attention(bench: Bench) -> float:
@@ -33,7 +33,7 @@ def measure_attention(bench: Bench) -> float:
     return find_worst(
         _measure_attention_gap(bench.device, dtype, *case) / tolerance
         for dtype, tolerance in TOLERANCES.items()
-        for case in _ATTENTION
+        for case in _ATTENTION_CASES
     )
 
 
@@ -187,7 +187,7 @@ def _measure_attention_gap(
     )
 
     packed = layout == "packed"
-    leading = (_ENDS[-1],) if packed else (_LENGTH, _BATCH)
+    leading = (_SEQUENCE_ENDS[-1],) if packed else (_LENGTH, _BATCH)
     queries, keys = heads
     wide, narrow = widths
     shapes = [(*leading, *shape) for shape in ((queries, wide), (keys, wide), (keys, narrow))]
@@ -198,7 +198,7 @@ def _measure_attention_gap(
         mask[1, :, range(7), range(7)] = False
 
     def run_kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        boundaries = (_ENDS, _ENDS) if packed else None
+        boundaries = (_SEQUENCE_ENDS, _SEQUENCE_ENDS) if packed else None
         rows = AttentionCallShape(leading[0], leading[0], device, 1 if packed else _BATCH, boundaries)
         inputs = build_mask_arguments(None if mask is None else mask.to(device), rows, causal=causal)
         if not packed:
@@ -212,7 +212,7 @@ def _measure_attention_gap(
                 _compute_attention([x[begin:end, None] for x in (query, key, value)], scale, causal, None)[
                     :, 0
                 ]
-                for begin, end in pairwise(_ENDS)
+                for begin, end in pairwise(_SEQUENCE_ENDS)
             ]
             return torch.cat(parts)
         return _compute_attention((query, key, value), scale, causal, mask)

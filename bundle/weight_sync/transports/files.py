@@ -34,9 +34,9 @@ from bundle.weight_sync.manifest import (
     list_digest_differences,
 )
 
-_PREFIX = "mcore-bundle-weights-"
+_FOLDER_PREFIX = "mcore-bundle-weights-"
 _FILE_BYTES = 2**29
-_WRITERS = 4  # threads; each has the tensors of a file in memory
+_WRITER_THREADS = 4  # threads; each has the tensors of a file in memory
 
 
 class WrittenWeights(NamedTuple):
@@ -63,7 +63,7 @@ class FilesTransport:
         with files.convert_write_errors(parent):
             parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
             self._lock = _lock_folder(self._folder)
         self._table, self._has_draft, self._file_bytes = table, has_draft, file_bytes
 
@@ -112,7 +112,7 @@ class FilesTransport:
         writes: list[Future[dict[str, str]]] = []
         stored: list[OutputTensor] = []
         file_names: dict[str, str] = {}
-        with ThreadPoolExecutor(_WRITERS) as pool:
+        with ThreadPoolExecutor(_WRITER_THREADS) as pool:
 
             def write_pending() -> None:
                 nonlocal pending
@@ -120,8 +120,8 @@ class FilesTransport:
                 file_names.update((entry.name, name) for entry, _ in pending)
                 writes.append(pool.submit(_write_file, directory / name, pending))
                 pending = []
-                if len(writes) > _WRITERS:  # no more tensors than that wait in memory
-                    writes[-1 - _WRITERS].result()
+                if len(writes) > _WRITER_THREADS:  # no more tensors than that wait in memory
+                    writes[-1 - _WRITER_THREADS].result()
 
             for name, tensor in stream:
                 if name in names:
@@ -171,7 +171,7 @@ def _lock_folder(folder: Path) -> int | None:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that were killed: memory stays full of them otherwise."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
         with suppress(OSError):
             if (descriptor := _lock_folder(folder)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -192,7 +192,7 @@ def _write_file(path: Path, tensors: Sequence[tuple[OutputTensor, memoryview]]) 
 
 def _check_files(directory: Path, manifest: Manifest) -> None:
     """Raise JobFailed where the files do not hold what the manifest says."""
-    with ThreadPoolExecutor(_WRITERS) as pool:
+    with ThreadPoolExecutor(_WRITER_THREADS) as pool:
         digests = list(pool.map(_read_digests, sorted(directory.glob("*.safetensors"))))
     if changes := list_digest_differences(manifest, itertools.chain.from_iterable(digests)):
         raise JobFailed(

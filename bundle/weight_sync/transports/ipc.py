@@ -17,7 +17,7 @@ from torch import Tensor
 from bundle.errors import JobFailed
 
 _BUCKET_BYTES = 2**28
-_ALIGNMENT = 16
+_OFFSET_ALIGNMENT = 16
 
 
 class Bucket:
@@ -28,7 +28,7 @@ class Bucket:
         self._places = []
         stop = 0
         for name, tensor in tensors:
-            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            start = -(-stop // _OFFSET_ALIGNMENT) * _OFFSET_ALIGNMENT
             stop = start + tensor.nbytes
             # The attributes are those of SGLang's FlattenedTensorMetadata, which is not installed here.
             self._places.append(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bundle.backends.cuda.weight_gradients import (
-    EXTENSION,
+    EXTENSION_NAME,
     add_weight_gradient,
     can_accumulate,
     provide_extension,
@@ -18,7 +18,7 @@ from bundle.backends.cuda.weight_gradients import (
 @pytest.fixture
 def modules(monkeypatch):
     """The imported modules, without the extension; restored after the test."""
-    monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k != EXTENSION})
+    monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k != EXTENSION_NAME})
     return sys.modules
 
 
@@ -46,22 +46,22 @@ def test_bf16_is_given_to_the_product_that_sums_in_fp32(monkeypatch):
 
 def test_megatron_finds_a_module_of_this_name(modules):
     provide_extension()
-    assert importlib.util.find_spec(EXTENSION) is not None
-    module = importlib.import_module(EXTENSION)
+    assert importlib.util.find_spec(EXTENSION_NAME) is not None
+    module = importlib.import_module(EXTENSION_NAME)
     assert module.wgrad_gemm_accum_fp32 is module.wgrad_gemm_accum_fp16 is add_weight_gradient
 
 
 def test_an_installed_extension_is_left_alone(modules, tmp_path, monkeypatch):
-    (tmp_path / f"{EXTENSION}.py").touch()
+    (tmp_path / f"{EXTENSION_NAME}.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     provide_extension()
-    assert EXTENSION not in modules
+    assert EXTENSION_NAME not in modules
 
 
 def test_nothing_is_provided_where_torch_has_no_such_product(modules, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "addmm", SimpleNamespace())
     provide_extension()
-    assert EXTENSION not in modules
+    assert EXTENSION_NAME not in modules
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,9 @@ def test_nothing_is_provided_where_torch_has_no_such_product(modules, monkeypatc
     ],
 )
 def test_a_product_is_tried_before_megatron_is_told_of_it(product, can, modules):
-    modules[EXTENSION] = SimpleNamespace(wgrad_gemm_accum_fp32=product, __spec__=ModuleSpec(EXTENSION, None))
+    modules[EXTENSION_NAME] = SimpleNamespace(
+        wgrad_gemm_accum_fp32=product, __spec__=ModuleSpec(EXTENSION_NAME, None)
+    )
     assert can_accumulate(torch.device("cpu")) is can
 
 
@@ -85,7 +87,7 @@ def test_nothing_is_accumulated_without_the_extension(modules):
 def test_megatrons_output_layer_adds_its_gradient_through_it(sequence, monkeypatch):
     layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
     extension = SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
-    monkeypatch.setattr(layers, EXTENSION, extension, raising=False)
+    monkeypatch.setattr(layers, EXTENSION_NAME, extension, raising=False)
     weight = torch.nn.Parameter(torch.randn(11, 4))
     weight.main_grad = torch.full((11, 4), 0.25)
     inputs, gradients = torch.randn(sequence, 2, 4), torch.randn(sequence, 2, 11)

@@ -100,7 +100,7 @@ def test_the_pods_ask_their_nodes_first(tmp_path):
     pods = [start(objects, "job", index, tmp_path, home) for index in (1, 0)]
     said = [pod.communicate(timeout=300)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)
-    passing = home / "runs/demo/logs" / nodes.FOLDER / "passing.txt"
+    passing = home / "runs/demo/logs" / nodes.PREFLIGHT_FOLDER / "passing.txt"
     assert passing.read_text().splitlines() == ["worker-0", "worker-1"]
 
 

@@ -83,7 +83,10 @@ transformer_engine.TELinear.__init__ = _unmark_duplicated_weights(transformer_en
 _DUPLICATED_LAYERS = {} if hasattr(multi_latent_attention, "TELinear") else local.DUPLICATED_LAYERS
 # Left as they are: experts on MindSpeed's linear layers; and what specs name, and megatron builds only where
 # use_te_activation_func says so (from 0.15).
-_UNCHANGED_LAYERS = (TEGroupedMLP, *filter(None, [getattr(transformer_engine, "TEActivationOp", None)]))
+_LAYERS_LEFT_TO_MINDSPEED = (
+    TEGroupedMLP,
+    *filter(None, [getattr(transformer_engine, "TEActivationOp", None)]),
+)
 
 
 class MindSpeedRuntime(AscendRuntime):
@@ -121,7 +124,7 @@ class MindSpeedRuntime(AscendRuntime):
             transformer_engine.TEDotProductAttention: DotProductAttention if unfused else AscendCoreAttention,
             transformer_engine.TELayerNormColumnParallelLinear: NormedLinear,
             transformer_engine.TENorm: AscendNorm,
-            **{layer: layer for layer in _UNCHANGED_LAYERS},
+            **{layer: layer for layer in _LAYERS_LEFT_TO_MINDSPEED},
         }
         return gpt.Specs(
             *(

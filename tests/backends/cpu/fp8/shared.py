@@ -8,7 +8,7 @@ import torch.distributed as dist
 from bundle.backends.cpu.scaling import E4M3, DelayedQuantiser, DelayedWeightQuantiser, Phase
 from bundle.mcore import context
 from bundle.recipe import Recipe, from_mapping
-from bundle.verification.numbers import DENSE, Bench, find_worst
+from bundle.verification.numbers import DENSE_CONFIG, Bench, find_worst
 from tests.engine.experiments import EVEN, engine, micro_batches
 from tests.engine.reference import texts
 
@@ -49,7 +49,7 @@ def _job() -> Recipe:
     return from_mapping(
         {
             "name": "shared",
-            "model": {"config": DENSE, "dtype": "bf16", "fp8": {"scaling": "delayed"}},
+            "model": {"config": DENSE_CONFIG, "dtype": "bf16", "fp8": {"scaling": "delayed"}},
             "data": {"source": "text", "path": ["none"], "tokenizer": "hf:none", "sequence_length": 24},
             "train": {"steps": 2, "global_batch_size": 4},
         },
