@@ -27,10 +27,12 @@ from bundle.errors import JobFailed
 from bundle.launch.verdict import Verdict, parse
 
 HEARTBEAT_SECONDS = 2.0
-# A node without a heartbeat for so long is lost; after a third of it, the node is not chosen for a round.
+# A waiting node without a heartbeat for so long is lost; after a third of it, it is not chosen for a round.
 LOST_SECONDS = 30.0
-# The poll interval grows with the nodes, so that all together make at most _LISTINGS_PER_SECOND listings. It
-# has a maximum, so that a heartbeat is seen within a third of LOST_SECONDS.
+# While ranks run, all nodes together send at most so many heartbeats a second, and poll as often.
+_RUNNING_PER_SECOND = 20
+# The poll interval of nodes that wait grows with the nodes, so that all together make at most
+# _LISTINGS_PER_SECOND listings. It has a maximum, so that a heartbeat is seen within a third of LOST_SECONDS.
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.5, 5.0
 _LISTINGS_PER_SECOND = 200
 
@@ -131,7 +133,10 @@ class NodeRegistry:
 
     def send_heartbeat(self) -> None:
         """Renew this node's heartbeat if it is due; the launcher calls it at each poll."""
-        if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
+        interval = HEARTBEAT_SECONDS
+        if self.own_entry.waits_for is None:
+            interval = get_running_interval(len(self._known_nodes))
+        if time.monotonic() - self._last_heartbeat >= interval:
             with suppress(JobFailed):  # a full disk must not end running ranks
                 if not self._rename_heartbeat():  # another node has taken us for lost and removed our files
                     self.update_entry()
@@ -159,24 +164,24 @@ class NodeRegistry:
         return True
 
     def find_live_nodes(self, within: float | None = None) -> list[Heartbeat]:
-        """Return the nodes seen alive within `within` seconds, or within LOST_SECONDS, with this node."""
-        now, within = time.monotonic(), LOST_SECONDS if within is None else within
+        """Return this node and those seen alive within `within` seconds; None: those that are not lost."""
+        now = time.monotonic()
         live = [
             heartbeat
             for heartbeat, seen_at, has_changed in self._known_nodes.values()
-            if has_changed and now - seen_at < within
+            if has_changed and now - seen_at < (within or self._choose_lost_seconds(heartbeat))
         ]
         return [heartbeat for heartbeat in live if heartbeat.token != self.own_entry.token] + [
             self._heartbeat
         ]
 
     def find_lost_nodes(self, tokens: Iterable[str]) -> set[str]:
-        """Return the nodes without a heartbeat for LOST_SECONDS, or without any, that have not ended."""
+        """Return the nodes without a recent heartbeat, or without any, that have not ended."""
         now = time.monotonic()
         present = {
             token
             for token, (heartbeat, seen_at, _) in self._known_nodes.items()
-            if heartbeat.exit_code is not None or now - seen_at < LOST_SECONDS
+            if heartbeat.exit_code is not None or now - seen_at < self._choose_lost_seconds(heartbeat)
         }
         return set(tokens) - present - {self.own_entry.token}
 
@@ -253,6 +258,12 @@ class NodeRegistry:
                 (self.folder / heartbeat.file_name).unlink()
                 self._get_entry_path(token).unlink()
 
+    def _choose_lost_seconds(self, heartbeat: Heartbeat) -> float:
+        """Return how long after this heartbeat its node is lost [s]."""
+        if heartbeat.waits_for is not None:
+            return LOST_SECONDS
+        return get_running_lost_seconds(len(self._known_nodes))
+
     @property
     def _heartbeat(self) -> Heartbeat:
         entry = self.own_entry
@@ -280,8 +291,18 @@ class NodeRegistry:
         return self.folder / f"node-{token}.json"
 
 
+def get_running_interval(nodes: int) -> float:
+    """Return the interval of heartbeats, and of polls, of each of `nodes` nodes whose ranks run [s]."""
+    return max(HEARTBEAT_SECONDS, nodes / _RUNNING_PER_SECOND)
+
+
+def get_running_lost_seconds(nodes: int) -> float:
+    """Return after how long without a heartbeat each of `nodes` nodes whose ranks run is lost [s]."""
+    return max(LOST_SECONDS, 2 * get_running_interval(nodes))
+
+
 def get_poll_interval(nodes: int) -> float:
-    """Return the poll interval of each of `nodes` nodes [s]."""
+    """Return the poll interval of each of `nodes` nodes that wait for each other [s]."""
     return min(max(_POLL_SECONDS, nodes / _LISTINGS_PER_SECOND), _LONGEST_POLL_SECONDS)
 
 

@@ -22,16 +22,14 @@ from bundle import files
 from bundle.errors import ExitCode
 from bundle.launch import outcomes
 from bundle.launch.causes import FailureKind, RestartAction
-from bundle.launch.node_registry import get_poll_interval
+from bundle.launch.node_registry import get_poll_interval, get_running_interval
 from bundle.launch.outcomes import NODES_FOLDER
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.verdict import Verdict, get_consequence_level, is_restartable, parse
 
-# The time for a node's verdict after another one has ended; its launcher may notice late.
+# The time for a node's verdict after it has noticed that another one has ended.
 VERDICT_SECONDS = 20.0
 _HEARTBEAT_SECONDS = 0.5
-# The poll interval while ranks run, which may be days without a change.
-_PEER_POLL_SECONDS = 2.0
 _NODE_FILE = re.compile(r"(\d+)\.json")
 _VERDICT_FILE = re.compile(r"\d+\.\d+\.[a-z-]+\.[a-z-]+\.verdict\.json")
 
@@ -39,17 +37,19 @@ _VERDICT_FILE = re.compile(r"\d+\.\d+\.[a-z-]+\.[a-z-]+\.verdict\.json")
 def agree_on_verdict(
     own_verdict: Verdict,
     world: Path | None,
-    seconds: float = VERDICT_SECONDS,
+    seconds: float | None = None,
     send_heartbeat: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """Return the common verdict of the nodes that report within `seconds`, and write this node's.
 
-    Call `send_heartbeat` at each poll. Raise JobFailed where nothing can be written.
+    Default of `seconds`: `get_verdict_seconds`. Call `send_heartbeat` at each poll. Raise JobFailed where
+    nothing can be written.
     """
     if world is None or own_verdict.nodes == 1:
         return own_verdict
     folder = world / NODES_FOLDER
     files.write_json(folder / _name_verdict_file(own_verdict), own_verdict.dump())
+    seconds = get_verdict_seconds(own_verdict.nodes) if seconds is None else seconds
     began = time.monotonic()
     last_poll = began - get_poll_interval(own_verdict.nodes)
     while _needs_other_verdicts(own_verdict):
@@ -73,6 +73,11 @@ def agree_on_verdict(
     return own_verdict
 
 
+def get_verdict_seconds(nodes: int) -> float:
+    """Return the time for the verdicts of `nodes` nodes after one has ended; the others notice by polls."""
+    return VERDICT_SECONDS + get_running_interval(nodes) - get_running_interval(1)
+
+
 def choose_common_verdict(
     own_verdict: Verdict, verdicts: Mapping[int, Verdict], node_names: Mapping[int, str], *, is_final: bool
 ) -> Verdict | None:
@@ -90,7 +95,8 @@ def choose_common_verdict(
         return None
     if not _may_blame_another_node(first):
         return replace(first, silent=tuple(node_names[rank] for rank in silent))
-    reason = f"no report within {VERDICT_SECONDS:.0f} s after the other nodes ended"
+    seconds = get_verdict_seconds(own_verdict.nodes)
+    reason = f"no report within {seconds:.0f} s after the other nodes ended"
     return replace(
         build_lost_node_verdict([node_names[rank] for rank in silent], reason),
         node_rank=silent[0],
@@ -168,7 +174,7 @@ class PeerNodes:
     def poll(self) -> bool:
         """Return whether another node has ended with a failure; the launcher calls it at each poll."""
         now, nodes = time.monotonic(), self._rendezvous.nodes
-        if nodes > 1 and now - self._last_poll >= max(_PEER_POLL_SECONDS, get_poll_interval(nodes)):
+        if nodes > 1 and now - self._last_poll >= get_running_interval(nodes):
             self._last_poll = now
             if world := outcomes.find_world_folder(self._folder):
                 with suppress(OSError):  # the silence of ended nodes will be noticed

@@ -19,6 +19,7 @@ from bundle.launch.node_registry import (
     Heartbeat,
     NodeRegistry,
     Round,
+    get_running_lost_seconds,
     is_round_over,
     plan_next_round,
 )
@@ -160,7 +161,7 @@ class NodeRunnerWithSpares:
             return False
         fit = [heartbeat for heartbeat in live_nodes if not heartbeat.is_excluded]
         if is_own_start and is_round_over(last, live_nodes, gone) and len(fit) < self._nodes:
-            reason = f"no heartbeat for {LOST_SECONDS:.0f} s"
+            reason = f"no heartbeat for {get_running_lost_seconds(self._rendezvous.nodes):.0f} s"
             lost_names = registry.format_names(token for token in members if token in lost)
             raise LaunchFailed(last_verdict or nodes.build_lost_node_verdict([lost_names], reason))
         if not is_own_start and len(live_nodes) >= self._rendezvous.nodes and len(fit) < self._nodes:

@@ -157,6 +157,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+@pytest.mark.parametrize(("count", "interval", "limit"), [(8, 2, 20), (40, 2, 20), (1024, 51.2, 69.2)])
+def test_running_nodes_look_at_each_other_the_more_seldom_the_more_they_are(
+    tmp_path, clock, count, interval, limit
+):
+    assert nodes.get_verdict_seconds(count) == pytest.approx(limit)  # the last to notice is heard too
+    here(tmp_path / "world-1", {rank: f"gpu{rank}" for rank in range(2)})
+    (tmp_path / outcomes.WORLD_FILE).write_text(str(tmp_path / "world-1"))
+    peers = nodes.PeerNodes(tmp_path, Rendezvous(count, 0, "gpu0", 29500, "flags", "given"))
+    with asked(tmp_path / "world-1") as events:
+        for _ in range(int(4 * 10 * interval)):
+            clock[0] += 0.25
+            peers.poll()
+    assert events.count("os.listdir") == pytest.approx(10, abs=1) and len(events) < 12
+
+
 @pytest.mark.parametrize("count", [8, 1024])
 def test_a_node_of_many_reads_few_words_and_lists_them_seldom(tmp_path, clock, count):
     echoes = [replace(ECHO, node=f"gpu{rank}", node_rank=rank, nodes=count) for rank in range(count)]
@@ -169,10 +184,11 @@ def test_a_node_of_many_reads_few_words_and_lists_them_seldom(tmp_path, clock, c
     with asked(tmp_path) as events:
         lost = nodes.agree_on_verdict(echoes[1], tmp_path, send_heartbeat=lambda: beats.append(clock[0]))
     assert (lost.kind, lost.node, lost.node_rank) == (FailureKind.LOST_NODE, "gpu7", 7)
-    assert nodes.VERDICT_SECONDS <= clock[0] - 200 <= nodes.VERDICT_SECONDS + 1
+    seconds = nodes.get_verdict_seconds(count)
+    assert seconds <= clock[0] - 200 <= seconds + 1
     # Our own word, and the folder that it is in, and the name of the lost node.
     assert events.count("open") == 3
-    assert count * events.count("os.listdir") / nodes.VERDICT_SECONDS <= 310
+    assert count * events.count("os.listdir") / seconds <= 310
     assert all(after - before <= 0.5 for before, after in pairwise(beats))
     nodes.agree_on_verdict(replace(KILLED, node_rank=7), tmp_path)
     ended = clock[0]

@@ -239,6 +239,43 @@ def test_all_nodes_together_ask_a_shared_disk_for_little(tmp_path, time, count):
     assert len(events) * count / 60 <= 210  # listings a second of all nodes, each of which is as this
 
 
+@pytest.mark.parametrize(("count", "seconds"), [(2, 30), (40, 30), (1024, 102)])
+def test_a_running_node_of_many_has_more_time(tmp_path, time, count, seconds):
+    """Each node may take 1/20 s for every node; after twice that it is lost, and not before 30 s."""
+    spare = NodeRegistry(tmp_path, 0, "gpu0", "h")
+    spare.update_entry(waits_for=2)
+    waits, runs = (Heartbeat(f"t{number}", number, 1, waits_for) for number, waits_for in ((1, 2), (2, None)))
+    others = [Heartbeat(f"t{number}", number, 1, 2) for number in range(3, count)]
+    for heartbeat in (waits, runs, *others)[: max(count - 1, 2)]:
+        (tmp_path / heartbeat.file_name).touch()
+    watch(spare, time, 1)
+    time[0] += 29
+    assert spare.find_lost_nodes(["t1", "t2"]) == set()
+    time[0] += 2
+    assert spare.find_lost_nodes(["t1", "t2"]) == ({"t1", "t2"} if seconds == 30 else {"t1"})
+    time[0] += max(seconds - 32, 0)
+    assert spare.find_lost_nodes(["t2"]) == ({"t2"} if seconds == 30 else set())
+    time[0] += 2
+    assert spare.find_lost_nodes(["t2"]) == {"t2"}
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(2, 2), (40, 2), (1024, 51.25)])
+def test_heartbeats_of_running_nodes_are_rarer_the_more_they_are(tmp_path, time, count, seconds):
+    one = NodeRegistry(tmp_path, 0, "gpu0", "h")
+    one.update_entry(waits_for=1)
+    for number in range(1, count):
+        (tmp_path / Heartbeat(f"t{number}", number, 1, 1).file_name).touch()
+    watch(one, time, 1)
+    one.update_entry(waits_for=None)
+    began, counts = time[0], []
+    while time[0] < began + 10 * seconds:
+        time[0] += 0.25
+        one.send_heartbeat()
+        (heartbeat,) = (each for each in one.find_live_nodes() if each.number == 0)
+        counts.append(heartbeat.count)
+    assert len(set(counts)) - 1 == pytest.approx(10, abs=1)
+
+
 def test_a_node_that_others_took_for_lost_shows_and_says_again_that_it_lives(tmp_path, time):
     one = NodeRegistry(tmp_path, 0, "gpu0", "h")
     one.update_entry(waits_for=3)
