@@ -162,7 +162,7 @@ _MIMO_MTP = MTPNames(
     },
     is_hidden_first=True,
 )
-_NOAUX_TC = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_NOAUX_TC_DEFAULTS = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 PUBLISHED_NAMES: dict[str, PublishedNames] = {
     "llama": PublishedNames("LlamaForCausalLM"),
@@ -178,10 +178,16 @@ PUBLISHED_NAMES: dict[str, PublishedNames] = {
         config_defaults={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "deepseek_v3": PublishedNames(
-        "DeepseekV3ForCausalLM", _LAYER_NAMES | _LATENT_NAMES, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+        "DeepseekV3ForCausalLM",
+        _LAYER_NAMES | _LATENT_NAMES,
+        _DEEPSEEK_MTP,
+        config_defaults=_NOAUX_TC_DEFAULTS,
     ),
     "kimi_k2": PublishedNames(
-        "DeepseekV3ForCausalLM", _LAYER_NAMES | _LATENT_NAMES, _DEEPSEEK_MTP, config_defaults=_NOAUX_TC
+        "DeepseekV3ForCausalLM",
+        _LAYER_NAMES | _LATENT_NAMES,
+        _DEEPSEEK_MTP,
+        config_defaults=_NOAUX_TC_DEFAULTS,
     ),
     "glm4_moe": PublishedNames("Glm4MoeForCausalLM", mtp=_DEEPSEEK_MTP),
     "gpt_oss": PublishedNames(

@@ -63,7 +63,7 @@ def tune(
     search = search_candidates(base, build, MOST_CANDIDATES)
     search.refuse(base)
     arguments = [f"--mcore={mcore}"] * bool(mcore) + [f"--backend={base.hardware.backend}"]
-    speeds = _measure(search.candidates[:measure], arguments)
+    speeds = _measure_tokens_per_second(search.candidates[:measure], arguments)
     best = max(speeds, key=lambda number: speeds[number], default=0)
     changes = list_changes(loaded_recipe, search.candidates[best].plan.recipe)
     if as_json:
@@ -89,7 +89,7 @@ def _check_measurable(base: Plan, machines: Machines, image_record: Path | None)
         raise UsageError("--measure: a step of task rl also samples answers. Leave this option out")
 
 
-def _measure(candidates: Sequence[Candidate], arguments: Sequence[str]) -> dict[int, float]:
+def _measure_tokens_per_second(candidates: Sequence[Candidate], arguments: Sequence[str]) -> dict[int, float]:
     """Return the tokens per second of each candidate that ran, by number.
 
     Raise the last error where none ran.

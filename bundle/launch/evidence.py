@@ -63,7 +63,7 @@ class LaunchEvidence:
     connections: tuple[NodeConnections, ...] = ()
 
 
-class KernelLog:
+class LinuxKernelLog:
     """The lines that the kernel logs from now on; none where we may not read them, as in most containers."""
 
     def __init__(self, path: Path = _KERNEL_LOG) -> None:

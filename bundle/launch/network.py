@@ -15,7 +15,7 @@ from bundle import files
 from bundle.errors import format_count
 from bundle.launch.outcomes import get_node_name
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED, _RETRANSMISSION_TIMER = 1, 1
 # Unanswered attempts in a row, each after twice the time of the one before: more than a second in all.
 _LEAST_ATTEMPTS = 3
@@ -31,7 +31,7 @@ class NodeConnections:
     unanswered: tuple[str, ...] = ()
 
 
-def read_connections(tables: Sequence[Path] = _TABLES) -> NodeConnections:
+def read_connections(tables: Sequence[Path] = _TCP_TABLES) -> NodeConnections:
     """Return the connections of this node's network namespace, from the kernel's tables."""
     addresses, unanswered = set(), set()
     for table in tables:

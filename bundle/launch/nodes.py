@@ -59,7 +59,7 @@ def agree_on_verdict(
         is_final = now > began + seconds
         if is_final or now - last_poll >= get_poll_interval(own_verdict.nodes):
             last_poll = now
-            ranks, verdicts = _read_verdicts(folder)
+            ranks, verdicts = _read_nodes_and_verdicts(folder)
             node_names = {
                 rank: _read_node_name(folder, rank) if is_final and rank not in verdicts else ""
                 for rank in ranks
@@ -179,7 +179,7 @@ class PeerNodes:
             if world := outcomes.find_world_folder(self._folder):
                 with suppress(OSError):  # the silence of ended nodes will be noticed
                     self.has_failed_peer = any(
-                        map(self._has_failed, _read_verdicts(world / NODES_FOLDER)[1].values())
+                        map(self._has_failed, _read_nodes_and_verdicts(world / NODES_FOLDER)[1].values())
                     )
         return self.has_failed_peer
 
@@ -204,7 +204,7 @@ def _name_verdict_file(verdict: Verdict) -> str:
     return f"{verdict.node_rank}.{int(verdict.code)}.{kind}.{action}.verdict.json"
 
 
-def _read_verdicts(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
+def _read_nodes_and_verdicts(folder: Path) -> tuple[list[int], dict[int, Verdict]]:
     """Return all nodes, and the verdicts in the names of their files, in the order of ranks."""
     file_names = sorted(path.name for path in folder.iterdir())
     parts = [

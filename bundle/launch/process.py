@@ -24,7 +24,7 @@ from bundle.environment.hardware import count_oom_kills
 from bundle.errors import BundleError, EnvironmentUnfit, ExitCode, JobFailed
 from bundle.launch import events, nodes, orphans, outcomes, output, verdict
 from bundle.launch.command import Launch, build_command
-from bundle.launch.evidence import KernelLog, gather_evidence, read_tail
+from bundle.launch.evidence import LinuxKernelLog, gather_evidence, read_tail
 from bundle.launch.hang import PROCESS_ENDED, HangResponder, describe_process_state
 from bundle.launch.rendezvous import Rendezvous
 from bundle.launch.storage import LogStorage
@@ -131,7 +131,11 @@ def run(
     if local_folder is not None:
         variables[outcomes.LOCAL_VARIABLE] = str(local_folder)
     is_read = launch.has_events or launch.rendezvous.nodes > 1
-    with (folder / "agent.log").open("wb") as log, ExitStack() as passed_on, closing(KernelLog()) as kernel:
+    with (
+        (folder / "agent.log").open("wb") as log,
+        ExitStack() as passed_on,
+        closing(LinuxKernelLog()) as kernel,
+    ):
         if launch.rendezvous.nodes == 1:  # else torchrun leaves the file of its store behind
             variables["PET_RDZV_ENDPOINT"] = str(Path(passed_on.enter_context(_make_temporary()), "store"))
         with _block_signals():

@@ -204,7 +204,7 @@ class DefectReader:
         fingerprints = {
             target: fingerprint for target, fingerprint in known.items() if fingerprint is not None
         }
-        references = self._find_references(fingerprints, targets)
+        references = self._find_reviewed_versions(fingerprints, targets)
         return Reading(self.table.find_presence(entry, reference), fingerprints, references)
 
     def _read_from_source(self, targets: Mapping[str, bool], definitions: Definitions) -> Reading:
@@ -223,10 +223,10 @@ class DefectReader:
             except UnreadableSource as error:
                 read_error = str(error)
         return Reading(
-            None, fingerprints, self._find_references(fingerprints, targets), nearest_names, read_error
+            None, fingerprints, self._find_reviewed_versions(fingerprints, targets), nearest_names, read_error
         )
 
-    def _find_references(
+    def _find_reviewed_versions(
         self, fingerprints: Mapping[str, str], targets: Mapping[str, bool]
     ) -> Mapping[str, tuple[str, ...]]:
         """Return, for each target, the releases and commits in which its code was reviewed."""

@@ -225,7 +225,9 @@ class PolicyTrainer:
         for sizes, micro_batches in prepared * rl.num_iterations:
             if session.is_last_step:
                 break
-            result = session.make_update(functools.partial(self._learn, sizes, micro_batches, divisor), 0)
+            result = session.make_update(
+                functools.partial(self._compute_gradients, sizes, micro_batches, divisor), 0
+            )
         self._state["rollouts"] += 1
         self._count_step(is_flat=result is None)
         return result
@@ -298,7 +300,7 @@ class PolicyTrainer:
         """True if the best evaluation so far is that of the current weights (checkpoint.keep_best)."""
         return self._state.get("best_step") == self.session.progress.step
 
-    def _learn(
+    def _compute_gradients(
         self, sizes: UpdateSizes, micro_batches: Sequence[MicroBatch], divisor: float | None
     ) -> UpdateSizes:
         self.session.engine.forward_backward(

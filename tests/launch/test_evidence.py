@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bundle.launch import outcomes
-from bundle.launch.evidence import KernelLog, gather_evidence
+from bundle.launch.evidence import LinuxKernelLog, gather_evidence
 from bundle.launch.outcomes import Outcome
 from bundle.launch.rendezvous import discover
 
@@ -17,7 +17,7 @@ def test_the_kernels_log_is_read_from_the_moment_on():
     before, after = (f"mcore-bundle test {secrets.token_hex(8)}" for _ in range(2))
     try:
         KERNEL.write_text(f"{before}\n")
-        log = KernelLog()
+        log = LinuxKernelLog()
         KERNEL.write_text(f"{after}\n")
     except OSError as error:
         pytest.skip(f"the kernel's log is not ours: {error.strerror}")
@@ -28,7 +28,7 @@ def test_the_kernels_log_is_read_from_the_moment_on():
 
 
 def test_where_nobody_may_read_the_kernels_log_it_says_nothing(tmp_path):
-    log = KernelLog(tmp_path / "kmsg")
+    log = LinuxKernelLog(tmp_path / "kmsg")
     assert log.read_lines() == ()
     log.close()
 

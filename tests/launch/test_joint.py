@@ -233,7 +233,7 @@ def test_every_kind_of_word_is_found_by_its_name(tmp_path, clock, kind, action):
     here(tmp_path, {0: "gpu07", 2: "gpu09"})
     said = word(2, kind, "so it is", action, code=ExitCode.HANG)
     nodes.agree_on_verdict(said, tmp_path, seconds=-1)
-    _, seen = nodes._read_verdicts(tmp_path / outcomes.NODES_FOLDER)
+    _, seen = nodes._read_nodes_and_verdicts(tmp_path / outcomes.NODES_FOLDER)
     found = {rank: (each.kind, each.action, each.code) for rank, each in seen.items()}
     assert found == {2: (kind, action, ExitCode.HANG)}
 

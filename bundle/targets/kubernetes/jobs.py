@@ -138,9 +138,9 @@ def follow(name: str, seconds: float = POLL_SECONDS) -> Iterator[str]:
     """
     streams = PodLogs(name.split("/")[1])
     for _ in _poll_states(name, seconds):
-        streams.open(_list_writing_pods(name))
+        streams.open(_list_started_pods(name))
         yield from streams.read_lines()
-    pods, deadline = _list_writing_pods(name), time.monotonic() + client.TIMEOUT_SECONDS
+    pods, deadline = _list_started_pods(name), time.monotonic() + client.TIMEOUT_SECONDS
     while streams.open(pods, last=True) and time.monotonic() < deadline:
         yield from streams.read_lines()
         time.sleep(min(seconds, 0.1))
@@ -215,7 +215,7 @@ def _list_pods(name: str) -> list[Any]:
     return client.list_pods(namespace, f"{INSTANCE_LABEL}={job_name}")
 
 
-def _list_writing_pods(name: str) -> list[Any]:
+def _list_started_pods(name: str) -> list[Any]:
     """Return the pods that may write; none where no API server answers.
 
     The poll of the job's state reports that.

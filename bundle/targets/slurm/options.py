@@ -92,7 +92,7 @@ class SlurmOptions:
             elif not _OPTION_PATTERN.fullmatch(option):
                 form = "OPTION[=VALUE] without dashes before it, such as partition=gpu"
                 yield f"--sbatch {format_value(option)}: must be {form}"
-            elif reserved := _find_reserved(name := split_option(option)[0]):
+            elif reserved := _find_reserved_option(name := split_option(option)[0]):
                 short = "" if name == reserved else f"sbatch may read this as --{reserved}, which is "
                 reason = _RESERVED_OPTIONS[reserved]
                 yield f"--sbatch {format_value(option)}: {short}not allowed, because {reason}"
@@ -151,6 +151,6 @@ def parse_time_limit(limit: str) -> int | None:
     return (days or 0) * 86400 + hours * 3600 + minutes * 60 + rest or None
 
 
-def _find_reserved(name: str) -> str:
+def _find_reserved_option(name: str) -> str:
     """Return the reserved option that sbatch reads in a name or an abbreviation; "" where none."""
     return next((reserved for reserved in _RESERVED_OPTIONS if reserved.startswith(name)), "")
