@@ -39,11 +39,12 @@ def agree_on_verdict(
     world: Path | None,
     seconds: float | None = None,
     send_heartbeat: Callable[[], None] = lambda: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Verdict:
     """Return the common verdict of the nodes that report within `seconds`, and write this node's.
 
-    Default of `seconds`: `get_verdict_seconds`. Call `send_heartbeat` at each poll. Raise JobFailed where
-    nothing can be written.
+    Default of `seconds`: `get_verdict_seconds`. Call `send_heartbeat` at each poll. Wait no longer once
+    `is_stopped` returns true. Raise JobFailed where nothing can be written.
     """
     if world is None or own_verdict.nodes == 1:
         return own_verdict
@@ -56,7 +57,7 @@ def agree_on_verdict(
         send_heartbeat()
         now = time.monotonic()
         # A verdict that came during the last poll may be in time, so one more poll follows the limit.
-        is_final = now > began + seconds
+        is_final = now > began + seconds or is_stopped()
         if is_final or now - last_poll >= get_poll_interval(own_verdict.nodes):
             last_poll = now
             ranks, verdicts = _read_nodes_and_verdicts(folder)
@@ -64,7 +65,8 @@ def agree_on_verdict(
                 rank: _read_node_name(folder, rank) if is_final and rank not in verdicts else ""
                 for rank in ranks
             }
-            joined = choose_common_verdict(own_verdict, verdicts, node_names, is_final=is_final)
+            waited = now - began if is_final else None
+            joined = choose_common_verdict(own_verdict, verdicts, node_names, waited=waited)
             if joined is not None and joined.node_rank in verdicts:
                 return replace(parse(_read_json(folder / _name_verdict_file(joined))), silent=joined.silent)
             if joined is not None:
@@ -79,24 +81,27 @@ def get_verdict_seconds(nodes: int) -> float:
 
 
 def choose_common_verdict(
-    own_verdict: Verdict, verdicts: Mapping[int, Verdict], node_names: Mapping[int, str], *, is_final: bool
+    own_verdict: Verdict,
+    verdicts: Mapping[int, Verdict],
+    node_names: Mapping[int, str],
+    *,
+    waited: float | None,
 ) -> Verdict | None:
     """Return the verdict that all nodes have together; None where it must be waited for.
 
-    `verdicts` are the verdicts of nodes and `node_names` all nodes, both by rank. `is_final`: no more
-    verdicts will come.
+    `verdicts` are the verdicts of nodes and `node_names` all nodes, both by rank. `waited` are the
+    seconds that this node has waited, None where more verdicts may come.
     """
     broken = [verdict for verdict in verdicts.values() if verdict.code != ExitCode.OK]
     first = min(broken, key=lambda verdict: get_consequence_level(verdict.kind), default=own_verdict)
     silent = sorted(set(node_names) - set(verdicts))
     if not silent or not _needs_other_verdicts(first):
         return first
-    if not is_final:
+    if waited is None:
         return None
     if not _may_blame_another_node(first):
         return replace(first, silent=tuple(node_names[rank] for rank in silent))
-    seconds = get_verdict_seconds(own_verdict.nodes)
-    reason = f"no report within {seconds:.0f} s after the other nodes ended"
+    reason = f"no report within {int(waited)} s after the other nodes ended"
     return replace(
         build_lost_node_verdict([node_names[rank] for rank in silent], reason),
         node_rank=silent[0],

@@ -172,12 +172,16 @@ def run(
                 local_folder=local_folder,
             )
         )
-    world = outcomes.find_world_folder(folder)
+    world, late_signals = outcomes.find_world_folder(folder), list[int]()
     try:
         if not node_wait.is_over and not agent_exit.wait_failure and not stop_signal:
             nodes.report_failed_start(folder, launch.rendezvous, launch_verdict)
-        launch_verdict = nodes.agree_on_verdict(launch_verdict, world, send_heartbeat=send_heartbeat)
-        verdict.write(folder, launch_verdict)
+        # A scheduler that ends the job for a lost node must not end this process before its verdict.
+        with handle_stop_signals(lambda number, _: late_signals.append(number)):
+            launch_verdict = nodes.agree_on_verdict(
+                launch_verdict, world, send_heartbeat=send_heartbeat, is_stopped=lambda: bool(late_signals)
+            )
+            verdict.write(folder, launch_verdict)
         if local_folder is not None:
             shutil.rmtree(local_folder, ignore_errors=True)
     except (JobFailed, OSError) as error:  # a failed disk must not hide how the launch ended

@@ -38,16 +38,16 @@ KILLED = word(2, FailureKind.KILLED, "killed by SIGKILL")
 
 def test_a_node_that_lost_its_connection_says_what_the_node_says_that_broke(messages):
     said = {0: ECHO, 1: word(1, FailureKind.NETWORK, "the network failed"), 2: KILLED}
-    assert nodes.choose_common_verdict(ECHO, said, NAMES, is_final=False) is KILLED
+    assert nodes.choose_common_verdict(ECHO, said, NAMES, waited=None) is KILLED
     messages(KILLED.sentence)
 
 
 def test_what_no_restart_mends_waits_for_nobody_and_what_one_may_for_all_that_run():
     full = word(2, FailureKind.DISK, "its disk is full", RestartAction.STOP)
-    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 2: full}, NAMES, is_final=False) is full
+    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 2: full}, NAMES, waited=None) is full
     for own in (ECHO, KILLED):
-        assert nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, is_final=False) is None
-        found = nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, is_final=True)
+        assert nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, waited=None) is None
+        found = nodes.choose_common_verdict(own, {0: ECHO, 2: KILLED}, NAMES, waited=20)
         assert found == replace(KILLED, silent=("gpu08",)) and found.sentence == KILLED.sentence
 
 
@@ -55,20 +55,20 @@ def test_where_nobody_broke_the_network_did_and_then_the_first_echo_is_told():
     network = word(1, FailureKind.NETWORK, "the network failed")
     assert (
         nodes.choose_common_verdict(
-            ECHO, {0: ECHO, 1: network, 2: word(2, FailureKind.ECHO, "")}, NAMES, is_final=False
+            ECHO, {0: ECHO, 1: network, 2: word(2, FailureKind.ECHO, "")}, NAMES, waited=None
         )
         is network
     )
     echoes = {rank: word(rank, FailureKind.ECHO, "") for rank in NAMES}
-    assert nodes.choose_common_verdict(echoes[2], echoes, NAMES, is_final=False) is echoes[0]
+    assert nodes.choose_common_verdict(echoes[2], echoes, NAMES, waited=None) is echoes[0]
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ECHO, FailureKind.HANG])
 def test_a_node_without_a_word_is_waited_for_and_then_lost(kind, messages):
     own = word(0, kind, "no progress")
     said = {0: own, 2: word(2, kind, "no progress")}
-    assert nodes.choose_common_verdict(own, said, NAMES, is_final=False) is None
-    lost = nodes.choose_common_verdict(own, said, NAMES, is_final=True)
+    assert nodes.choose_common_verdict(own, said, NAMES, waited=None) is None
+    lost = nodes.choose_common_verdict(own, said, NAMES, waited=20)
     assert lost is not None
     messages(lost.sentence)
     assert (lost.kind, lost.code) == (FailureKind.LOST_NODE, ExitCode.JOB_FAILED)
@@ -77,17 +77,16 @@ def test_a_node_without_a_word_is_waited_for_and_then_lost(kind, messages):
 
 def test_a_hang_of_all_nodes_is_a_hang():
     hangs = {rank: word(rank, FailureKind.HANG, "no progress", code=ExitCode.HANG) for rank in NAMES}
-    assert nodes.choose_common_verdict(hangs[1], hangs, NAMES, is_final=False) is hangs[0]
-    assert nodes.choose_common_verdict(ECHO, hangs | {0: ECHO}, NAMES, is_final=False) is hangs[1]
+    assert nodes.choose_common_verdict(hangs[1], hangs, NAMES, waited=None) is hangs[0]
+    assert nodes.choose_common_verdict(ECHO, hangs | {0: ECHO}, NAMES, waited=None) is hangs[1]
 
 
 def test_a_node_that_saved_explains_the_echo_of_its_end_and_one_that_ended_well_nothing():
     well = Verdict(ExitCode.OK, node_rank=1)
     saved = word(2, FailureKind.PREEMPTED, "saved", code=ExitCode.PREEMPTED)
-    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, is_final=False) is saved
+    assert nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well, 2: saved}, NAMES, waited=None) is saved
     assert (
-        nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, is_final=False)
-        is ECHO
+        nodes.choose_common_verdict(ECHO, {0: ECHO, 1: well}, {0: "gpu07", 1: "gpu08"}, waited=None) is ECHO
     )
 
 
@@ -275,8 +274,12 @@ def test_a_node_whose_ranks_notice_nothing_ends_with_the_one_that_broke(tmp_path
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_both_nodes_say_who_was_killed_and_the_one_that_is_left_which_node_was(tmp_path, monkeypatch, lost):
+@pytest.mark.parametrize(
+    ("lost", "is_ended"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
+)
+def test_both_nodes_say_who_was_killed_and_the_one_that_is_left_which_node_was(
+    tmp_path, monkeypatch, lost, is_ended
+):
     with reserved() as port:
         first, second = two_nodes(tmp_path, monkeypatch, port, "mourn")
         while len(list((tmp_path / "world").glob("ready-*"))) < 4:
@@ -286,7 +289,14 @@ def test_both_nodes_say_who_was_killed_and_the_one_that_is_left_which_node_was(t
             second.kill()
         else:
             os.kill(pids[0], signal.SIGKILL)
+        if is_ended:  # as Slurm ends a job for its lost node, while the node that is left waits for it
+            while not list(tmp_path.rglob("nodes/0.*.verdict.json")):
+                assert first.poll() is None
+                time.sleep(0.02)
+            first.terminate()
+            began = time.monotonic()
         ended = [(finish(first, 1, 90)[1], read_verdict(tmp_path / "0"))]
+        assert not is_ended or time.monotonic() - began < nodes.VERDICT_SECONDS / 2
         ended += [] if lost else [(finish(second, 1)[1], read_verdict(tmp_path / "1"))]
     expected = ("lost node", "restart without node") if lost else ("killed", "restart")
     for said, verdict in ended:
