@@ -33,6 +33,7 @@ def record(name: str, *calls: tuple[str, int, str, int]) -> bytes:
 
 
 GLOO = record("1", ("barrier", 1, "completed", 10))
+REDUCTION = "all_reduce of shape 2x3"
 NCCL = record("7", ("all_reduce", 4, "completed", 20), ("all_reduce", 5, "started", 30))
 
 
@@ -49,7 +50,7 @@ def test_a_rank_stands_in_what_is_not_over_whichever_recorder_has_it(bindings):
         stands = rank_snapshot.take_snapshot(3, "step 4", 30.0, records)
         assert stands.waits is not None
         waits = stands.waits
-        assert (waits.description, waits.number, waits.group) == ("all_reduce of shape 2x3", 5, "group 7")
+        assert (waits.description, waits.number, waits.group) == (REDUCTION, 5, "group 7")
         assert stands.entered == {"group 1": 1, "group 7": 5}
 
 

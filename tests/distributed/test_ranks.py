@@ -26,6 +26,8 @@ from tests.launch.launched import (
 )
 
 WORKER = "tests.distributed.worker"
+EVERYONE = "the group of all ranks"
+REDUCTIONS = ("all_reduce of shape 2x3", "all_reduce of shape 1")
 pytestmark = pytest.mark.world
 
 
@@ -107,7 +109,7 @@ def test_a_hang_is_6_and_says_who_never_came_to_which_collective_and_what_it_doe
 ):
     _, err = finish(start(tmp_path, WORKER, "hang", how), 6, 180)
     waiting, absent = read_hang(tmp_path, err, 1)
-    assert waiting.waits == Collective("group 1 TENSOR_PARALLEL", (0, 1), 2, "all_reduce of shape 2x3")
+    assert waiting.waits == Collective("group 1 TENSOR_PARALLEL", (0, 1), 2, REDUCTIONS[0])
     assert waiting.frame.startswith("`hang`") and waiting.doing == "step 4"
     assert absent.doing == doing and absent.node == socket.gethostname()
     assert ("SIGSTOP" if how == "stopped" else "read_without_end") in f"{absent.silent}{absent.frame}"
@@ -122,9 +124,9 @@ def test_mtp_losses_that_one_context_parallel_rank_reduces_alone_are_a_hang_that
         pytest.skip("the tracker is called otherwise from 0.19 on")
     _, err = finish(start(tmp_path, WORKER, "alone"), 6, 180)
     first, second = read_hang(tmp_path, err, None)
-    assert first.waits is not None and first.waits.description == "all_reduce of shape 1"
+    assert first.waits is not None and first.waits.description == REDUCTIONS[1]
     assert first.frame.startswith("`reduce_loss") and first.doing == "step 4"
-    assert second.waits == Collective("the group of all ranks", (0, 1), 1, "broadcast of shape 4")
+    assert second.waits == Collective(EVERYONE, (0, 1), 1, "broadcast of shape 4")
     assert second.frame.startswith("`alone`") and second.doing == "step 5"
 
 
