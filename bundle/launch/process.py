@@ -48,11 +48,14 @@ _SIGNAL_MASKS = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 
 
 class LaunchFailed(BundleError):
-    """The error of a launch that did not end with 0, with the code that its ranks agree on."""
+    """The error of a launch that did not end with 0, with the code that its ranks agree on.
 
-    def __init__(self, launch_verdict: Verdict) -> None:
+    `is_stopped`: this process was asked to end after its ranks had ended, so it starts none again.
+    """
+
+    def __init__(self, launch_verdict: Verdict, *, is_stopped: bool = False) -> None:
         super().__init__(launch_verdict.to_text())
-        self.code, self.verdict = launch_verdict.code, launch_verdict
+        self.code, self.verdict, self.is_stopped = launch_verdict.code, launch_verdict, is_stopped
 
 
 class NodeWait:
@@ -190,7 +193,7 @@ def run(
             place = outcomes.write_on_any_disk(verdict.FILE_NAME, launch_verdict.dump(), folder, local_folder)
             _log.warning("the verdict is in %s on %s", place, outcomes.get_node_name())
     if launch_verdict.code != ExitCode.OK:
-        raise LaunchFailed(launch_verdict)
+        raise LaunchFailed(launch_verdict, is_stopped=bool(late_signals))
 
 
 def _make_temporary() -> tempfile.TemporaryDirectory[str]:

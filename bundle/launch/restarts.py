@@ -27,7 +27,7 @@ def run_with_restarts(
                 (most_restarts if get_progress() != last_progress else remaining),
                 get_progress(),
             )
-            if not remaining or not is_restartable(failure.verdict):
+            if failure.is_stopped or not remaining or not is_restartable(failure.verdict):
                 raise
             if failure.verdict.silent:
                 _log.warning("not restarting: no report from %s", ", ".join(failure.verdict.silent))

@@ -74,6 +74,8 @@ class NodeRunnerWithSpares:
                     last_verdict = None
                     break
                 except LaunchFailed as failure:
+                    if failure.is_stopped:
+                        raise
                     last_verdict = failure.verdict
                 remaining, last_progress = (
                     (self._most_restarts if get_progress() != last_progress else remaining),

@@ -52,6 +52,13 @@ def test_a_node_does_not_start_again_while_another_may_still_run_what_it_has_end
     assert len(called) == 1
 
 
+def test_a_launcher_that_was_told_to_stop_starts_nothing_again():
+    start, called = starts(LaunchFailed(ends().verdict, is_stopped=True), None)
+    with pytest.raises(LaunchFailed):
+        run_with_restarts(start, 9, lambda: None)
+    assert len(called) == 1
+
+
 def test_a_new_checkpoint_gives_it_all_its_restarts_again():
     start, called = starts(*[ends()] * 6)
     checkpoints = [0, 1, 2, 2, 2]  # the first two restarts got further

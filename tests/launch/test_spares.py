@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from bundle.errors import ExitCode
+from bundle.launch.causes import FailureKind, RestartAction
 from bundle.launch.node_registry import Heartbeat
+from bundle.launch.process import LaunchFailed
+from bundle.launch.rendezvous import Rendezvous
+from bundle.launch.spares import NodeRunnerWithSpares
+from bundle.launch.verdict import Verdict
 from tests.launch.launched import ROOT
 
 
@@ -59,6 +65,21 @@ def nodes(folder: Path, spares: int, *does: str) -> list[Node]:
 
 
 FIRST, SECOND = "round 0/2 127.0.0.1", "round 1/2 127.0.0.1"
+
+
+def test_a_node_that_was_told_to_stop_after_its_ranks_begins_no_other_round(tmp_path):
+    rendezvous = Rendezvous(1, 0, "127.0.0.1", 29500, "flags", "given")
+    node = NodeRunnerWithSpares(rendezvous, 0, tmp_path, wait=60, most_restarts=9)
+    killed = Verdict(ExitCode.JOB_FAILED, FailureKind.KILLED, "killed", RestartAction.RESTART)
+    called: list[int] = []
+
+    def start(*_: object) -> None:
+        called.append(len(called))
+        raise LaunchFailed(killed, is_stopped=True)
+
+    with pytest.raises(LaunchFailed):
+        node.run(start, lambda: None)
+    assert len(called) == 1
 
 
 def test_a_job_that_ends_well_ends_its_spare_node_too(tmp_path):
