@@ -132,8 +132,8 @@ _HEAD = ("family", "models", "config", *_RUN)
 _REFUSED = """\
 ## Not supported
 
-Any other `model_type` is refused before anything starts, also Qwen3.5 with its tower. In the families above,
-the following are refused by the name of their config key:
+Any other `model_type` is refused before anything starts, also Qwen3.5 with its vision tower. Some features
+are refused in the families above too. The error names their config key:
 
 - sliding-window attention, and a bias in o_proj (except for gpt-oss)
 - biases in dense feed-forward layers

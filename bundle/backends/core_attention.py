@@ -105,7 +105,7 @@ class BaseCoreAttention(torch.nn.Module, ABC):
         if attention_bias is not None:
             raise UsageError(
                 f"attention_bias: the core attention of mcore-bundle for {self.name} does not support an"
-                " attention bias. Use a model without one, and leave the argument out"
+                " attention bias, which is added to the attention scores. Call it without this argument"
             )
         kind = (attn_mask_type or self.attn_mask_type).name
         packed = packed_seq_params if getattr(packed_seq_params, "qkv_format", None) == "thd" else None

@@ -121,8 +121,9 @@ def _unfold_name(name: str, owner: torch.nn.Module, groups: Groups) -> str:
     norm_name = checkpoint_names.find_norm_name(name)
     if norm_name is None:
         raise JobFailed(
-            f"{name}: Transformer Engine fused a norm into a projection that this mcore-bundle does not know."
-            " Add the norm's name in megatron's local specs to bundle.architectures.checkpoint_names"
+            f"{name}: Transformer Engine fused a norm into this projection, but mcore-bundle does not know"
+            " the norm's name. Take the name from megatron's local specs, and add it in"
+            " bundle/architectures/checkpoint_names.py"
         )
     return checkpoint_names.find_expert_name(norm_name, groups.ep.rank * getattr(owner, "num_gemms", 0))
 

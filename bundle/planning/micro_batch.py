@@ -57,7 +57,8 @@ class SizeChooser(NamedTuple):
         reason += f" {format_bytes(self.device)}"
         if sized[0] is not best:
             larger = format_bytes(self._estimate(sized[0]))
-            reason += f"; {sized[0].size} is predicted to be faster, but needs {larger}"
+            reason += f"; {sized[0].size} is predicted to be faster, but needs {larger}: auto leaves"
+            reason += f" {HEADROOM:.0%} of the memory free"
         elif len(sized) > 1:
             reason += f"; the fastest of {', '.join(map(str, sorted(entry.size for entry in sized)))}"
         else:

@@ -71,8 +71,8 @@ class FP8(CompletedSection):
     format: Format = Field(
         default="hybrid",
         json_schema_extra=add_null,
-        description="Number format. hybrid: e4m3, but e5m2 for gradients. Default: hybrid; e4m3 with"
-        " blockwise and mxfp8.",
+        description="Number format. hybrid: e4m3, but e5m2 for gradients. null or left out: e4m3 with"
+        " blockwise and mxfp8, else hybrid.",
     )
 
     @classmethod

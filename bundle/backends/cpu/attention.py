@@ -212,7 +212,8 @@ def _check_lengths(lengths: Sequence[int], padded: Sequence[int], *, rows: int, 
         )
     elif sum(padded) != rows * cp:
         wrong.append(
-            f"cu_seqlens give {sum(padded)} rows, but the pack has {rows * cp} (context parallel size {cp})."
+            f"cu_seqlens end at token {sum(padded)}, but the pack has {rows * cp} tokens (context parallel"
+            f" size {cp})."
             " If the pack ends with padding, add the padding to cu_seqlens as one more sequence"
         )
     if wrong:
