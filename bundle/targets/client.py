@@ -2,12 +2,16 @@
 
 import shutil
 import subprocess
+import threading
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
 from bundle.targets.states import TargetNotConfigured
 
 TIMEOUT_SECONDS = 60  # the longest time for one answer of a client
+# `launch list` asks all targets in threads. If two threads import clients with common modules at once, one of
+# them may get a module that is not complete.
+IMPORT_LOCK = threading.Lock()
 
 
 class ClientTimeout(LaunchUnavailable):

@@ -21,6 +21,7 @@ from bundle.errors import ExitCode, LaunchUnavailable, UsageError, format_value
 from bundle.files import digest_json
 from bundle.launch.command import WAIT_SECONDS
 from bundle.launch.job import FILE_NAME, Job
+from bundle.targets.client import IMPORT_LOCK
 from bundle.targets.options import Preflight, Restarts
 from bundle.targets.states import (
     JobState,
@@ -133,8 +134,9 @@ def import_ray() -> Any:
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
-        import ray
-        import ray.job_submission
+        with IMPORT_LOCK:
+            import ray
+            import ray.job_submission
     except ImportError as error:
         raise TargetNotConfigured("ray is not installed: pip install 'mcore-bundle[ray]'") from error
     return ray

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 
 from bundle.errors import LaunchUnavailable
 from bundle.targets import docker, local, ray, slurm
+from bundle.targets.kubernetes import client
 from bundle.targets.local import LocalOptions
 from bundle.targets.states import ListedJob, TargetNotConfigured
 from tests.command import capture_bundle, run_bundle
@@ -145,6 +148,24 @@ def test_a_dashboard_that_is_not_there_is_an_error_only_where_somebody_names_it(
     with pytest.raises(LaunchUnavailable, match="head") as error:
         list(ray.list_jobs())
     assert not isinstance(error.value, TargetNotConfigured)
+
+
+def test_threads_import_the_clients_of_targets_one_after_the_other(tmp_path, monkeypatch):
+    """Both clients import the modules of requests, of which two threads at once may get a half."""
+    busy = (
+        "import pathlib, time\nmark = pathlib.Path(__file__).parents[1] / 'busy'\nmark.touch(0o600, False)\n"
+    )
+    for name in ("ray", "kubernetes"):
+        (tmp_path / name).mkdir()
+        text = busy + "time.sleep(0.3)\nmark.unlink()\nraise ImportError('as if it were not installed')\n"
+        (tmp_path / name / "__init__.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    client._connect.cache_clear()
+    with ThreadPoolExecutor() as threads:
+        imports = [threads.submit(ray.import_ray), threads.submit(client._connect)]
+        errors = [each.exception() for each in imports]
+    assert [type(error) for error in errors] == [TargetNotConfigured] * 2
 
 
 def answer(jobs: list[ListedJob] | Exception) -> SimpleNamespace:

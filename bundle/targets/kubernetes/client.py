@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from bundle import files
 from bundle.errors import LaunchUnavailable
+from bundle.targets.client import IMPORT_LOCK
 from bundle.targets.kubernetes.pod import INSTANCE_LABEL, MANAGER_SELECTOR, is_from_job
 from bundle.targets.states import TargetNotConfigured
 
@@ -258,7 +259,8 @@ def _connect() -> _Cluster:
     Raise TargetNotConfigured where no cluster is configured, or the client is not installed.
     """
     try:
-        from kubernetes import client, config
+        with IMPORT_LOCK:
+            from kubernetes import client, config
     except ImportError:
         raise TargetNotConfigured(
             "the Kubernetes client is not installed: pip install 'mcore-bundle[kubernetes]'"
