@@ -51,7 +51,7 @@ def test_every_row_sees_exactly_the_keys_that_it_should(pack, causal):
     ("lengths", "padded", "rows", "cp", "message"),
     [
         ((6, 8), (6, 8), 7, 2, r"\[6\] are not multiples of 4"),
-        ((5, 3), (5, 3), 9, 1, r"8 rows.*9"),
+        ((5, 3), (5, 3), 9, 1, "at token 8.*9 tokens"),
         ((5, 3), (4, 4), 8, 1, "do not fit"),
         ((5,), (5, 4), 9, 1, "do not fit"),
         ((-1, 5), (-1, 5), 4, 1, "do not fit"),
